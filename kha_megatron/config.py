@@ -1,0 +1,168 @@
+"""What is knocked, and how: the one configuration object every room shares.
+
+Knocking-Heads Attention (arXiv 2510.23052, section 3.2) passes each head's query, key or value
+through small matrices that all heads of the layer share. This module only names the choice; the
+maths is in ``kha_megatron.ops``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+from kha_megatron.errors import ConfigError
+
+Variant = Literal["linear", "mlp", "gate"]
+Init = Literal["identity", "random"]
+Projection = Literal["query", "key", "value"]
+
+PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
+"""The projected tensors that can be knocked, in the order Megatron lays them out."""
+
+MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
+    {"linear": ("proj",), "mlp": ("up", "gate", "down"), "gate": ("gate",)}
+)
+"""Names of the ``[D, D]`` matrices of each variant, in the order they are stacked."""
+
+INITS: tuple[Init, ...] = ("identity", "random")
+
+
+def parse_variant(text: str | None) -> Variant | None:
+    """``"linear"``, ``"mlp"`` or ``"gate"`` as they are; ``"none"`` (command lines) as None.
+
+    Raises:
+        ConfigError: for any other word.
+    """
+    if text is None or text == "none":
+        return None
+    if text not in MATRICES:
+        raise ConfigError(
+            f"unknown KHA variant {text!r}: choose one of {', '.join(MATRICES)} or none"
+        )
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class KHAConfig:
+    """Which of a layer's projected tensors are knocked, and with which variant.
+
+    ``KHAConfig()`` knocks nothing: it is the baseline that runs the same code path.
+
+    Raises:
+        ConfigError: a field holds a value that its type does not list.
+    """
+
+    query: Variant | None = None
+    """Variant applied to the query heads, before QK-norm and RoPE; None leaves them alone."""
+
+    key: Variant | None = None
+    """Variant applied to the key heads, before QK-norm and RoPE; None leaves them alone."""
+
+    value: Variant | None = None
+    """Variant applied to the value heads; None leaves them alone."""
+
+    init: Init = "identity"
+    """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` is the paper's ablation:
+    it trains to a much higher loss, and is here only to be reproduced."""
+
+    init_seed: int = 1234
+    """Seed of ``init="random"``. The draw does not depend on any rank's own random state."""
+
+    def __post_init__(self) -> None:
+        for projection in PROJECTIONS:
+            parse_variant(getattr(self, projection))
+            if getattr(self, projection) == "none":
+                raise ConfigError(f"KHAConfig({projection}='none'): write None")
+        if self.init not in INITS:
+            raise ConfigError(f"unknown KHA init {self.init!r}: choose one of {', '.join(INITS)}")
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> Self:
+        """The named preset (a key of :data:`PRESETS`) with some fields replaced.
+
+        Raises:
+            ConfigError: no preset has that name.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"unknown KHA preset {name!r}: choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ConfigError: ``values`` has a key that is no field: it comes from another version.
+        """
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"unknown KHA setting {', '.join(unknown)}: written by another version of "
+                f"kha-megatron; known are {', '.join(field.name for field in fields(cls))}"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON values."""
+        return asdict(self)
+
+    @property
+    def variants(self) -> dict[Projection, Variant]:
+        """The knocked projections and their variants; empty for the baseline."""
+        return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
+
+    def parameters_per_layer(self, head_dim: int) -> int:
+        """How many parameters one layer gains, for heads of ``head_dim`` features."""
+        return sum(len(MATRICES[v]) for v in self.variants.values()) * head_dim**2
+
+    def __str__(self) -> str:
+        """Short form for logs: ``query=linear key=linear value=linear``."""
+        words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
+        if words and self.init != "identity":
+            words.append(f"init={self.init}")
+        return " ".join(words) or "nothing (baseline)"
+
+
+PRESETS: Mapping[str, Mapping[str, Variant]] = MappingProxyType(
+    {
+        "baseline": {},
+        "kha_mlp": {"value": "mlp"},
+        "kha_linear": {"query": "linear", "key": "linear", "value": "linear"},
+        "kha_linear_v": {"value": "linear"},
+        "kha_gate_v": {"value": "gate"},
+        "kha_mlp_qkv": {"query": "mlp", "key": "mlp", "value": "mlp"},
+    }
+)
+"""Named configurations. ``kha_mlp`` is the paper's choice for MoE models, ``kha_linear`` for dense
+models and MLA (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
+
+
+def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) -> None:
+    """Refuse a split of heads over tensor-parallel ranks that Megatron cannot make.
+
+    Args:
+        num_attention_heads: query heads of the whole layer.
+        num_query_groups: key/value heads of the whole layer.
+        tp: tensor-parallel size.
+
+    Raises:
+        ConfigError: naming both numbers and the nearest legal sizes.
+    """
+    heads, groups = num_attention_heads, num_query_groups
+    if groups < 1 or heads % groups:
+        raise ConfigError(
+            f"{heads} query heads are not a multiple of {groups} key/value heads: "
+            f"choose --num-query-groups from {_divisors(heads)}"
+        )
+    legal = [n for n in _divisors(heads) if groups % n == 0 or n % groups == 0]
+    if tp in legal:
+        return
+    if heads % tp:
+        problem = f"{heads} query heads cannot be divided over {tp} tensor-parallel ranks"
+    else:
+        problem = f"{groups} key/value heads neither divide {tp} tensor-parallel ranks nor are divided by them"
+    raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,31 @@
+"""Errors that a user can cause.
+
+Each message is one line that names the value, the limit and the remedy. The command line prints it
+without a traceback and exits with code 2.
+"""
+
+
+class KHAError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(KHAError, ValueError):
+    """A setting, or a combination of settings, that cannot be honoured."""
+
+
+class CheckpointError(KHAError):
+    """A checkpoint or model folder that is damaged, incomplete, or of another configuration."""
+
+
+class DataError(KHAError):
+    """Input text, a tokenizer or a dataset that is missing or cannot be used."""
+
+
+class MissingDependencyError(KHAError, ImportError):
+    """An optional package that the requested feature needs is not installed."""
+
+    def __init__(self, package: str, feature: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs {package}, which is not installed: "
+            f"run `pip install 'kha-megatron[{extra}]'`"
+        )

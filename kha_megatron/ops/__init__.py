@@ -1,0 +1,5 @@
+"""The maths of Knocking-Heads Attention, free of any parallelism."""
+
+from kha_megatron.ops.knocking import fold, initial_weight, knock
+
+__all__ = ["fold", "initial_weight", "knock"]

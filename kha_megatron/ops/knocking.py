@@ -1,0 +1,89 @@
+"""Knocking-Heads Attention on plain tensors (arXiv 2510.23052, sections 3.2 and 3.3).
+
+Shape legend: ``D`` head dim; ``n`` matrices of the variant (``config.MATRICES``); ``H`` heads of
+the knocked tensor; ``K`` input features of its projection; ``...`` any leading dimensions. The
+matrices of one projected tensor are one stacked weight ``[n, D, D]``, applied from the right:
+``x @ W``, the paper's row-vector convention (the transpose of ``torch.nn.Linear``'s).
+"""
+
+import torch
+from torch import Tensor
+
+from kha_megatron.config import MATRICES, Init, Variant
+
+
+def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+    """Pass every head's row through the matrices that all heads share.
+
+    ==========  ==================================================================  =============
+    ``linear``  ``x @ T``                                                           eq. 5-7
+    ``mlp``     ``2 * ((x @ W_up) * sigmoid(x @ W_gate)) @ W_down``                 eq. 9
+    ``gate``    ``2 * x * sigmoid(x @ W_gate)``                                     Table 2, "Gate"
+    ==========  ==================================================================  =============
+
+    Args:
+        x: ``[..., D]``, any floating dtype, any strides.
+        weight: ``[n, D, D]``, same dtype.
+        variant: which row of the table.
+
+    Returns:
+        ``[..., D]``, same dtype. At the identity initial value it equals ``x`` bit for bit: each
+        product has one non-zero term and ``2 * sigmoid(0) == 1``.
+    """
+    if variant == "linear":
+        return x @ weight[0]
+    if variant == "gate":
+        return 2 * x * torch.sigmoid(x @ weight[0])
+    up, gate, down = weight.unbind(0)
+    return (2 * (x @ up) * torch.sigmoid(x @ gate)) @ down
+
+
+@torch.no_grad()
+def initial_weight(
+    weight: Tensor,
+    variant: Variant,
+    init: Init = "identity",
+    *,
+    std: float = 0.02,
+    seed: int | None = None,
+) -> Tensor:
+    """Fill a stacked weight in place with its initial value (section 3.3).
+
+    Args:
+        weight: ``[n, D, D]``, any device and dtype.
+        variant: which matrices the stack holds.
+        init: ``identity`` sets every matrix to ``I`` and gates to zero; ``random`` draws all of
+            them from ``N(0, std^2)``.
+        std: standard deviation of ``random``.
+        seed: seed of ``random``, drawn on the CPU in float32 from a generator of its own, so that
+            every rank and device gets the same numbers; None uses torch's current state.
+
+    Returns:
+        ``weight``.
+    """
+    if init == "random":
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return weight.copy_(torch.randn(weight.shape, device="cpu", generator=generator) * std)
+    for matrix, name in zip(weight, MATRICES[variant], strict=True):
+        matrix.zero_() if name == "gate" else torch.nn.init.eye_(matrix)
+    return weight
+
+
+def fold(projection: Tensor, weight: Tensor) -> Tensor:
+    """Absorb a ``linear`` knock into the projection before it: ``W' = W T`` (eq. 8).
+
+    Computed in float64 and rounded once to the projection's dtype.
+
+    Args:
+        projection: ``[H * D, K]``, the ``torch.nn.Linear`` weight (or ``[H * D]`` bias) of the
+            knocked tensor, heads outermost.
+        weight: ``[1, D, D]``.
+
+    Returns:
+        Same shape and dtype as ``projection``, with ``fold(projection, T) @ h`` equal to knocking
+        every head of ``projection @ h``.
+    """
+    head_dim = weight.shape[-1]
+    heads = projection.double().unflatten(0, (-1, head_dim))
+    folded = torch.einsum("hd...,de->he...", heads, weight[0].double())
+    return folded.flatten(0, 1).to(projection.dtype)
