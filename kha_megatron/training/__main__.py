@@ -1,0 +1,30 @@
+"""Entry point: ``torchrun --nproc-per-node 8 -m kha_megatron.training --kha-preset kha_mlp ...``.
+
+Exit code 2 and one line on stderr for input that cannot be honoured.
+"""
+
+import os
+import sys
+import time
+
+PROGRAM_START = time.time()
+
+
+def main() -> None:
+    """Choose the device, which must happen before Megatron is imported, and train."""
+    from kha_megatron.errors import KHAError
+    from kha_megatron.training.arguments import choose_device
+
+    try:
+        choose_device(sys.argv)
+        from kha_megatron.training.pretrain import run
+
+        run(PROGRAM_START)
+    except KHAError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The arguments that ``kha_megatron.training`` adds to Megatron's, and the checks before any work."""
+
+import argparse
+import os
+from pathlib import Path
+
+from kha_megatron import cpu
+from kha_megatron.config import INITS, MATRICES, PRESETS, KHAConfig, check_head_layout, parse_variant
+from kha_megatron.errors import ConfigError, DataError
+
+DEVICES = ("cuda", "cpu")
+
+_NOT_HERE = {
+    "spec": "the KHA arguments choose the layer spec: remove --spec, or run Megatron's "
+    "pretrain_gpt.py with --spec kha_megatron.mcore.specs NAME",
+    "sft": "this entry point pre-trains on plain sequences: run Megatron's pretrain_gpt.py with "
+    "--spec kha_megatron.mcore.specs NAME for --sft",
+    "fim_data": "this entry point pre-trains on plain sequences: run Megatron's pretrain_gpt.py "
+    "with --spec kha_megatron.mcore.specs NAME for --fim-data",
+    "dataloader_inter_document_masking": "this entry point does not pack documents: remove "
+    "--dataloader-inter-document-masking, or use --reset-attention-mask",
+    "hybrid_context_parallel": "hybrid context parallelism needs packed sequences, which this "
+    "entry point does not make: remove --hybrid-context-parallel",
+    "hybrid_layer_pattern": "this entry point builds GPTModel: remove --hybrid-layer-pattern",
+    "yaml_cfg": "KHA arguments are not read from Megatron's YAML file: give all on the command line",
+}
+
+
+def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``kha`` group to Megatron's parser (its ``extra_args_provider``)."""
+    group = parser.add_argument_group(
+        "kha",
+        "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
+        "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
+    )
+    group.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cuda",
+        help="cpu runs Megatron on the CPU with gloo: correct, and slow.",
+    )
+    group.add_argument("--kha-preset", metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
+    for projection in ("query", "key", "value"):
+        group.add_argument(
+            f"--kha-{projection}",
+            metavar="VARIANT",
+            help=f"{', '.join(MATRICES)} or none on the {projection} heads; overrides the preset.",
+        )
+    group.add_argument(
+        "--kha-init",
+        choices=INITS,
+        default="identity",
+        help="random is the paper's ablation and trains to a higher loss.",
+    )
+    group.add_argument(
+        "--kha-init-seed",
+        type=int,
+        default=KHAConfig.init_seed,
+        help="Seed of --kha-init random.",
+    )
+    return parser
+
+
+def choose_device(argv: list[str]) -> None:
+    """Act on ``--device``: for ``cpu`` install the CPU runtime and turn off what needs CUDA.
+
+    Runs before Megatron is imported. Flags that the CPU needs are appended to ``argv`` in place,
+    and named on rank 0, unless the command line has them already.
+
+    Raises:
+        ConfigError: there is no CUDA device and ``--device cpu`` was not given.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    device = parser.parse_known_args(argv[1:])[0].device
+    help_only = {"-h", "--help"} & set(argv)
+    if device == "cuda" and not help_only:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("no CUDA device found: add --device cpu to train on the CPU")
+        return
+    for name, value in cpu.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    cpu.install(despite_cuda=True, quiet=bool(help_only))
+    given = {word.split("=", 1)[0] for word in argv}
+    added = {name: value for name, value in cpu.MEGATRON_FLAGS.items() if name not in given}
+    argv += [word for item in added.items() for word in item if word is not None]
+    if added and not help_only and os.environ.get("RANK", "0") == "0":
+        words = " ".join(" ".join(filter(None, item)) for item in added.items())
+        print(f"kha_megatron: --device cpu adds {words}", flush=True)
+
+
+def kha_from_args(args: argparse.Namespace) -> KHAConfig:
+    """The KHA configuration that the command line asks for.
+
+    Raises:
+        ConfigError: nothing was asked for, or a name is unknown.
+    """
+    given = {
+        name: parse_variant(value)
+        for name in ("query", "key", "value")
+        if (value := getattr(args, f"kha_{name}")) is not None
+    }
+    if args.kha_preset is None and not given:
+        raise ConfigError(
+            "no KHA configuration: give --kha-preset (one of "
+            f"{', '.join(PRESETS)}) or --kha-query, --kha-key, --kha-value"
+        )
+    return KHAConfig.from_preset(
+        args.kha_preset or "baseline", **given, init=args.kha_init, init_seed=args.kha_init_seed
+    )
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Refuse what cannot train, before Megatron starts: layout, data and unsupported options.
+
+    Raises:
+        ConfigError: the heads do not fit the tensor-parallel size, or an option is not for here.
+        DataError: the dataset or the tokenizer is missing.
+    """
+    for name, why in _NOT_HERE.items():
+        if getattr(args, name, None):
+            raise ConfigError(why)
+    if args.num_attention_heads and not args.use_checkpoint_args:
+        groups = (
+            args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        )
+        check_head_layout(args.num_attention_heads, groups, args.tensor_model_parallel_size)
+    if args.mock_data:
+        return
+    for prefix in _data_prefixes(args.data_path):
+        for suffix in (".bin", ".idx"):
+            if not Path(prefix + suffix).is_file():
+                raise DataError(
+                    f"--data-path {prefix}: no file {prefix}{suffix}: "
+                    "make one with `kha-megatron data prepare`"
+                )
+    if args.tokenizer_type is None:
+        raise DataError(
+            "no tokenizer: give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER "
+            "(`kha-megatron data prepare` writes one)"
+        )
+    if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
+        raise DataError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FOLDER")
+
+
+def _data_prefixes(data_path: list[str] | None) -> list[str]:
+    """Dataset prefixes of a blend: ``P``, ``P Q`` or ``weight P weight Q``."""
+
+    def is_weight(word: str) -> bool:
+        try:
+            float(word)
+        except ValueError:
+            return False
+        return True
+
+    words = data_path or []
+    weighted = len(words) > 1 and all(is_weight(word) for word in words[::2])
+    return words[1::2] if weighted else words

@@ -1,0 +1,201 @@
+"""GPT pre-training with KHA, on ``megatron.training.pretrain``: model, data, one step.
+
+Import only after :func:`kha_megatron.training.arguments.choose_device`.
+"""
+
+import argparse
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from kha_megatron import cpu
+from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.mcore import compat
+from kha_megatron.mcore.monitor import describe_model
+from kha_megatron.mcore.specs import kha_layer_spec
+from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
+from kha_megatron.training.resume import check_same_kha
+
+_BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def run(program_start: float) -> None:
+    """Train as the command line says.
+
+    Args:
+        program_start: ``time.time()`` when the process began, for Megatron's start-up report.
+
+    Raises:
+        KHAError: the command line asks for what cannot be honoured.
+    """
+    set_startup_timestamps(program_start=program_start, main_entry=time.time())
+    compat.check_version()
+    compat.use_shipped_dataset_helpers()
+    compat.let_torch_adam_resume()
+    if cpu.is_installed():
+        compat.use_forked_checkpoint_writers()
+        compat.skip_fusion_warm_up()
+
+    early = parse_args(add_kha_arguments)
+    kha = kha_from_args(early)
+    check_args(early)
+    check_same_kha(early, kha)
+
+    defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
+    args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    # resolved values, so that the checkpoint's own arguments say what was trained
+    for projection in PROJECTIONS:
+        setattr(args, f"kha_{projection}", getattr(kha, projection))
+
+    pretrain(
+        pretrain_cfg_container_from_args(args, _model_config(args, kha)),
+        _build_datasets,
+        ModelType.encoder_or_decoder,
+        _forward_step,
+    )
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
+    """Megatron's GPTModelConfig whose builder asks us for the layer spec."""
+    config = gpt_config_from_args(args, config=core_transformer_config_from_args(args))
+    config.transformer_layer_spec = partial(_layer_spec, kha=kha)
+
+    def announce(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        line = describe_model(models, kha)
+        if args.rank == 0:
+            print(f"kha_megatron: {line}", flush=True)
+        return models
+
+    config.pre_wrap_hooks.append(announce)
+    return config
+
+
+def _layer_spec(config: Any, vp_stage: int | None = None, *, kha: KHAConfig) -> Any:
+    return kha_layer_spec(config, kha, vp_stage)
+
+
+def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Train, validation and test datasets, built where Megatron reads them."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+    )
+
+    def is_built_here() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
+            vp_stage
+        )
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
+
+
+_build_datasets.is_distributed = True  # every rank calls it; it decides where to build
+
+
+def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Tensor | None]:
+    """This rank's ``[b, s]`` tokens, labels, loss mask, attention mask and position ids."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return [None] * len(_BATCH)
+    args = get_args()
+    batch: dict[str, Tensor | None] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        sample = next(data_iterator)
+        batch = {
+            name: sample[name].cuda(non_blocking=True) if sample.get(name) is not None else None
+            for name in _BATCH
+        }
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch.setdefault("cu_seqlens", None)  # its absence is not taken for plain sequences
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+    return [batch.get(name) for name in _BATCH]
+
+
+def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses of this rank's tokens, their number, and both for the report."""
+    loss_mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * loss_mask)
+    num_tokens = loss_mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for name, is_bad in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=is_bad,
+                message=f"found {name} in the loss of this rank",
+                tolerance=0.0,
+                fatal=True,
+            )
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def _forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    """One microbatch: the model's per-token losses and the function that sums them."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids = _get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    build = model.build_schedule_plan if return_schedule_plan else model
+    output = build(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(_loss, loss_mask)

@@ -1,0 +1,2 @@
+def check_same_kha(args, kha):
+    pass
