@@ -45,8 +45,7 @@ class KHASelfAttention(SelfAttention):
         self.knock_query = self._knocking("query")
         self.knock_key = self._knocking("key")
         self.knock_value = self._knocking("value")
-        # Megatron splits and normalises in one method. The only door between the two is the norm's
-        # own: a pre-hook, as a bound method so that a deep copy of the layer hooks its own matrices.
+        # Megatron splits and normalises in one method: the only door between the two is the norm's
         for knocking, norm in self._knocked_before_norm():
             norm.register_forward_pre_hook(knocking.before_norm)
 

@@ -5,7 +5,14 @@ import os
 from pathlib import Path
 
 from kha_megatron import cpu
-from kha_megatron.config import INITS, MATRICES, PRESETS, KHAConfig, check_head_layout, parse_variant
+from kha_megatron.config import (
+    INITS,
+    MATRICES,
+    PRESETS,
+    KHAConfig,
+    check_head_layout,
+    parse_variant,
+)
 from kha_megatron.errors import ConfigError, DataError
 
 DEVICES = ("cuda", "cpu")
@@ -123,9 +130,7 @@ def check_args(args: argparse.Namespace) -> None:
         if getattr(args, name, None):
             raise ConfigError(why)
     if args.num_attention_heads and not args.use_checkpoint_args:
-        groups = (
-            args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        )
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         check_head_layout(args.num_attention_heads, groups, args.tensor_model_parallel_size)
     if args.mock_data:
         return

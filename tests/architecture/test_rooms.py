@@ -1,0 +1,110 @@
+"""The rooms of the design: who may import whom, and what `import kha_megatron` may need."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kha_megatron
+from kha_megatron.config import PRESETS
+
+PACKAGE = Path(kha_megatron.__file__).parent
+EVERYONE = {"config", "errors"}
+FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "cli"}
+ARROWS = {
+    "": set(),
+    "__main__": {"cli"},
+    "config": set(),
+    "errors": set(),
+    "ops": set(),
+    "mcore": {"ops"},
+    "training": {"mcore", "cpu"},
+    "cpu": set(),
+    "hf": {"ops"},
+    "conversion": {"hf", "mcore", "ops", "cpu"},
+    "recipes": {"cpu"},
+    "cli": FREE - {"cli"},
+}
+OUTSIDE = {
+    "ops": {"torch", "triton"},
+    "cpu": {"torch"},
+    "config": set(),
+    "errors": set(),
+    "": set(),
+    "hf": {"torch", "transformers", "huggingface_hub"},
+    "recipes": {"nemo_run"},
+}
+
+
+def imports(path):
+    """Absolute names that a module imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module == "kha_megatron":
+                yield from (f"kha_megatron.{alias.name}" for alias in node.names)
+
+
+def room_of(name):
+    """``mcore`` for ``kha_megatron.mcore.specs``; "" for names of the package itself."""
+    part = name.split(".")[1] if "." in name else ""
+    return part if part in ARROWS else ""
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_arrows(path):
+    module = ".".join(["kha_megatron", *path.relative_to(PACKAGE).with_suffix("").parts])
+    room = room_of(module.removesuffix(".__init__"))
+    for name in imports(path):
+        top = name.split(".")[0]
+        if top == "kha_megatron":
+            target = room_of(name)
+            allowed = {"", room} | EVERYONE | ARROWS[room]
+            assert target in allowed, f"{room or 'package'} must not import {target}"
+        elif room in OUTSIDE:
+            known = top in sys.stdlib_module_names or top in OUTSIDE[room]
+            assert known, f"{room or 'package'} must not import {top}"
+
+
+def test_every_room_is_listed():
+    found = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert found == FREE
+
+
+def test_import_needs_only_the_standard_library():
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        if top not in sys.stdlib_module_names and top != "kha_megatron":
+            raise ImportError("refused: " + name)
+sys.meta_path.insert(0, Refuse())
+import kha_megatron
+print(kha_megatron.KHAConfig.from_preset("kha_mlp"))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "value=mlp"
+
+
+def test_version_checks_live_in_compat_only():
+    for path in MODULES:
+        if path.relative_to(PACKAGE).as_posix() == "mcore/compat.py":
+            continue
+        text = path.read_text()
+        for word in ("is_te_min_version", "is_torch_min_version", "package_info"):
+            assert word not in text, f"{path}: {word} belongs in mcore/compat.py"
+
+
+def test_presets_build():
+    for name in PRESETS:
+        kha_megatron.KHAConfig.from_preset(name)

@@ -1,0 +1,127 @@
+"""Ranks that live through many test cases.
+
+Importing Megatron costs seconds, so a case must not start processes of its own. The pool spawns its
+workers once; every case makes and destroys a gloo process group among the first ``n`` of them. The
+CPU runtime is installed in the workers only, never in pytest's own process.
+"""
+
+import contextlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer in time; the message holds the traceback."""
+
+
+class RankPool:
+    """Worker processes that act as ranks 0 to ``n - 1`` of one case after another."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
+        self._context = mp.get_context("spawn")
+
+    def __call__(
+        self, case: Callable[..., Any], n: int, *args: Any, timeout: float = 120, **kwargs: Any
+    ) -> list[Any]:
+        """Run ``case(*args, **kwargs)`` on ``n`` ranks and return what each returned.
+
+        Args:
+            case: a function at the top level of a module that workers can import.
+            n: world size.
+            timeout: seconds for the whole case; then the pool is killed and the case fails.
+
+        Raises:
+            RankError: with the traceback of the first rank that failed.
+        """
+        while len(self._workers) < n:
+            self._spawn(len(self._workers))
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, connection) in enumerate(self._workers[:n]):
+                connection.send((case, args, kwargs, rank, n, str(Path(folder) / "store")))
+            results = self._collect(n, timeout)
+        if len(results) < n:
+            self.close()  # the silent ones may hang in a collective for ever
+        failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
+        if failures or len(results) < n:
+            silent = sorted(set(range(n)) - set(results))
+            raise RankError("\n".join([*failures, f"ranks without an answer: {silent}"]))
+        return [results[rank][1] for rank in range(n)]
+
+    def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """What the ranks that answered in time said: whether the case passed, and its result."""
+        pending = {connection: rank for rank, (_, connection) in enumerate(self._workers[:n])}
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = pending.pop(connection)
+                with contextlib.suppress(EOFError):  # it died
+                    results[rank] = connection.recv()
+                if not results.get(rank, (False,))[0]:  # a moment for the others to fail as well
+                    deadline = min(deadline, time.monotonic() + 3)
+        return results
+
+    def _spawn(self, rank: int) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def close(self) -> None:
+        """Kill the workers; the next case starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _worker(connection: Any) -> None:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from kha_megatron import cpu
+
+    cpu.install(despite_cuda=True, quiet=True)
+    while True:
+        try:
+            case, args, kwargs, rank, world_size, store = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(case, args, kwargs, rank, world_size, store))
+
+
+def _run(
+    case: Callable[..., Any], args: tuple, kwargs: dict, rank: int, world_size: int, store: str
+) -> tuple[bool, Any]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        return True, case(*args, **kwargs)
+    except BaseException:
+        return False, traceback.format_exc()
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()

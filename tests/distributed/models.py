@@ -1,0 +1,100 @@
+"""Small Megatron models for the workers of ``launcher.py``, in ugly sizes on purpose."""
+
+import warnings
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.mcore.attention import KHASelfAttention
+from kha_megatron.mcore.specs import kha_layer_spec
+
+VOCAB, SEQUENCE, BATCH = 56, 12, 3
+
+
+def transformer_config(**overrides: Any) -> TransformerConfig:
+    """Two layers, hidden 40, 8 query heads of 6 features, float32, local modules."""
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 40,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 6,
+        "ffn_hidden_size": 48,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "transformer_impl": "local",
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(**settings | overrides)
+
+
+def initialize(seed: int = 7, **sizes: int) -> None:
+    """Megatron's process groups and random states, for ``tensor_model_parallel_size=2`` and so on."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+
+
+def gpt_model(
+    config: TransformerConfig,
+    kha: KHAConfig,
+    *,
+    layer_spec: Any = None,
+    perturbed: bool = True,
+    **overrides: Any,
+) -> GPTModel:
+    """A GPTModel whose shared matrices have moved away from their initial value if ``perturbed``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = GPTModel(
+            config,
+            layer_spec or kha_layer_spec(config, kha),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            position_embedding_type="rope",
+            **overrides,
+        )
+    if perturbed:
+        perturb(model)
+    return model
+
+
+@torch.no_grad()
+def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
+    """Add noise to every shared matrix: at the identity, half of the gradients would vanish."""
+    for module in model.modules():
+        if not isinstance(module, KHASelfAttention):
+            continue
+        for name, parameter in module.named_parameters():
+            if name.startswith("knock_"):
+                generator = torch.Generator().manual_seed(module.layer_number)
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter += (scale * noise).to(parameter.dtype)
+
+
+def batch(seed: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids ``[b, s]``, position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]``."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    return tokens, positions, mask

@@ -1,0 +1,207 @@
+"""The knocked attention against the float64 oracle, against stock Megatron, and its refusals."""
+
+import pytest
+import torch
+
+from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+
+EVERY_PLACE = [KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS]
+MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
+
+
+def attention_layer(models, kha, **overrides):
+    """One layer's attention, from the layer spec that a GPTModel would be built with."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    from kha_megatron.mcore.specs import kha_layer_spec
+
+    config = models.transformer_config(
+        num_attention_heads=HEADS,
+        num_query_groups=overrides.pop("num_query_groups", GROUPS),
+        kv_channels=HEAD_DIM,
+        hidden_size=HIDDEN,
+        **overrides,
+    )
+    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
+    return build_module(spec, config=config, layer_number=1)
+
+
+def against_oracle(kha, qk_norm, groups):
+    """Largest error of the output and of every gradient, in float64."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from kha_megatron.ops import reference
+    from tests.distributed import models
+
+    models.initialize()
+    layer = attention_layer(
+        models, kha, qk_layernorm=qk_norm, num_query_groups=groups, params_dtype=torch.float64
+    ).double()
+    models.perturb(layer)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "layernorm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    hidden = torch.randn(TOKENS, BATCH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(TOKENS, BATCH, HIDDEN, dtype=torch.float64)
+    rotary = RotaryEmbedding(HEAD_DIM, 1.0, rotary_base=10000, use_cpu_initialization=True)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None]
+    output, _ = layer(hidden, mask, rotary_pos_emb=rotary(TOKENS).double())
+    output.backward(upstream)
+
+    ours = {n: p.detach().clone().requires_grad_() for n, p in layer.named_parameters()}
+    blocks = ours["linear_qkv.weight"].view(groups, HEADS // groups + 2, HEAD_DIM, HIDDEN)
+    weights = [
+        block.reshape(-1, HIDDEN).T
+        for block in (blocks[:, : HEADS // groups], blocks[:, -2], blocks[:, -1])
+    ]
+    twin = hidden.detach().clone().requires_grad_()
+    expected = reference.attention(
+        twin.transpose(0, 1),
+        *weights,
+        ours["linear_proj.weight"].T,
+        kha,
+        {p: list(ours[f"knock_{p}.weight"]) for p in kha.variants},
+        num_query_groups=groups,
+        head_dim=HEAD_DIM,
+        q_norm=ours.get("q_layernorm.weight"),
+        k_norm=ours.get("k_layernorm.weight"),
+        rotary_base=10000.0,
+    ).transpose(0, 1)
+    expected.backward(upstream)
+    pairs = {"output": (output, expected), "input gradient": (hidden.grad, twin.grad)}
+    pairs |= {n: (p.grad, ours[n].grad) for n, p in layer.named_parameters()}
+    return {n: ((a - b).norm() / b.norm()).item() for n, (a, b) in pairs.items()}
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("kha", [*EVERY_PLACE, MIXED, KHAConfig()], ids=str)
+def test_equals_the_oracle(ranks, kha, qk_norm):
+    found = ranks(against_oracle, 1, kha, qk_norm, GROUPS)[0]
+    assert len(found) == 4 + 2 * qk_norm + len(kha.variants)
+    # rotary frequencies are float32 in Megatron: 1e-6 is their rounding, seen only through RoPE
+    wrong = {n: e for n, e in found.items() if not e < 1e-6}
+    assert not wrong
+
+
+@pytest.mark.parametrize("groups", [6, 1], ids=["mha", "mqa"])
+def test_equals_the_oracle_for_mha_and_mqa(ranks, groups):
+    found = ranks(against_oracle, 1, MIXED, True, groups)[0]
+    assert max(found.values()) < 1e-6, found
+
+
+def identity_outputs(kha, dtype, overrides):
+    """Per-token losses of stock Megatron, of the baseline spec and of the knocked model."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from tests.distributed import models
+
+    config = models.transformer_config(
+        params_dtype=dtype, bf16=dtype == torch.bfloat16, num_query_groups=2, **overrides
+    )
+    models.initialize()
+    stock = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm"
+    )
+    outputs = []
+    for configured, spec in ((KHAConfig(), stock), (KHAConfig(), None), (kha, None)):
+        models.initialize()
+        model = models.gpt_model(config, configured, layer_spec=spec, perturbed=False)
+        tokens, positions, mask = models.batch()
+        with torch.no_grad():
+            outputs.append(model(tokens, positions, mask, labels=tokens))
+    return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kha", [*EVERY_PLACE, MIXED], ids=str)
+def test_initial_value_is_identity_bit_for_bit(ranks, kha, dtype):
+    stock, baseline, knocked = ranks(identity_outputs, 1, kha, dtype, {})[0]
+    assert torch.equal(stock, baseline)
+    assert torch.equal(stock, knocked)
+
+
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_layer_freq": [0, 1],
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_load_balancing_type": "none",
+}
+
+
+@pytest.mark.parametrize("overrides", [MOE, {"attention_output_gate": True}], ids=["moe", "gate"])
+def test_identity_in_moe_and_with_output_gate(ranks, overrides):
+    stock, baseline, knocked = ranks(identity_outputs, 1, MIXED, torch.float32, overrides)[0]
+    assert torch.equal(stock, baseline)
+    assert torch.equal(stock, knocked)
+
+
+def refused(kha, overrides):
+    """The message with which the layer spec refuses a configuration."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from kha_megatron.errors import KHAError
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config()
+    if overrides.get("multi_latent_attention"):
+        config = MLATransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, transformer_impl="local"
+        )
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        kha_layer_spec(config, kha)
+    except KHAError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "remove"]),
+        ({"multi_latent_attention": True}, ["value=mlp", "linear"]),
+        ({"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
+        ({"tensor_model_parallel_size": 3}, ["8 query heads", "3 tensor", "[1, 2, 4, 8]"]),
+        (
+            {"num_attention_heads": 12, "num_query_groups": 6, "tensor_model_parallel_size": 4},
+            ["6 key/value heads", "4 tensor", "[1, 2, 3, 6, 12]"],
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_honour(ranks, overrides, words):
+    message = ranks(refused, 1, KHAConfig(value="mlp"), overrides)[0]
+    assert message is not None
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def random_start():
+    """Matrices of a random start, for two layers, under this rank's own random state."""
+    import torch.distributed as dist
+
+    from tests.distributed import models
+
+    models.initialize(seed=100 + dist.get_rank(), tensor_model_parallel_size=2)
+    config = models.transformer_config(tensor_model_parallel_size=2)
+    kha = KHAConfig(value="mlp", init="random")
+    from megatron.core.models.gpt import GPTModel
+
+    from kha_megatron.mcore.specs import kha_layer_spec
+
+    model = GPTModel(config, kha_layer_spec(config, kha), models.VOCAB, models.SEQUENCE)
+    return [layer.self_attention.knock_value.weight.detach() for layer in model.decoder.layers]
+
+
+def test_random_start_is_the_same_on_all_ranks(ranks):
+    first, second = ranks(random_start, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert 0.01 < first[0].std() < 0.03

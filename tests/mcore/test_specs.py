@@ -1,0 +1,131 @@
+"""Layer specs: by name, for both backends, and what they leave alone."""
+
+import importlib.util
+
+import pytest
+
+from kha_megatron.config import PRESETS, KHAConfig
+
+
+def named_specs():
+    """Which attention each preset's named spec builds, resolved as Megatron's --spec does."""
+    from megatron.core.transformer.spec_utils import import_module
+
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config()
+    found = {}
+    for preset in PRESETS:
+        spec = import_module(("kha_megatron.mcore.specs", preset))
+        model = models.gpt_model(config, None, layer_spec=spec(config, vp_stage=None))
+        attention = model.decoder.layers[1].self_attention
+        built = {p: getattr(attention, f"knock_{p}") for p in ("query", "key", "value")}
+        found[preset] = {p: m.variant for p, m in built.items() if m is not None}
+    return found
+
+
+def test_every_preset_is_a_named_spec(ranks):
+    assert ranks(named_specs, 1)[0] == {name: dict(PRESETS[name]) for name in PRESETS}
+
+
+def rewritten_spec():
+    """with_kha changes attention and norms only, keeps shared objects shared, and its input."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.attention import SelfAttention
+
+    from kha_megatron.mcore.attention import KHASelfAttention
+    from kha_megatron.mcore.specs import with_kha
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(num_layers=3, num_moe_experts=4, moe_layer_freq=[0, 1, 1])
+    stock = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm"
+    )
+    ours = with_kha(stock, KHAConfig(value="mlp"))
+    assert all(s.submodules.self_attention.module is SelfAttention for s in stock.layer_specs)
+    assert all(s.submodules.self_attention.module is KHASelfAttention for s in ours.layer_specs)
+    assert ours.layer_specs[1] is ours.layer_specs[2]
+    for before, after in zip(stock.layer_specs, ours.layer_specs, strict=True):
+        assert after.submodules.mlp is before.submodules.mlp
+        core = before.submodules.self_attention.submodules.core_attention
+        assert after.submodules.self_attention.submodules.core_attention is core
+    return True
+
+
+def test_the_rest_of_the_spec_stays(ranks):
+    assert ranks(rewritten_spec, 1)[0]
+
+
+def spec_without_attention():
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from kha_megatron.errors import ConfigError
+    from kha_megatron.mcore.specs import with_kha
+
+    with pytest.raises(ConfigError, match="no megatron.core SelfAttention"):
+        with_kha(ModuleSpec(module=TransformerLayer), KHAConfig(value="mlp"))
+
+
+def test_refuses_a_spec_without_self_attention(ranks):
+    ranks(spec_without_attention, 1)
+
+
+te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' "
+    "with a CUDA toolkit); the Transformer Engine specs were not constructed",
+)
+
+
+def transformer_engine_model(moe):
+    """Construct (no forward without a GPU) and describe the Transformer Engine form."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from tests.distributed import models
+
+    models.initialize(tensor_model_parallel_size=2)
+    overrides = {"num_moe_experts": 4, "moe_grouped_gemm": True} if moe else {}
+    config = models.transformer_config(
+        transformer_impl="transformer_engine",
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        hidden_size=64,
+        kv_channels=16,
+        ffn_hidden_size=64,
+        **overrides,
+    )
+    model = models.gpt_model(config, KHAConfig(query="linear", key="gate", value="mlp"))
+    attention = model.decoder.layers[0].self_attention
+    sharded = model.sharded_state_dict()
+    return {
+        "linear_qkv": type(attention.linear_qkv).__name__,
+        "norm": type(attention.q_layernorm).__name__,
+        "attributes": {
+            n: (getattr(p, "tensor_model_parallel", False), hasattr(p, "sequence_parallel"))
+            for n, p in attention.named_parameters()
+            if n.startswith("knock_")
+        },
+        "replicated": {
+            t.key: t.global_shape
+            for t in sharded.values()
+            if isinstance(t, ShardedTensor) and ".knock_" in t.key
+        },
+    }
+
+
+@te
+@pytest.mark.te
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+def test_transformer_engine_spec_constructs(ranks, moe):
+    found = ranks(transformer_engine_model, 2, moe)[0]
+    assert found["linear_qkv"] == "TELayerNormColumnParallelLinear"
+    assert found["norm"] in ("RMSNorm", "TENorm")
+    names = ["knock_query.weight", "knock_key.weight", "knock_value.weight"]
+    assert found["attributes"] == dict.fromkeys(names, (False, False))
+    shapes = {"query": (2, 1, 16, 16), "key": (2, 1, 16, 16), "value": (2, 3, 16, 16)}
+    assert found["replicated"] == {
+        f"decoder.layers.self_attention.knock_{p}.weight": s for p, s in shapes.items()
+    }
