@@ -160,7 +160,10 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
     if heads % tp:
         problem = f"{heads} query heads cannot be divided over {tp} tensor-parallel ranks"
     else:
-        problem = f"{groups} key/value heads neither divide {tp} tensor-parallel ranks nor are divided by them"
+        problem = (
+            f"{groups} key/value heads neither divide {tp} tensor-parallel ranks "
+            "nor are divided by them"
+        )
     raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without a GPU: CPU tensors, gloo collectives, nothing patched in Megatron.
+"""Megatron-Core on a machine without a GPU: CPU tensors, gloo, nothing patched in Megatron.
 
 Megatron-Core names CUDA devices throughout. :func:`install` makes "cuda" mean the CPU for the
 whole process, so that the very code that trains on GPUs runs here, all its parallelisms included.

@@ -1,4 +1,4 @@
-"""The arguments that ``kha_megatron.training`` adds to Megatron's, and the checks before any work."""
+"""The arguments that ``kha_megatron.training`` adds to Megatron's, and the checks on all."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ _NOT_HERE = {
     "hybrid_context_parallel": "hybrid context parallelism needs packed sequences, which this "
     "entry point does not make: remove --hybrid-context-parallel",
     "hybrid_layer_pattern": "this entry point builds GPTModel: remove --hybrid-layer-pattern",
-    "yaml_cfg": "KHA arguments are not read from Megatron's YAML file: give all on the command line",
+    "yaml_cfg": "this entry point does not read Megatron's YAML file: give all arguments in full",
 }
 
 

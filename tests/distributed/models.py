@@ -47,7 +47,7 @@ def transformer_config(**overrides: Any) -> TransformerConfig:
 
 
 def initialize(seed: int = 7, **sizes: int) -> None:
-    """Megatron's process groups and random states, for ``tensor_model_parallel_size=2`` and so on."""
+    """Megatron's process groups and random states, for ``tensor_model_parallel_size=2`` etc."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -62,7 +62,7 @@ def gpt_model(
     perturbed: bool = True,
     **overrides: Any,
 ) -> GPTModel:
-    """A GPTModel whose shared matrices have moved away from their initial value if ``perturbed``."""
+    """A GPTModel; ``perturbed`` moves its shared matrices away from their initial value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(

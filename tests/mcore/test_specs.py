@@ -65,7 +65,7 @@ def spec_without_attention():
     from kha_megatron.errors import ConfigError
     from kha_megatron.mcore.specs import with_kha
 
-    with pytest.raises(ConfigError, match="no megatron.core SelfAttention"):
+    with pytest.raises(ConfigError, match=r"no megatron\.core SelfAttention"):
         with_kha(ModuleSpec(module=TransformerLayer), KHAConfig(value="mlp"))
 
 
