@@ -102,6 +102,27 @@ class KHAConfig:
             )
         return cls(**values)
 
+    @classmethod
+    def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
+        """Read ``kha_query``, ``kha_key``, ``kha_value``, ``kha_init`` and ``kha_init_seed``.
+
+        Args:
+            entries: Megatron's saved arguments or a Hugging Face ``config.json``.
+
+        Returns:
+            None when it names none of the three projections: it was not written with KHA in mind.
+
+        Raises:
+            ConfigError: a variant or an init that does not exist.
+        """
+        names = {f"kha_{field.name}": field.name for field in fields(cls)}
+        values = {field: entries[name] for name, field in names.items() if name in entries}
+        if not set(PROJECTIONS) & set(values):
+            return None
+        for projection in PROJECTIONS:
+            values[projection] = parse_variant(values.get(projection))
+        return cls(**values)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
         return asdict(self)

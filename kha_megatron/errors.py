@@ -21,6 +21,10 @@ class DataError(KHAError):
     """Input text, a tokenizer or a dataset that is missing or cannot be used."""
 
 
+class OutputError(KHAError):
+    """A place to write that is taken, or that the disk refuses."""
+
+
 class MissingDependencyError(KHAError, ImportError):
     """An optional package that the requested feature needs is not installed."""
 

@@ -1,0 +1,277 @@
+"""Knocking-Heads Attention as a transformers model, dense and mixture-of-experts.
+
+The decoder around the attention is GLM-4-MoE's, the one stock architecture that has every switch a
+Megatron run can set: QK-norm on or off, q/k/v biases, partial RoPE, sigmoid routing with shared
+experts. What is written here is what differs: the knocks, Megatron's two routers, and a dense or
+sparse MLP chosen layer by layer.
+
+Shape legend: ``B`` batch, ``S`` tokens, ``H`` query heads, ``G`` key/value heads, ``D`` head dim,
+``N`` tokens of the whole batch, ``E`` experts, ``K`` experts per token, ``C`` hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeAttention,
+    Glm4MoeDecoderLayer,
+    Glm4MoeForCausalLM,
+    Glm4MoeMLP,
+    Glm4MoeModel,
+    Glm4MoePreTrainedModel,
+    Glm4MoeRMSNorm,
+    Glm4MoeRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.utils.output_capturing import OutputRecorder
+
+from kha_megatron.config import MATRICES, Variant
+from kha_megatron.hf.configuration_kha import KHAModelConfig, matrix_name
+
+
+class HeadSharedLinear(nn.Linear):
+    """One ``[D, D]`` matrix that all heads of a tensor share, in ``nn.Linear``'s layout.
+
+    The weight is the transpose of the matrix in ``kha_megatron.ops``, which multiplies rows from
+    the right. A class of its own, because transformers initialises module by module: it must be
+    told here, and not by the parent, that these matrices start as a no-op.
+    """
+
+    def __init__(self, head_dim: int, *, is_gate: bool) -> None:
+        self.is_gate = is_gate
+        super().__init__(head_dim, head_dim, bias=False)
+
+
+class KHAKnock(nn.Module):
+    """The shared matrices of one projected tensor (equations 5-7 and 9, Table 2)."""
+
+    def __init__(self, variant: Variant, head_dim: int) -> None:
+        super().__init__()
+        self.variant = variant
+        for matrix in MATRICES[variant]:
+            self.add_module(
+                matrix_name(matrix), HeadSharedLinear(head_dim, is_gate=matrix == "gate")
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``: ``ops.knock``, one module call per matrix.
+
+        Calling the modules keeps quantisation, adapters and tensor parallelism of transformers
+        working, which act on modules. The order of the products is that of ``ops.knock``.
+        """
+        if self.variant == "linear":
+            return self.proj(x)
+        if self.variant == "gate":
+            return 2 * x * torch.sigmoid(self.gate_proj(x))
+        return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
+
+
+def _knock(variant: Variant | None, head_dim: int) -> nn.Module:
+    return nn.Identity() if variant is None else KHAKnock(variant, head_dim)
+
+
+class KHAAttention(Glm4MoeAttention):
+    """Causal grouped-query attention: project, knock, QK-norm, RoPE, attend, project."""
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        kha = config.kha
+        self.q_knock = _knock(kha.query, self.head_dim)
+        self.k_knock = _knock(kha.key, self.head_dim)
+        self.v_knock = _knock(kha.value, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B, S, C]`` to ``[B, S, C]`` and the attention weights, if the backend makes them.
+
+        The cache receives keys after knock, norm and RoPE, and values after the knock: a decoding
+        step knocks its own token only.
+        """
+        input_shape = hidden_states.shape[:-1]
+        heads = (*input_shape, -1, self.head_dim)
+        query = self.q_knock(self.q_proj(hidden_states).view(heads))
+        key = self.k_knock(self.k_proj(hidden_states).view(heads))
+        value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
+        if self.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(
+            query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+
+
+class KHARouter(nn.Module):
+    """Megatron-Core's ``topk_routing_with_score_function``, in float32 whatever the model's dtype.
+
+    ``softmax`` with ``norm_topk_prob`` is the softmax over the chosen logits (Megatron's default);
+    without, the softmax over all logits is taken first (``moe_router_pre_softmax``). ``sigmoid``
+    chooses by score plus correction bias and weighs by the score alone; a bias of zeros equals
+    training without one.
+    """
+
+    def __init__(self, config: KHAModelConfig) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.score_function = config.scoring_func
+        self.normalise = config.norm_topk_prob
+        self.scaling_factor = config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        if self.score_function == "sigmoid":
+            bias = torch.zeros(config.num_experts, dtype=torch.float32)
+            self.e_score_correction_bias = nn.Buffer(bias)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose experts for ``[..., C]`` tokens.
+
+        Returns:
+            Logits ``[N, E]`` and weights ``[N, K]``, both float32, and expert indices ``[N, K]``.
+        """
+        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = F.linear(hidden_states.float(), self.weight.float())
+        weights, experts = self._choose(logits)
+        return logits, weights * self.scaling_factor, experts
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.score_function == "sigmoid":
+            scores = logits.sigmoid()
+            experts = (scores + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
+            weights = scores.gather(-1, experts)
+            if self.normalise:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            return weights, experts
+        if self.normalise:
+            chosen, experts = logits.topk(self.top_k, dim=-1)
+            return chosen.softmax(-1), experts
+        return tuple(logits.softmax(-1).topk(self.top_k, dim=-1))
+
+
+class KHASparseMLP(nn.Module):
+    """Routed experts, and the shared expert if the configuration has one."""
+
+    def __init__(self, config: KHAModelConfig) -> None:
+        super().__init__()
+        self.gate = KHARouter(config)
+        self.experts = Qwen3MoeExperts(config)
+        self.shared_experts = self.shared_expert_gate = None
+        if config.shared_expert_intermediate_size:
+            self.shared_experts = Glm4MoeMLP(config, config.shared_expert_intermediate_size)
+        if config.shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[B, S, C]`` to ``[B, S, C]``."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, experts = self.gate(tokens)
+        output = self.experts(tokens, experts, weights).view_as(hidden_states)
+        if self.shared_experts is None:
+            return output
+        shared = self.shared_experts(hidden_states)
+        if self.shared_expert_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_expert_gate(hidden_states))
+        return output + shared
+
+
+class KHADecoderLayer(Glm4MoeDecoderLayer):
+    """Attention and a dense or sparse MLP, each behind its RMSNorm and residual."""
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        GradientCheckpointingLayer.__init__(self)  # the parent's would build its own sub-modules
+        self.hidden_size = config.hidden_size
+        self.self_attn = KHAAttention(config, layer_idx)
+        is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        self.mlp = KHASparseMLP(config) if is_sparse else Glm4MoeMLP(config)
+        self.input_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class KHAPreTrainedModel(Glm4MoePreTrainedModel):
+    """Loading, saving and initialisation shared by the models below."""
+
+    config: KHAModelConfig
+    config_class = KHAModelConfig
+    _no_split_modules = ["KHADecoderLayer"]  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": KHADecoderLayer,
+        "attentions": KHAAttention,
+        "router_logits": OutputRecorder(KHARouter, index=0),
+    }
+    # The parent drops the extra layers of its own releases; here that would lose layers in silence.
+    _keys_to_ignore_on_load_unexpected = None
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, HeadSharedLinear):
+            if self.config.kha_init == "random":
+                init.normal_(module.weight, mean=0.0, std=std)
+            elif module.is_gate:
+                init.zeros_(module.weight)
+            else:
+                init.eye_(module.weight)
+            return
+        super()._init_weights(module)
+        if isinstance(module, Qwen3MoeExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, KHARouter):
+            init.normal_(module.weight, mean=0.0, std=std)
+            if module.score_function == "sigmoid":
+                init.zeros_(module.e_score_correction_bias)
+
+
+class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
+    """The decoder without an output layer."""
+
+    def __init__(self, config: KHAModelConfig) -> None:
+        KHAPreTrainedModel.__init__(self, config)  # past Glm4MoeModel's, which builds layers
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            KHADecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Glm4MoeRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
+    """The decoder with its output layer, for training and generation."""
+
+    def __init__(self, config: KHAModelConfig) -> None:
+        KHAPreTrainedModel.__init__(self, config)  # likewise
+        self.model = KHAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+__all__ = ["HeadSharedLinear", "KHAForCausalLM", "KHAModel", "KHAPreTrainedModel"]

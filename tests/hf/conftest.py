@@ -1,0 +1,74 @@
+"""Tiny models with sizes that divide nothing: 6 query heads on 3 key/value heads of 10."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kha_megatron.config import PROJECTIONS
+from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 22,
+    "intermediate_size": 37,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MOE = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 14,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+    "shared_expert_intermediate_size": 9,
+    "shared_expert_gate": True,
+}
+TOKENS = 7
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def make_config(kha=None, **overrides) -> KHAModelConfig:
+    """``kha`` maps projections to variants."""
+    fields = {f"kha_{projection}": variant for projection, variant in (kha or {}).items()}
+    return KHAModelConfig(**{**SIZES, **fields, **overrides})
+
+
+def make_model(
+    kha=None, *, attention="sdpa", learnt=True, dtype=torch.float32, **overrides
+) -> KHAForCausalLM:
+    """A model in evaluation mode; ``learnt`` moves every weight away from its initial value.
+
+    The dtype is set while building and not by ``.to``, which would also round the frequencies of
+    RoPE and the correction bias.
+    """
+    config = make_config(kha, **overrides)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention
+    ).eval()
+    if learnt:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *correction_biases(model)):
+                tensor += 0.1 * torch.randn_like(tensor)
+    return model
+
+
+def correction_biases(model) -> list[torch.Tensor]:
+    return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def tokens(batch: int = 2, length: int = TOKENS) -> torch.Tensor:
+    return torch.randint(0, SIZES["vocab_size"], (batch, length))
+
+
+def every_projection(variant: str) -> dict[str, str]:
+    return dict.fromkeys(PROJECTIONS, variant)

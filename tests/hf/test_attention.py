@@ -1,0 +1,134 @@
+"""The knocked attention against the oracle, output and all gradients."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from kha_megatron.config import MATRICES, PROJECTIONS
+from kha_megatron.hf.configuration_kha import matrix_name
+from kha_megatron.hf.modeling_kha import KHAAttention, KHAKnock
+from kha_megatron.ops import fold, knock, reference
+from tests.hf.conftest import SIZES, TOKENS, every_projection, make_config, make_model, tokens
+
+CASES = [
+    *({p: v} for p, v in itertools.product(PROJECTIONS, MATRICES)),
+    {"query": "gate", "key": "linear", "value": "mlp"},
+    {},
+]
+
+
+def build(kha, use_qk_norm):
+    config = make_config(kha, use_qk_norm=use_qk_norm)
+    config._attn_implementation = "sdpa"
+    layer = KHAAttention(config, layer_idx=0).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.4 * torch.randn_like(parameter))
+    return layer
+
+
+def rotary(base: float, length: int, dim: int):
+    """Cosine and sine ``[1, S, D]`` in float64: the model's own are rounded to float32."""
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+    angle = torch.cat([angle, angle], -1)[None]
+    return angle.cos(), angle.sin()
+
+
+def oracle(layer, hidden, kha):
+    matrices = {
+        p: [
+            getattr(layer, f"{p[0]}_knock").get_submodule(matrix_name(m)).weight.T
+            for m in MATRICES[v]
+        ]
+        for p, v in kha.items()
+    }
+    norms = {}
+    if layer.use_qk_norm:
+        norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
+    return reference.attention(
+        hidden,
+        *(w.weight.T for w in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)),
+        layer.config.kha,
+        matrices,
+        num_query_groups=SIZES["num_key_value_heads"],
+        head_dim=SIZES["head_dim"],
+        eps=layer.config.rms_norm_eps,
+        rotary_base=10000.0,
+        **norms,
+    )
+
+
+@pytest.mark.parametrize("use_qk_norm", [False, True], ids=["no_norm", "qk_norm"])
+@pytest.mark.parametrize("kha", CASES, ids=lambda kha: "-".join(f"{p}_{kha[p]}" for p in kha))
+def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
+    layer = build(kha, use_qk_norm)
+    hidden = torch.randn(2, TOKENS, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    out_grad = torch.randn_like(hidden)
+    leaves = {"hidden": hidden, **dict(layer.named_parameters())}
+
+    expected = oracle(layer, hidden, kha)
+    expected_grads = torch.autograd.grad(expected, leaves.values(), out_grad)
+    actual, _ = layer(hidden, rotary(10000.0, TOKENS, SIZES["head_dim"]), None)
+    actual_grads = torch.autograd.grad(actual, leaves.values(), out_grad)
+
+    # transformers' RMSNorm computes in float32 whatever it is given; all else is float64.
+    tolerance = 2e-6 if use_qk_norm else 1e-12
+    names = ["output", *leaves]
+    pairs = zip((actual, *actual_grads), (expected, *expected_grads), strict=True)
+    for name, (ours, theirs) in zip(names, pairs, strict=True):
+        assert theirs.abs().max() > 1e-4, f"{name} is too small to prove anything"
+        error = (ours - theirs).abs().max() / theirs.abs().max()
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("variant", MATRICES)
+def test_knock_module_computes_what_ops_computes(variant):
+    module = KHAKnock(variant, 10).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    stack = torch.stack([module.get_submodule(matrix_name(m)).weight.T for m in MATRICES[variant]])
+    x = torch.randn(2, TOKENS, 3, 10, dtype=torch.float64)
+    torch.testing.assert_close(module(x), knock(x, stack, variant), rtol=1e-12, atol=1e-12)
+
+
+def test_linear_folds_into_a_stock_qwen3():
+    ours = make_model(every_projection("linear"), rms_norm_eps=1e-6)
+    stock = Qwen3ForCausalLM(Qwen3Config(**SIZES, rms_norm_eps=1e-6)).eval()
+    state = ours.state_dict()
+    folded = {name: tensor for name, tensor in state.items() if "_knock" not in name}
+    for name in (name for name in state if "_knock" in name):
+        projection = name.replace("_knock.proj", "_proj")
+        folded[projection] = fold(state[projection], state[name].T[None])
+    stock.load_state_dict(folded, strict=True)
+    ids = tokens()
+    with torch.no_grad():
+        expected, actual = ours(ids).logits, stock(ids).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_eager_and_sdpa_agree():
+    ours = make_model(every_projection("mlp"), attention="sdpa")
+    other = make_model(every_projection("mlp"), attention="eager")
+    other.load_state_dict(ours.state_dict())
+    ids = tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
+        weights = other(ids, output_attentions=True).attentions
+    assert [w.shape for w in weights] == [(2, 6, TOKENS, TOKENS)] * 3
+
+
+def test_partial_rotary_and_biases_reach_the_attention():
+    model = make_model(attention_bias=True, rope_parameters={"partial_rotary_factor": 0.4})
+    cos, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(TOKENS)[None])
+    assert cos.shape[-1] == 4
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.bias is not None
+    assert attention.o_proj.bias is None
+    ids = tokens()
+    before = model(ids).logits
+    attention.v_proj.bias.data += 1
+    assert not torch.equal(before, model(ids).logits)

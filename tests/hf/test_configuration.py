@@ -1,0 +1,69 @@
+"""What a configuration accepts, refuses and says."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from tests.hf.conftest import MOE, every_projection, make_config, make_model
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kha_value": "wide"}, "unknown KHA variant 'wide'.*linear, mlp, gate"),
+        ({"kha_init": "zero"}, "unknown KHA init 'zero'.*identity, random"),
+        ({"num_key_value_heads": 4}, "num_attention_heads=6.*num_key_value_heads=4"),
+        ({"head_dim": 9}, "head_dim=9.*even"),
+        ({**MOE, "num_experts_per_tok": 6}, "num_experts_per_tok=6.*num_experts=5"),
+        ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size=0"),
+        ({**MOE, "scoring_func": "tanh"}, "scoring_func 'tanh'.*softmax, sigmoid"),
+        ({**MOE, "mlp_layer_types": ["sparse"] * 2}, "each of the 3 layers"),
+        ({**MOE, "mlp_layer_types": ["sparse", "dense", "moe"]}, "'dense' or 'sparse'"),
+        ({"mlp_layer_types": ["sparse"] * 3}, "num_experts=0"),
+        ({**MOE, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size above 0"),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_config(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_value_of_the_wrong_type_is_refused():
+    with pytest.raises(StrictDataclassFieldValidationError, match="num_hidden_layers"):
+        make_config(num_hidden_layers="three")
+
+
+def test_kha_fields_become_a_kha_config():
+    config = make_config({"query": "linear", "value": "mlp"}, kha_init="random")
+    assert config.kha == KHAConfig(query="linear", value="mlp", init="random")
+    assert make_config().kha == KHAConfig()
+
+
+def test_defaults_of_heads_and_layers():
+    assert make_config(num_key_value_heads=None).num_key_value_heads == 6
+    assert make_config().mlp_layer_types == ["dense"] * 3
+    assert make_config(**{**MOE, "mlp_layer_types": None}).mlp_layer_types == ["sparse"] * 3
+
+
+@pytest.mark.parametrize("variant", ["linear", "mlp", "gate"])
+def test_tensor_parallel_plan_reduces_every_shared_matrix(variant):
+    model = make_model(every_projection(variant))
+    plan = model.config.base_model_tp_plan
+    names = {
+        re.sub(r"\d+", "*", name.removeprefix("model.").removesuffix(".weight"))
+        for name, _ in model.named_parameters()
+        if "_knock." in name
+    }
+    assert names
+    assert {plan.get(name) for name in names} == {"replicated_with_grad_allreduce"}
+
+
+def test_the_package_alone_does_not_import_transformers():
+    code = "import sys, kha_megatron; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

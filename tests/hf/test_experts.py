@@ -1,0 +1,112 @@
+"""The sparse layers: Megatron's router, the experts, the shared expert."""
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+from torch.nn.functional import silu
+
+from kha_megatron.hf.modeling_kha import KHARouter, KHASparseMLP
+from tests.hf.conftest import MOE, SIZES, TOKENS, make_config, make_model, tokens
+
+EXPERTS = 5
+
+
+def build_router(**settings) -> KHARouter:
+    router = KHARouter(make_config(**{**MOE, **settings}))
+    with torch.no_grad():
+        router.weight.normal_()
+        if router.score_function == "sigmoid":
+            router.e_score_correction_bias.normal_(std=0.3)
+    return router
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize(
+    ("score", "top_k", "pre_softmax"),
+    [
+        ("sigmoid", 1, False),
+        ("sigmoid", 3, False),
+        ("softmax", 3, False),
+        ("softmax", 3, True),
+        ("softmax", 1, True),
+    ],
+)
+def test_router_equals_megatrons(score, top_k, pre_softmax, scale, dtype, monkeypatch):
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None)  # Transformer Engine needs a GPU
+    normalised = top_k > 1 if score == "sigmoid" else not pre_softmax
+    router = build_router(
+        scoring_func=score,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=normalised,
+        routed_scaling_factor=scale,
+    )
+    router.weight.data = router.weight.data.to(dtype)
+    hidden = torch.randn(2, TOKENS, SIZES["hidden_size"], dtype=dtype)
+
+    logits, weights, experts = router(hidden)
+    expected_logits = moe_utils.router_gating_linear(hidden, router.weight, None, torch.float32)
+    expected_weights, expected_experts = moe_utils.topk_routing_with_score_function(
+        expected_logits.flatten(0, 1),
+        top_k,
+        use_pre_softmax=pre_softmax,
+        scaling_factor=scale,
+        score_function=score,
+        expert_bias=router.e_score_correction_bias if score == "sigmoid" else None,
+        dense_output=True,
+    )
+    assert torch.equal(logits, expected_logits.flatten(0, 1))
+    assert torch.equal(experts, expected_experts)
+    assert torch.equal(weights, expected_weights)
+
+
+def test_bias_moves_the_choice_and_not_the_weight():
+    router = build_router(num_experts_per_tok=1, norm_topk_prob=False, routed_scaling_factor=1.0)
+    router.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0]))
+    logits, weights, experts = router(torch.randn(TOKENS, SIZES["hidden_size"]))
+    assert (experts == 3).all()
+    assert torch.equal(weights, logits.sigmoid()[:, 3:4])
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("shared", [0, 9])
+def test_layer_equals_a_loop_over_tokens(shared, gate):
+    config = make_config(
+        **{
+            **MOE,
+            "shared_expert_intermediate_size": shared,
+            "shared_expert_gate": gate and shared > 0,
+        }
+    )
+    config._experts_implementation = "eager"
+    layer = KHASparseMLP(config)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    hidden = torch.randn(2, TOKENS, SIZES["hidden_size"])
+    _, weights, experts = layer.gate(hidden)
+
+    def swiglu(x, gate_w, up_w, down_w):
+        return down_w @ (silu(gate_w @ x) * (up_w @ x))
+
+    expected = []
+    for x, chosen, weight in zip(hidden.flatten(0, 1), experts, weights, strict=True):
+        y = sum(
+            w * swiglu(x, *layer.experts.gate_up_proj[e].chunk(2), layer.experts.down_proj[e])
+            for e, w in zip(chosen, weight, strict=True)
+        )
+        if shared:
+            own = layer.shared_experts
+            z = swiglu(x, own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight)
+            y = y + (z * torch.sigmoid(layer.shared_expert_gate.weight @ x) if gate else z)
+        expected.append(y)
+    expected = torch.stack(expected).view_as(hidden)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(layer(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_follow_the_pattern_and_router_logits_come_out():
+    model = make_model(**MOE)
+    kinds = [isinstance(layer.mlp, KHASparseMLP) for layer in model.model.layers]
+    assert kinds == [False, True, True]
+    logits = model.model(tokens(), output_router_logits=True).router_logits
+    assert [tensor.shape for tensor in logits] == [(2 * TOKENS, EXPERTS)] * 2
