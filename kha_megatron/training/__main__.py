@@ -7,12 +7,16 @@ import os
 import sys
 import time
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from kha_megatron.errors import KHAError
+
 PROGRAM_START = time.time()
 
 
+@record
 def main() -> None:
     """Choose the device, which must happen before Megatron is imported, and train."""
-    from kha_megatron.errors import KHAError
     from kha_megatron.training.arguments import choose_device
 
     try:
