@@ -1,0 +1,269 @@
+"""Read Megatron's ``torch_dist`` checkpoints in one process, whatever layout of ranks wrote them.
+
+No process group, no GPU, no Megatron import, and nothing in the files is executed
+(:mod:`kha_megatron.mcore.torch_dist`).
+"""
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kha_megatron.config import MATRICES, PRESETS, PROJECTIONS, KHAConfig, Projection
+from kha_megatron.errors import CheckpointError
+from kha_megatron.mcore.torch_dist import Record, TorchDistFolder, load_plain, reason
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMIT_MARK = "metadata.json"
+"""Megatron writes this file last: a folder without it was never completed."""
+
+LAYERS = "decoder.layers."
+_NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
+"""Keys of optimizer state; random states and the like are not stored as tensors."""
+
+
+class TensorInfo(NamedTuple):
+    """Shape of a whole tensor, over all ranks, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MegatronCheckpoint:
+    """One iteration of a Megatron training run, opened for reading. Make it with :meth:`open`.
+
+    Attributes:
+        path: the ``iter_0000123`` folder.
+    """
+
+    def __init__(self, path: Path, folder: TorchDistFolder) -> None:
+        self.path = path
+        self._folder = folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> "MegatronCheckpoint":
+        """Open a ``--save`` folder at its latest iteration, or one ``iter_0000123`` folder.
+
+        Every shard is checked to exist and to be long enough; no tensor is read.
+
+        Raises:
+            CheckpointError: there is no complete ``torch_dist`` checkpoint; the message names the
+                file that is missing or damaged.
+        """
+        path = _iteration_folder(Path(path))
+        mark = path / COMMIT_MARK
+        if not mark.is_file():
+            raise CheckpointError(_without_commit_mark(path))
+        try:
+            backend = json.loads(mark.read_bytes())["sharded_backend"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{mark} is damaged: take another checkpoint") from error
+        if backend != "torch_dist":
+            raise CheckpointError(
+                f"{mark} names the format {backend!r}, and only torch_dist can be read: save with "
+                "--ckpt-format torch_dist"
+            )
+        return cls(path, TorchDistFolder.open(path))
+
+    def keys(self) -> dict[str, TensorInfo]:
+        """Names of the model's tensors as Megatron stores them, with whole shapes and dtypes.
+
+        Layers of a homogeneous model are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is
+        ``[L, ...]``. See :meth:`layer_tensor`.
+        """
+        return {
+            key: TensorInfo(tensor.shape, tensor.dtype)
+            for key, tensor in self._folder.tensors.items()
+            if not _NOT_MODEL.match(key)
+        }
+
+    def tensor(self, key: str) -> Tensor:
+        """One whole tensor on the CPU, assembled from the shards of all ranks.
+
+        Raises:
+            CheckpointError: no such key, or a damaged shard.
+        """
+        if key not in self._folder.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        return self._folder.read(key)
+
+    def layer_tensor(self, layer: int, suffix: str) -> Tensor:
+        """A tensor of one decoder layer, stored stacked (homogeneous models) or by itself.
+
+        Args:
+            layer: global, counted from 0.
+            suffix: what follows ``decoder.layers.{layer}.``.
+
+        Raises:
+            CheckpointError: the layer has no such tensor, or a damaged shard.
+        """
+        tensors = self._folder.tensors
+        if (single := f"{LAYERS}{layer}.{suffix}") in tensors:
+            return self._folder.read(single)
+        stacked = tensors.get(LAYERS + suffix)
+        if stacked is None or not 0 <= layer < stacked.shape[0]:
+            raise CheckpointError(f"{self.path} holds no tensor {suffix} for layer {layer}")
+        return self._folder.read(LAYERS + suffix, row=layer)
+
+    def has_layer_tensor(self, layer: int, suffix: str) -> bool:
+        """Whether :meth:`layer_tensor` can answer."""
+        return layer in self.layers_with(suffix)
+
+    def layers_with(self, suffix: str) -> list[int]:
+        """The layers, counted from 0, for which :meth:`layer_tensor` has ``suffix``."""
+        stacked = self._folder.tensors.get(LAYERS + suffix)
+        if stacked is not None:
+            return list(range(stacked.shape[0]))
+        single = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
+        return sorted(int(m[1]) for key in self._folder.tensors if (m := single.fullmatch(key)))
+
+    @cached_property
+    def _common(self) -> dict[str, Any]:
+        """What every rank had in common: arguments, iteration, scheduler."""
+        legacy = self.path / "common.pt"  # where Megatron-Core kept it before 0.19
+        try:
+            if legacy.is_file():
+                common = load_plain(legacy)
+            else:
+                common = self._folder.read_object("common_state/shard_0_1")[0]
+            if not isinstance(common, dict):
+                raise TypeError(f"it is a {type(common).__name__}")
+        except CheckpointError:
+            raise
+        except Exception as error:
+            source = legacy if legacy.is_file() else self.path
+            raise CheckpointError(
+                f"{source} holds no readable training state ({reason(error)}): take another "
+                "checkpoint"
+            ) from error
+        return common
+
+    @property
+    def iteration(self) -> int:
+        """The training iteration that was saved.
+
+        Raises:
+            CheckpointError: the checkpoint does not record it, or is damaged.
+        """
+        iteration = self._common.get("iteration")
+        if type(iteration) is not int:
+            raise CheckpointError(f"{self.path} does not record its iteration")
+        return iteration
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """The command line's arguments as Megatron saved them.
+
+        Plain values are themselves; enums and other objects are inert
+        :class:`~kha_megatron.mcore.torch_dist.Record` values.
+
+        Raises:
+            CheckpointError: the checkpoint does not record them, or is damaged.
+        """
+        args = self._common.get("args")
+        if not isinstance(args, Record) or not isinstance(args.state, dict):
+            raise CheckpointError(
+                f"{self.path} does not record its training arguments: it was not saved by "
+                "Megatron's training loop"
+            )
+        return args.state
+
+    @cached_property
+    def kha(self) -> KHAConfig | None:
+        """What is knocked, as the arguments record it; None for a model of plain Megatron.
+
+        Training with ``--spec kha_megatron.mcore.specs NAME`` records it by the preset's name.
+
+        Raises:
+            CheckpointError: the record and the tensors contradict each other.
+            ConfigError: the record names a variant that does not exist.
+        """
+        kha = KHAConfig.from_entries(self.args)
+        if kha is None:
+            module, name = (*(self.args.get("spec") or ()), None, None)[:2]
+            if module == "kha_megatron.mcore.specs" and name in PRESETS:
+                kha = KHAConfig.from_preset(name)
+        recorded = kha.variants if kha else {}
+        for projection in PROJECTIONS:
+            stored = {
+                (0, 0, 0, *info.shape)[-3]
+                for key, info in self.keys().items()
+                if key.startswith(LAYERS) and key.endswith(knock_suffix(projection))
+            }
+            variant = recorded.get(projection)
+            if stored != ({len(MATRICES[variant])} if variant else set()):
+                raise CheckpointError(
+                    f"{self.path}: the training arguments record {projection}={variant or 'none'}, "
+                    f"the tensors hold {_count(stored)} of knock_{projection}: the checkpoint is "
+                    "of another version, or its arguments were changed"
+                )
+        return kha
+
+    def knock_weights(self) -> dict[tuple[int, Projection], Tensor]:
+        """The shared matrices by layer (from 0) and projection: ``[n, D, D]``, ``x @ W``.
+
+        Raises:
+            CheckpointError: the model is not knocked, or the checkpoint is damaged.
+        """
+        if self.kha is None or not self.kha.variants:
+            raise CheckpointError(
+                f"{self.path} holds no knocking-heads matrices: it was trained with "
+                + ("the baseline preset" if self.kha else "plain Megatron")
+            )
+        return {
+            (layer, projection): self.layer_tensor(layer, knock_suffix(projection))
+            for projection in self.kha.variants
+            for layer in self.layers_with(knock_suffix(projection))
+        }
+
+
+def knock_suffix(projection: Projection) -> str:
+    """Name of a layer's stacked matrices ``[n, D, D]`` below ``decoder.layers.{layer}.``."""
+    return f"self_attention.knock_{projection}.weight"
+
+
+def _count(stored: set[int]) -> str:
+    return " and ".join(map(str, sorted(stored))) + " matrices" if stored else "none"
+
+
+def _iteration_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder: name a --save folder or iter_0000123 in it")
+    tracker = path / TRACKER
+    if not tracker.exists():
+        if (path / COMMIT_MARK).exists() or path.name.startswith("iter_"):
+            return path
+        raise CheckpointError(f"{path} holds no {TRACKER}{_choices(path)}")
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release":
+        folder = path / "release"
+    elif text.isascii() and text.isdecimal():
+        folder = path / f"iter_{int(text):07d}"
+    else:
+        raise CheckpointError(
+            f"{tracker} holds {text[:20]!r} instead of an iteration: a save was cut short"
+            f"{_choices(path)}"
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"{tracker} names {folder.name}, which is not there{_choices(path)}")
+    return folder
+
+
+def _choices(path: Path) -> str:
+    complete = sorted(mark.parent.name for mark in path.glob(f"*/{COMMIT_MARK}"))
+    if not complete:
+        return ": no complete checkpoint is in it"
+    return f": name one of its folders instead ({', '.join(complete[-5:])})"
+
+
+def _without_commit_mark(path: Path) -> str:
+    if any(path.glob("mp_rank_*")):
+        return (
+            f"{path} is in Megatron's old torch format: let Megatron convert it with "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    return f"{path} has no {COMMIT_MARK}: the save never completed{_choices(path.parent)}"

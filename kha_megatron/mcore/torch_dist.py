@@ -1,0 +1,316 @@
+"""Reading PyTorch's distributed checkpoint format without running anything that it holds.
+
+A folder holds ``.metadata``, a pickle that says which bytes of which shard file make which tensor,
+and the shards (``__0_0.distcp``), which are ``torch.save`` archives end to end. PyTorch loads both
+as trusted input: a hostile ``.metadata`` runs code. Here no name found in a file is ever imported
+or called. Names on an explicit list become inert :class:`Record` objects, every other name is
+refused, and tensors are read with ``weights_only=True``.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kha_megatron.errors import CheckpointError
+
+METADATA = ".metadata"
+
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # their home in Python 3.13
+}
+"""Everything that PyTorch and Megatron name in ``.metadata``, besides sizes and dtypes."""
+
+_OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
+"""Packages whose classes Megatron puts into its non-tensor state (its own list of safe globals)."""
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+class Record:
+    """Stands for an object of a class that a file names: it keeps the data and does nothing.
+
+    ``name`` is the class, ``arguments`` what it was called with (an enum's value, for one) and
+    ``state`` its attributes.
+    """
+
+    name = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"{self.name}{self.arguments}"
+
+
+def _record_class(name: str) -> type[Record]:
+    return type(name.rsplit(".", 1)[-1], (Record,), {"name": name})
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if name in _METADATA_NAMES.get(module, ()):
+            return _record_class(f"{module}.{name}")
+        raise RefusedNameError(f"{module}.{name}")
+
+
+class RefusedNameError(Exception):
+    """A file names a class or function that no checkpoint needs; it was not imported."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"it names {name}, which no checkpoint needs and which was not run")
+
+
+def reason(error: Exception) -> str:
+    """The first line of what a reader said about damaged data."""
+    first = (str(error).splitlines() or [""])[0][:200]
+    return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the whole model, as the ranks that wrote it cut it into chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class TorchDistFolder:
+    """The tensors and objects of one folder. :meth:`open` checks that all their bytes exist."""
+
+    def __init__(
+        self, path: Path, tensors: dict[str, StoredTensor], objects: dict[str, Chunk]
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self.objects = objects
+
+    @classmethod
+    def open(cls, path: Path) -> "TorchDistFolder":
+        """Read the index of a folder and compare it with the shards, without loading them.
+
+        Raises:
+            CheckpointError: ``.metadata`` is missing, damaged or hostile, or a shard is missing or
+                shorter than the index says.
+        """
+        file = path / METADATA
+        try:
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            folder = cls(path, *_index(metadata))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} has no {METADATA}: the save never completed") from None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        except Exception as error:  # a torn pickle can raise anything
+            raise CheckpointError(
+                f"{file} is damaged or hostile ({reason(error)}): take another checkpoint"
+            ) from error
+        folder._check_shards()
+        return folder
+
+    def read(self, key: str, row: int | None = None) -> Tensor:
+        """One whole tensor on the CPU, assembled from its chunks.
+
+        Holds the tensor and, twice, one chunk at a time.
+
+        Args:
+            key: a key of ``tensors``.
+            row: take only this index of the first dimension, and only the chunks that hold it.
+
+        Returns:
+            The stored dtype; shape ``[...]`` of the index, without its first dimension if ``row``.
+
+        Raises:
+            CheckpointError: a chunk cannot be read or is not what the index says.
+        """
+        stored = self.tensors[key]
+        whole = torch.empty(stored.shape if row is None else stored.shape[1:], dtype=stored.dtype)
+        for chunk in stored.chunks:
+            offsets, sizes = chunk.offsets, chunk.sizes
+            if row is not None and not offsets[0] <= row < offsets[0] + sizes[0]:
+                continue
+            part = self._load(key, chunk)
+            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (
+                sizes,
+                stored.dtype,
+            ):
+                raise self._damaged(key, chunk, f"does not hold a {stored.dtype} {sizes} tensor")
+            if row is not None:
+                part, offsets, sizes = part[row - offsets[0]], offsets[1:], sizes[1:]
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            with torch.no_grad():
+                whole[box].copy_(part)
+        return whole
+
+    def read_object(self, key: str) -> Any:
+        """A non-tensor entry of ``objects``, with :class:`Record` for everything but plain values.
+
+        Raises:
+            CheckpointError: it cannot be read, or names what no checkpoint needs.
+        """
+        return self._load(key, self.objects[key])
+
+    def _load(self, key: str, chunk: Chunk) -> Any:
+        try:
+            with (self.path / chunk.file).open("rb") as stream:
+                stream.seek(chunk.start)
+                return load_plain(stream.read(chunk.length))
+        except Exception as error:
+            raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
+
+    def _damaged(self, key: str, chunk: Chunk, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / chunk.file}: {key} at byte {chunk.start} {why}: the shard is damaged or "
+            "hostile, take another checkpoint"
+        )
+
+    def _check_shards(self) -> None:
+        needed: dict[str, int] = {}
+        chunks = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
+        for chunk in (*chunks, *self.objects.values()):
+            needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
+        for name, length in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{file} is missing ({len(needed)} shards belong to this checkpoint): copy it "
+                    "again, or take another checkpoint"
+                )
+            if (size := file.stat().st_size) < length:
+                raise CheckpointError(
+                    f"{file} is cut short: {size} bytes of at least {length}: copy it again, or "
+                    "take another checkpoint"
+                )
+
+
+def load_plain(source: bytes | Path) -> Any:
+    """``torch.load`` of tensors and plain values; any class is a :class:`Record`.
+
+    Raises:
+        RefusedNameError: the data names what is not among Megatron's own kinds of state.
+        Exception: anything, for damaged data.
+    """
+
+    def opened() -> io.BytesIO | Path:
+        return io.BytesIO(source) if isinstance(source, bytes) else source
+
+    with _nothing_trusted():
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
+        for name in names:
+            if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
+                raise RefusedNameError(name)
+        torch.serialization.add_safe_globals([(_record_class(name), name) for name in names])
+        return torch.load(opened(), map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _nothing_trusted() -> Iterator[None]:
+    """Forget the classes that torch may build in this process: importing Megatron adds some."""
+    trusted = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(trusted)
+
+
+def _index(metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
+    """Our own typed view of an unpickled ``Metadata``; raises anything if it is malformed."""
+    places = {}
+    for index, info in metadata.state["storage_data"].items():
+        offset = index.state.get("offset")
+        place = info.state["relative_path"], info.state["offset"], info.state["length"]
+        if info.state.get("transform_descriptors"):
+            raise ValueError("compressed or encrypted shards are not supported")
+        places[index.state["fqn"], None if offset is None else _sizes(offset)] = _place(*place)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Chunk] = {}
+    for key, entry in metadata.state["state_dict_metadata"].items():
+        if entry.name.endswith(".TensorStorageMetadata"):
+            tensors[key] = _stored_tensor(key, entry.state, places)
+        else:
+            objects[key] = Chunk((), (), *places[key, None])
+    return tensors, objects
+
+
+def _stored_tensor(key: str, state: dict[str, Any], places: dict[Any, Any]) -> StoredTensor:
+    dtype, shape = state["properties"].state[0], _sizes(state["size"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{key} has no dtype")
+    chunks = tuple(_chunks(key, state["chunks"], places))
+    covered = 0
+    for chunk in chunks:
+        ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise ValueError(f"a chunk of {key} lies outside of {shape}")
+        covered += torch.Size(chunk.sizes).numel()
+    if len({chunk.offsets for chunk in chunks}) != len(chunks):
+        raise ValueError(f"two chunks of {key} start at the same place")
+    if covered != torch.Size(shape).numel():
+        raise ValueError(f"{covered} of {torch.Size(shape).numel()} elements of {key} are stored")
+    return StoredTensor(shape, dtype, chunks)
+
+
+def _chunks(key: str, entries: list[Any], places: dict[Any, Any]) -> Iterator[Chunk]:
+    for entry in entries:
+        offsets, sizes = _sizes(entry.state["offsets"]), _sizes(entry.state["sizes"])
+        yield Chunk(offsets, sizes, *places[key, offsets])
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
+        raise TypeError(f"{value!r} is no size")
+    return value
+
+
+def _place(file: Any, start: Any, length: Any) -> tuple[str, int, int]:
+    if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+        raise ValueError(f"shard {file!r} is not a plain file name")
+    start, length = _sizes((start, length))
+    return file, start, length
