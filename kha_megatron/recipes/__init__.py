@@ -1,0 +1,42 @@
+"""Training runs as data, and NeMo-Run experiments made from them.
+
+``launch(prepare(get_recipe("quickstart"), data=..., output=...))`` trains on this machine.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes.logs import Failure, Step, read_steps
+from kha_megatron.recipes.quickstart import QUICKSTART
+from kha_megatron.recipes.recipe import Recipe
+from kha_megatron.recipes.run import Command, Job, LaunchResult, dry_run, launch, prepare
+
+__all__ = [
+    "RECIPES",
+    "Command",
+    "Failure",
+    "Job",
+    "LaunchResult",
+    "Recipe",
+    "Step",
+    "dry_run",
+    "get_recipe",
+    "launch",
+    "prepare",
+    "read_steps",
+]
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in (QUICKSTART,)})
+"""Every recipe by name."""
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
+    return RECIPES[name]

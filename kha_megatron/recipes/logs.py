@@ -1,0 +1,144 @@
+"""Reading a run's logs: Megatron's progress lines and torchrun's report of a failure."""
+
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+TAIL_LINES = 25
+"""How much of a failing rank's log is kept for the user."""
+
+_STREAMS = ("stderr.log", "stdout.log")
+_ITERATION = re.compile(
+    r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|"
+    r"(?:.*?consumed samples:\s*(?P<samples>\d+) \|)?"
+    r"(?:.*?elapsed time per iteration \(ms\):\s*(?P<milliseconds>[\d.]+) \|)?"
+    r"(?:.*?lm loss:\s*(?P<loss>\S+) \|)?"
+)
+_RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
+_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?"
+    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\).*?"
+    r"exitcode\s*:\s*(?P<exitcode>-?\d+)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of Megatron's progress lines."""
+
+    iteration: int
+    """Iterations done, counted from the first of the whole training."""
+
+    total: int
+    """Iterations that the training will have."""
+
+    samples: int | None
+    """Sequences consumed so far."""
+
+    seconds: float | None
+    """Mean duration of one iteration since the line before."""
+
+    loss: float | None
+    """Mean language-model loss since the line before; None where Megatron printed none (NaN)."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Which rank ended a run, and its last words."""
+
+    rank: int | None
+    """Rank whose failure torchrun saw first; None where torchrun itself failed."""
+
+    exit_code: int | None
+    """Exit code of that rank; minus the signal's number where a signal killed it."""
+
+    log: Path
+    """File that the lines come from."""
+
+    lines: tuple[str, ...]
+    """Its last lines, at most :data:`TAIL_LINES`."""
+
+    def __str__(self) -> str:
+        """One line: ``rank 1 was killed by SIGKILL (out of memory?)``."""
+        if self.rank is None or self.exit_code is None:
+            return "torchrun failed before it could name a rank"
+        if self.exit_code >= 0:
+            return f"rank {self.rank} failed with exit code {self.exit_code}"
+        try:
+            name = signal.Signals(-self.exit_code).name
+        except ValueError:
+            name = f"signal {-self.exit_code}"
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"rank {self.rank} was killed by {name}{hint}"
+
+
+def parse_step(line: str) -> Step | None:
+    """The progress that a line of the log reports, or None where it reports none."""
+    match = _ITERATION.search(line)
+    if match is None:
+        return None
+    text = match.groupdict()
+    return Step(
+        iteration=int(text["iteration"]),
+        total=int(text["total"]),
+        samples=int(text["samples"]) if text["samples"] else None,
+        seconds=float(text["milliseconds"]) / 1000 if text["milliseconds"] else None,
+        loss=float(text["loss"]) if text["loss"] else None,
+    )
+
+
+def read_steps(log: Path) -> list[Step]:
+    """All progress lines of a log, in order."""
+    with log.open("rb") as file:
+        return [step for line in new_lines(file) if (step := parse_step(line))]
+
+
+def new_lines(file: BinaryIO) -> Iterator[str]:
+    """Complete lines from the file's position on; a line still being written is left for later."""
+    while line := file.readline():
+        if not line.endswith(b"\n"):
+            file.seek(-len(line), 1)
+            return
+        yield line.decode(errors="replace").rstrip()
+
+
+def find_failure(agent: Path, ranks: Path) -> Failure:
+    """What ended a run, from torchrun's table and the rank's own log.
+
+    Args:
+        agent: folder with torchrun's own ``stdout.log`` and ``stderr.log``.
+        ranks: folder of torchrun's ``--log-dir``: ``<run>/attempt_<n>/<local rank>/stderr.log``.
+    """
+    table = _ROOT_CAUSE.search("\n".join(_last_lines(agent / "stderr.log", 1000)))
+    if table is None:
+        log = agent / "stderr.log"
+        return Failure(None, None, log, _last_lines(log))
+    rank, local_rank = int(table["rank"]), int(table["local_rank"])
+    exit_code = int(table["exitcode"])
+    if exit_code == 2:  # bad input, which every rank refuses and rank 0 alone explains
+        rank = local_rank = 0
+    attempts = sorted(ranks.glob(f"*/attempt_*/{local_rank}"))
+    folder = attempts[-1] if attempts else agent
+    log = next((p for n in _STREAMS if (p := folder / n).is_file() and p.stat().st_size), None)
+    log = log or folder / _STREAMS[0]
+    lines = _last_lines(log)
+    if exit_code == 2:
+        complaint = [i for i, line in enumerate(lines) if "error: " in line]
+        lines = lines[complaint[-1] :] if complaint else lines  # not argparse's whole usage
+    return Failure(rank, exit_code, log, lines)
+
+
+def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
+    """The last lines of a file of any size, without torchrun's ``[default0]:``; () if missing."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 512 * count))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ()
+    lines = [_RANK_PREFIX.sub("", line.rstrip()) for line in text.rstrip().splitlines()]
+    return tuple(lines[-count:])

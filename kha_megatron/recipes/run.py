@@ -1,0 +1,318 @@
+"""Running a recipe with NeMo-Run: check, show the command, launch, follow, report.
+
+NeMo-Run exits 0 whatever becomes of its jobs, so the outcome is read from the experiment's status.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kha_megatron.errors import ConfigError, MissingDependencyError
+from kha_megatron.recipes.arguments import render
+from kha_megatron.recipes.checks import check_data, check_folders, check_layout
+from kha_megatron.recipes.logs import Failure, Step, find_failure, new_lines, parse_step
+from kha_megatron.recipes.recipe import Recipe
+
+_TASK = "train"
+_MARK = "KHA_MEGATRON_LAUNCH"
+"""Environment variable that every process of one launch carries, with a value of its own."""
+_FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 20.0
+"""How long ranks may go on after SIGTERM, for instance to write a checkpoint, before SIGKILL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked run: what every rank executes, and how many ranks there are."""
+
+    recipe: Recipe
+    command: tuple[str, ...]
+    """Words that each rank executes, the Python interpreter first."""
+
+    ranks: int
+    environment: Mapping[str, str]
+    output: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The process that NeMo-Run would start on this machine."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables set for it on top of the caller's environment; PATH is set in front of the
+    caller's."""
+
+    folder: Path
+    """Its working folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchResult:
+    """How a run ended."""
+
+    status: str
+    """``succeeded``, ``failed``, ``cancelled`` or ``unknown``."""
+
+    seconds: float
+    """Wall-clock time from the start of the ranks to their end."""
+
+    log: Path
+    """Output of all ranks, each line with its rank; ``kha_megatron.recipes.logs.read_steps``
+    reads it."""
+
+    rank_logs: Path
+    """Folder with one ``stdout.log`` and ``stderr.log`` for each rank."""
+
+    last_step: Step | None
+    """The last progress that Megatron reported."""
+
+    failure: Failure | None
+    """Which rank ended the run and why; None if it succeeded."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank exited with code 0."""
+        return self.status == "succeeded"
+
+
+def prepare(
+    recipe: Recipe,
+    *,
+    data: Path | None = None,
+    output: Path | None = None,
+    overrides: Sequence[str] = (),
+    ranks: int | None = None,
+    device: str | None = None,
+    resume: bool = False,
+) -> Job:
+    """Put a run together and refuse what cannot work, without starting anything.
+
+    Args:
+        recipe: what to train.
+        data: folder made by ``kha-megatron data prepare``.
+        output: folder for checkpoints and TensorBoard files; empty or new unless ``resume``.
+        overrides: Megatron arguments that replace the recipe's.
+        ranks: processes on this machine; the recipe's number if None.
+        device: ``cuda`` or ``cpu``; the recipe's if None.
+        resume: continue from the last checkpoint in ``output``.
+
+    Raises:
+        ConfigError: parallel sizes, KHA names or arguments that cannot be honoured.
+        DataError: datasets or tokenizer are missing.
+        OutputError: the output folder is in use or cannot be written.
+        CheckpointError: ``resume`` without a complete checkpoint.
+    """
+    if device is not None:
+        overrides = ["--device", device, *overrides]
+    arguments = recipe.arguments_for(data=data, output=output, overrides=overrides)
+    if resume:
+        if "--save" not in arguments:
+            raise ConfigError("nothing to resume: give --output the folder of the earlier run")
+        arguments = {"--load": arguments["--save"]} | arguments
+    ranks = recipe.ranks if ranks is None else ranks
+    check_layout(arguments, ranks)
+    check_data(arguments)
+    check_folders(arguments, output, resume=resume)
+    target = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
+    return Job(
+        recipe=recipe,
+        command=(sys.executable, "-u", *target, *render(arguments)),
+        ranks=ranks,
+        environment={k: os.environ.get(k, v) for k, v in recipe.environment.items()},
+        output=output,
+    )
+
+
+def dry_run(job: Job) -> Command:
+    """The torchrun command of NeMo-Run's own dry run; nothing is started.
+
+    NeMo-Run hands torchrun a script file that does nothing but execute ``job.command``; the file
+    is gone after a dry run, so its one command stands in its place here.
+
+    Raises:
+        MissingDependencyError: NeMo-Run is not installed.
+        ConfigError: torchrun cannot be found, or NeMo-Run's home folder has an unusable name.
+    """
+    with _experiment(job, mark="dry-run") as experiment:
+        experiment.dryrun(log=False)
+        request = experiment.jobs[0]._dryrun_info.request
+    (replica,) = request.role_params[_TASK]
+    *torchrun, _script = replica.args
+    return Command(
+        words=(*torchrun, *job.command),
+        environment={k: v for k, v in replica.env.items() if k != _MARK},
+        folder=Path(replica.cwd or os.getcwd()),
+    )
+
+
+def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> LaunchResult:
+    """Run a job on this machine to its end.
+
+    Args:
+        job: from :func:`prepare`.
+        on_step: called in this thread with each progress line of Megatron's, soon after it.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, SIGTERM or a closed terminal; every rank has been stopped.
+        MissingDependencyError: NeMo-Run is not installed.
+        ConfigError: torchrun cannot be found, or NeMo-Run's home folder has an unusable name.
+    """
+    mark = f"{job.recipe.name}-{uuid.uuid4().hex}"
+    last_step = None
+    with _interruptible(), _experiment(job, mark=mark) as experiment:
+        start = time.monotonic()
+        try:
+            experiment.run()
+            info = experiment.status(return_dict=True)[_TASK]
+            logs = Path(info["local_dir"], "nemo_run", info["job_id"])
+            agent, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
+            for step in _follow(experiment, agent / "stdout.log", mark):
+                last_step = step
+                if on_step is not None:
+                    on_step(step)
+        except BaseException:
+            _stop(experiment, mark)
+            raise
+        status = _status(experiment, mark).lower()
+        seconds = time.monotonic() - start
+    return LaunchResult(
+        status=status,
+        seconds=seconds,
+        log=agent / "combined.log",
+        rank_logs=rank_logs,
+        last_step=last_step,
+        failure=None if status == "succeeded" else find_failure(agent, rank_logs),
+    )
+
+
+def _nemo_run() -> ModuleType:
+    try:
+        import nemo_run
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "nemo_run":
+            raise MissingDependencyError("nemo-run", "launching a recipe", "launch") from error
+        raise ConfigError(
+            f"nemo-run is installed but cannot be imported ({error}): "
+            "run `pip install 'kha-megatron[launch]'`, which pins what it needs"
+        ) from error
+    return nemo_run
+
+
+@contextmanager
+def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
+    """A NeMo-Run experiment with the job as its only task, not yet started."""
+    binaries = str(Path(sys.executable).parent)
+    if shutil.which("torchrun", path=f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}") is None:
+        raise ConfigError(
+            f"torchrun is neither in {binaries} nor on PATH: run kha-megatron from the environment "
+            "in which PyTorch is installed"
+        )
+    run = _nemo_run()
+    executor = run.LocalExecutor(
+        launcher="torchrun",
+        ntasks_per_node=job.ranks,
+        # the scheduler puts PATH in front of the caller's
+        env_vars={**job.environment, "PATH": binaries, _MARK: mark},
+    )
+    # Not Script(path=..., args=...): NeMo-Run quotes those for a shell and then uses none on this
+    # machine, so an argument with a space or a bracket would reach Megatron with its quotes.
+    script = run.Script(inline=f"exec {shlex.join(job.command)}\n", entrypoint="bash")
+    experiment = run.Experiment(
+        job.recipe.name,
+        executor=executor,
+        log_level="WARNING",
+        clean_mode=True,
+        enable_goodbye_message=False,
+        skip_status_at_exit=True,
+    )
+    with experiment:
+        experiment.add(script, name=_TASK)
+        folder = experiment.jobs[0].executor.job_dir
+        if shlex.quote(folder) != folder:
+            raise ConfigError(
+                f"NeMo-Run cannot start a script in {folder}: set NEMORUN_HOME to a folder whose "
+                "path has no spaces or shell characters"
+            )
+        yield experiment
+
+
+def _follow(experiment: Any, log: Path, mark: str) -> Iterator[Step]:
+    """Progress lines as they are written, until the run has finished."""
+    with log.open("rb") as file:
+        finished = False
+        while not finished:
+            finished = _status(experiment, mark) in _FINISHED  # before reading: nothing is missed
+            yield from (step for line in new_lines(file) if (step := parse_step(line)))
+            if not finished:
+                time.sleep(_POLL_SECONDS)
+
+
+def _status(experiment: Any, mark: str) -> str:
+    """Name of the task's state; UNKNOWN if NeMo-Run lost sight of a run that is over."""
+    state = experiment.status(return_dict=True)[_TASK]["status"].name
+    if state not in (*_FINISHED, "RUNNING") and not _processes(mark):
+        return "UNKNOWN"
+    return state
+
+
+def _stop(experiment: Any, mark: str) -> None:
+    """End every process of the launch: SIGTERM through NeMo-Run, SIGKILL to what is left."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    try:
+        experiment.cancel(_TASK)
+        while _processes(mark) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:  # a second Ctrl-C comes here at once
+        for pid in _processes(mark):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _processes(mark: str) -> list[int]:
+    """Live processes that carry the mark: torchrun, its ranks and whatever those started.
+
+    torchrun puts each rank in a session of its own, so no process group holds them all.
+    """
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt on the other signals that end a command, to stop the ranks."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored: leave it
+                previous[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

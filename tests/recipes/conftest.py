@@ -1,0 +1,41 @@
+"""What the tests of recipes and of ``kha-megatron launch`` share."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kha_megatron.recipes import Recipe, get_recipe
+
+
+@pytest.fixture(scope="session")
+def nemorun_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NeMo-Run's home while tests run, for this process and for the commands that tests start."""
+    home = tmp_path_factory.mktemp("nemorun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEMORUN_HOME", str(home))  # read once, at import
+        config = pytest.importorskip("nemo_run.config", reason="needs the launch extra")
+        patch.setattr(config, "_NEMORUN_HOME", str(home))
+        yield home
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder that looks like one made by ``data prepare``, in a path with a space."""
+    folder = tmp_path / "my data"
+    (folder / "tokenizer").mkdir(parents=True)
+    for name in ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def scripted(tmp_path: Path):
+    """Make a recipe whose ranks run the given Python source instead of training."""
+
+    def make(source: str, **changes) -> Recipe:
+        script = tmp_path / "rank.py"
+        script.write_text(source)
+        return replace(get_recipe("quickstart"), name="scripted", entry=str(script), **changes)
+
+    return make

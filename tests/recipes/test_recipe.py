@@ -1,0 +1,110 @@
+"""Recipes are data that Megatron's own parser accepts, and that callers can override."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes import RECIPES, get_recipe, prepare
+from kha_megatron.recipes.arguments import parse
+from kha_megatron.recipes.recipe import CORPUS, TOKENIZER, kha_of
+
+QUICKSTART = get_recipe("quickstart")
+
+_PARSE = """
+import json, sys
+from kha_megatron.training.arguments import add_kha_arguments, choose_device
+choose_device(sys.argv)
+from megatron.training.arguments import parse_and_validate_args
+args = parse_and_validate_args(add_kha_arguments)
+names = {"sequence_parallel", "num_query_groups", "add_bias_linear", "kha_preset", "world_size",
+         "untie_embeddings_and_output_weights", "params_dtype", "moe_router_load_balancing_type",
+         "data_parallel_size", "lr", "data_path", "load"}
+print("ARGS", json.dumps({name: getattr(args, name) for name in names}, default=str))
+"""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_megatron_accepts_the_recipe(name, data):
+    """Its own parser and its own validation, in a process that claims to be rank 0 of a run."""
+    recipe = get_recipe(name)
+    # Megatron's validation loads a tokenizer; this one needs no files
+    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "4095", "--lr=-1", "--lr", "7e-4"]
+    job = prepare(recipe, data=data, overrides=words)
+    words = job.command[job.command.index(recipe.entry) + 1 :]
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(job.ranks)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PARSE, *words],
+        env={**os.environ, **environment, **job.environment, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    args = json.loads(done.stdout.partition("ARGS ")[2].splitlines()[0])
+    assert args["kha_preset"] == recipe.kha_preset
+    assert args["world_size"] == recipe.ranks
+    assert args["lr"] == 7e-4
+    assert args["data_path"] == [str(data / "corpus")]
+    assert args["load"] is None
+    if name == "quickstart":
+        assert args["sequence_parallel"]
+        assert args["num_query_groups"] == 4
+        assert not args["add_bias_linear"]
+        assert not args["untie_embeddings_and_output_weights"]
+        assert args["params_dtype"] == "torch.float32"
+        assert args["moe_router_load_balancing_type"] == "none"
+        assert args["data_parallel_size"] == 1
+
+
+def test_overrides_replace_what_the_recipe_says():
+    words = QUICKSTART.command_line(
+        ["--kha-preset", "kha_linear", "--device=cuda", "--swiglu", "--num-layers", "7"]
+    )
+    merged = parse(words)
+    assert len(merged) == sum(word.startswith("--") for word in words)  # no flag twice
+    assert merged["--kha-preset"] == ("kha_linear",)
+    assert merged["--device"] == ("cuda",)
+    assert merged["--num-layers"] == ("7",)
+    assert words.index("--num-layers") == 0  # in the recipe's own place
+    assert "--save" not in merged
+
+
+def test_kha_of_a_recipe():
+    assert kha_of(QUICKSTART.arguments_for()) == KHAConfig(value="mlp")
+    changed = replace(QUICKSTART, kha_overrides={"value": "none", "key": "gate", "init": "random"})
+    assert kha_of(changed.arguments_for()) == KHAConfig(key="gate", init="random")
+    assert "--kha-key" in changed.command_line()
+    with pytest.raises(ConfigError, match="unknown KHA preset"):
+        kha_of(replace(QUICKSTART, kha_preset="kha").arguments_for())
+
+
+def test_the_callers_environment_wins(monkeypatch, data):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = prepare(QUICKSTART, data=data).environment
+    assert environment == {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_paths_are_absolute_whatever_the_caller_gave(data, monkeypatch):
+    monkeypatch.chdir(data.parent)
+    arguments = QUICKSTART.arguments_for(data=Path(data.name), output=Path("out"))
+    assert arguments["--tokenizer-model"] == (str(data / "tokenizer"),)
+    assert arguments["--save"] == (str(data.parent / "out" / "checkpoints"),)
+
+
+def test_names_inside_a_data_folder_are_those_that_data_prepare_writes():
+    from kha_megatron.training import data_report
+
+    assert (CORPUS, TOKENIZER) == (data_report.CORPUS, data_report.TOKENIZER)
+
+
+def test_unknown_recipe():
+    with pytest.raises(ConfigError, match="unknown recipe 'quikstart': choose one of quickstart"):
+        get_recipe("quikstart")
