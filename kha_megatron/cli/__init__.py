@@ -7,7 +7,11 @@ import sys
 
 import typer
 
-from kha_megatron.cli import console
+from kha_megatron.cli import console, convert, data, doctor
+from kha_megatron.cli.generate import generate
+from kha_megatron.cli.inspect import inspect
+from kha_megatron.cli.launch import launch
+from kha_megatron.cli.quickstart import quickstart
 from kha_megatron.errors import KHAError
 
 app = typer.Typer(
@@ -28,6 +32,15 @@ def _root(
 
         console.out.print(__version__)
         raise typer.Exit
+
+
+app.command()(quickstart)
+app.add_typer(data.app)
+app.add_typer(convert.app)
+app.command()(launch)
+app.command()(doctor.doctor)
+app.command()(inspect)
+app.command()(generate)
 
 
 def main() -> None:

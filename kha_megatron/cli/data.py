@@ -1,0 +1,232 @@
+"""``kha-megatron data``: text to what Megatron trains on, and a look at what there is."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from kha_megatron.cli import console
+from kha_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kha_megatron.training.data_prep import Step
+    from kha_megatron.training.data_report import DataReport
+
+app = typer.Typer(
+    name="data", help="Prepare text for training, and look at it.", no_args_is_help=True
+)
+
+_SIZES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="Text file, or folder of them; repeat for more. "
+            "Without it: the source of this Python's standard library.",
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Size of the BPE vocabulary to train, 257 or more (default 4096)."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Use the tokenizer of this Hugging Face folder; train none."),
+    ] = None,
+    globs: Annotated[
+        list[str] | None,
+        typer.Option("--glob", help="Names of files to take from folders (default all)."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names of files and folders to leave out, instead of the default: "
+            "__pycache__, .git, .hg, .svn, site-packages, dist-packages."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Documents tokenized at the same time (default one per core)."),
+    ] = None,
+    max_file_bytes: Annotated[
+        str,
+        typer.Option(help="Split longer files at line ends into documents of at most this size."),
+    ] = "1MiB",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared folder.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON on stdout.")
+    ] = False,
+) -> None:
+    """Train a tokenizer on text files and write Megatron's indexed dataset.
+
+    \b
+    Every file becomes one document, or several if it is longer than
+    --max-file-bytes. Empty, unreadable and non-UTF-8 files are counted and named.
+    To train the tokenizer on part of a large collection, prepare that part
+    first and give its tokenizer/ folder as --tokenizer for the whole.
+
+    \b
+    Example:
+      kha-megatron data prepare --from src --glob '*.py' --out data/mine
+    """
+    from kha_megatron.training import data_prep
+
+    limit = parse_size("--max-file-bytes", max_file_bytes)
+    if not sources:
+        console.log.print(
+            "no --from: taking the source of Python's standard library in "
+            f"{escape(str(data_prep.standard_library()))}"
+        )
+    with progress() as on_progress:
+        report = data_prep.prepare(
+            sources or None,
+            out,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            globs=globs or None,
+            exclude=exclude or None,
+            workers=workers,
+            max_file_bytes=limit,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    for line in notes(report):
+        console.log.print(f"[yellow]note:[/] {escape(line)}")
+    _print(report, out, as_json)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="A folder made by `kha-megatron data prepare`.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON on stdout.")
+    ] = False,
+) -> None:
+    """Print what a prepared folder holds, after checking that it does hold it.
+
+    Opens the dataset and the tokenizer as training does, and compares them with data.json.
+
+    \b
+    Example:
+      kha-megatron data show data/mine
+    """
+    from kha_megatron.training.data_report import verify
+
+    _print(verify(folder), folder, as_json)
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes from ``"1000"``, ``"64KiB"``, ``"4MiB"`` or ``"1GiB"`` (any case).
+
+    Raises:
+        ConfigError: anything else, naming ``flag``.
+    """
+    match = re.fullmatch(r"([0-9]+)\s*([A-Z]*)", text.strip().upper())
+    if match is None or match[2] not in _SIZES:
+        raise ConfigError(f"{flag} {text} is no size: write bytes, or a number with KiB, MiB, GiB")
+    return int(match[1]) * _SIZES[match[2]]
+
+
+@contextmanager
+def progress() -> Iterator[Callable[["Step"], None]]:
+    """A progress display on stderr; gives the ``on_progress`` that ``data_prep.prepare`` takes."""
+    display = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[detail]}"),
+        TimeElapsedColumn(),
+        console=console.log,
+    )
+    tasks: dict[str, Task] = {}
+
+    def on_progress(step: "Step") -> None:
+        if step.stage not in tasks:
+            for task in display.tasks:  # stages follow one another: the one before is done
+                display.update(task.id, total=task.total or 1, completed=task.total or 1)
+            added = display.add_task(step.stage, total=None, detail="")
+            tasks[step.stage] = next(task for task in display.tasks if task.id == added)
+        task = tasks[step.stage]
+        if step.total_bytes:
+            rate = step.bytes / max(task.elapsed or 0.0, 1e-3)
+            display.update(
+                task.id,
+                total=step.total_bytes,
+                completed=step.bytes,
+                detail=f"{step.files:,} files, {step.bytes / 1e6:,.1f}/"
+                f"{step.total_bytes / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s",
+            )
+
+    with display:
+        yield on_progress
+
+
+def notes(report: "DataReport") -> list[str]:
+    """What a person should know about a report before relying on it; often nothing."""
+    lines = []
+    if report.vocab_size_asked and report.vocab_size < report.vocab_size_asked:
+        lines.append(
+            f"the vocabulary has {report.vocab_size:,} tokens, not {report.vocab_size_asked:,}: "
+            "the text has no more pairs that occur twice"
+        )
+    if report.altered_documents:
+        lines.append(
+            f"{report.altered_documents:,} of {report.documents:,} documents do not come back "
+            "from the tokenizer as they were: it normalises text or lacks characters"
+        )
+    return lines
+
+
+def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    from kha_megatron.training.data_report import CORPUS, TOKENIZER
+    from kha_megatron.training.text_files import SKIPPED
+
+    table = Table(title=escape(str(folder)), show_header=False, title_justify="left")
+    rows = {
+        "sources": "\n".join(report.sources),
+        "files used": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
+        "documents": f"{report.documents:,}",
+        "tokens": f"{report.tokens:,} as {report.dtype} "
+        f"({report.bytes / report.tokens:.2f} bytes per token)",
+        "vocabulary": f"{report.vocab_size:,}, documents end with {report.eod_token} "
+        f"({report.eod_id})",
+        "tokenizer": report.tokenizer,
+    }
+    for reason, what in SKIPPED.items():
+        count, examples = (report.skipped[reason][key] for key in ("count", "examples"))
+        if count:
+            more = ["..."] if count > len(examples) else []
+            rows[f"not used: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
+    table.add_column()
+    table.add_column(overflow="fold")  # a path cut short is no path
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
+    console.out.print(table)
+    console.out.print(
+        f"train on it: --data-path {escape(str(folder / CORPUS))} "
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {escape(str(folder / TOKENIZER))}"
+    )

@@ -1,0 +1,330 @@
+"""``kha-megatron doctor``: what is installed, against what is supported, and what that means.
+
+A check takes the name of what it is about and gives one :class:`Finding` or a few.
+"""
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kha_megatron.cli import console
+from kha_megatron.cli.installation import (
+    Finding,
+    check_package,
+    check_python,
+    find_module,
+    in_range,
+    location,
+    probe,
+    supported_range,
+    version,
+)
+
+FLASH_ATTENTION = ">=2.1.1,<2.8.4"
+"""What Transformer Engine 2.20 accepts."""
+
+TORCH_PROBE = """
+import torch
+devices = []
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / 2**30:.0f} GiB"
+        devices.append(f"{device.name} ({memory}, sm_{device.major}{device.minor})")
+print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
+"""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Compare what is installed with what is supported, and say what will be used.
+
+    \b
+    Exits with code 1 if something that training needs is missing or wrong.
+
+    \b
+    Example:
+      kha-megatron doctor
+      kha-megatron doctor --json
+    """
+    with console.log.status("looking at what is installed"):
+        findings = examine()
+    healthy = not any(finding.blocks for finding in findings)
+    if as_json:
+        rows = [asdict(finding) for finding in findings]
+        typer.echo(json.dumps({"ok": healthy, "findings": rows}, indent=2))
+    else:
+        _print(findings)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    colours = {"ok": "green", "missing": "yellow", "wrong": "red"}
+    table = Table()
+    for heading in ("component", "found", "supported", "status", "what it means"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        colour = "red" if finding.blocks else colours[finding.status]
+        cells = (finding.name, finding.found, finding.supported)
+        status = f"[{colour}]{finding.status}[/]"
+        table.add_row(*map(escape, cells), status, escape(finding.effect))
+    console.out.print(table)
+    for finding in sorted(findings, key=lambda finding: not finding.blocks):
+        if finding.remedy:
+            word = "[red]needed[/]" if finding.blocks else "optional"
+            console.out.print(f"{word}, {finding.name}: {escape(finding.remedy)}")
+
+
+def examine() -> list[Finding]:
+    """All findings. A check that fails is a finding itself; none raises."""
+    return [finding for name in CHECKS for finding in findings_of(name)]
+
+
+def findings_of(name: str) -> list[Finding]:
+    """The findings of one of :data:`CHECKS`."""
+    try:
+        return CHECKS[name](name)
+    except Exception as error:  # whatever a broken installation may throw
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        return [
+            Finding(
+                name=name,
+                status="wrong",
+                found=f"cannot be examined: {type(error).__name__}: {error}",
+                effect="unknown",
+                remedy=f"pip install {lacking}" if lacking else f"install {name} again",
+                blocks=name not in OPTIONAL,
+            )
+        ]
+
+
+def check_torch(name: str) -> list[Finding]:
+    """PyTorch, and the CUDA devices that it sees."""
+    (torch,) = check_package(
+        name, required=True, present="", absent="needed: everything runs on it"
+    )
+    device = Finding(
+        name="CUDA device",
+        status="missing",
+        effect="training runs on the CPU with --device cpu: right, but not fast",
+    )
+    if torch.status == "missing":
+        return [torch, device]
+    seen = probe(TORCH_PROBE)
+    if "error" in seen:
+        torch = replace(
+            torch,
+            status="wrong",
+            effect=f"`import torch` fails: {seen['error']}",
+            remedy=f"pip install --force-reinstall '{name}{supported_range(name)}'",
+            blocks=True,
+        )
+        return [torch, device]
+    build = f"built for CUDA {seen['cuda']}" if seen["cuda"] else "built without CUDA"
+    torch = replace(torch, effect=torch.effect if torch.blocks else build)
+    if seen["devices"]:
+        names = ", ".join(f"{count} x {what}" for what, count in Counter(seen["devices"]).items())
+        device = Finding(
+            name=device.name, status="ok", found=names, effect="training runs on it (--device cuda)"
+        )
+    elif seen["cuda"] and shutil.which("nvidia-smi"):
+        device = replace(device, remedy="if there is one, see what nvidia-smi says of it")
+    return [torch, device]
+
+
+def check_megatron(name: str) -> list[Finding]:
+    """Megatron-Core and megatron.training, from a wheel or from a source tree on the path."""
+    supported = supported_range(name)
+    core, training = find_module("megatron.core"), find_module("megatron.training")
+    install = f"pip install '{name}{supported}'"
+    missing = Finding(
+        name=name,
+        status="missing",
+        supported=supported,
+        effect="nothing trains without it",
+        remedy=install,
+        blocks=True,
+    )
+    if core is None:
+        return [missing]
+    found, folder = megatron_version(location(core)) or version(name), location(core)
+    status = "ok" if found and in_range(found, supported) else "wrong"
+    first = replace(
+        missing,
+        status=status,
+        found=found or "without a version",
+        effect=f"from {folder}",
+        remedy="" if status == "ok" else f"{install}, and see that no other hides it",
+        blocks=status != "ok",
+    )
+    second = replace(missing, name="megatron.training", supported="any")
+    if training is None:
+        second = replace(second, effect="`python -m kha_megatron.training` cannot run")
+    else:
+        second = Finding(
+            name=second.name, status="ok", found="yes", effect=f"from {location(training)}"
+        )
+    return [first, second]
+
+
+def megatron_version(folder: Path) -> str | None:
+    """The version in Megatron-Core's package_info.py: a source tree has no other."""
+    try:
+        text = (folder / "package_info.py").read_text()
+    except OSError:
+        return None
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+    return ".".join(numbers.values()) if len(numbers) == 3 else None
+
+
+def check_transformer_engine(name: str) -> list[Finding]:
+    """Transformer Engine, by importing it: its extension is what is missing most often."""
+    supported = supported_range(name)
+    missing = Finding(
+        name=name,
+        status="missing",
+        supported=supported,
+        effect="layers are Megatron's own (--transformer-impl local); no FP8, no context parallel",
+        remedy="pip install --no-build-isolation 'kha-megatron[te]'",
+    )
+    if find_module("transformer_engine") is None:
+        return [missing]
+    found = version(name) or "without a version"
+    seen = probe("import torch, transformer_engine.pytorch\nprint('{}')")
+    if "error" not in seen:
+        (finding,) = check_package(
+            name,
+            present="fused layers and FP8 (--transformer-impl transformer_engine)",
+            absent=missing.effect,
+            install=missing.remedy,
+        )
+        return [finding]
+    # Megatron falls back on ImportError alone; with anything else its own import ends too
+    harmless = "ImportError" in seen["kinds"]
+    effect = missing.effect if harmless else "`import megatron.core` fails with it"
+    extension = "Could not find shared object file" in seen["error"]
+    return [
+        replace(
+            missing,
+            status="wrong",
+            found=f"{found}, without its torch extension" if extension else found,
+            effect=f"{effect}: {seen['error']}",
+            remedy=f"pip install --no-build-isolation transformer-engine-torch=={found}"
+            if extension and version(name)
+            else f"{missing.remedy}, or pip uninstall {name}",
+            blocks=not harmless,
+        )
+    ]
+
+
+def check_apex(name: str) -> list[Finding]:
+    """NVIDIA's apex, none, or another thing of that name: PyPI's is a web toolkit."""
+    spec = find_module("apex")
+    unfused = "pass --no-gradient-accumulation-fusion"
+    none = Finding(
+        name=name,
+        status="missing",
+        supported="NVIDIA's or none",
+        effect="not needed: optimizers and norms come from Transformer Engine or PyTorch; "
+        f"without either, {unfused}",
+    )
+    if spec is None:
+        return [none]
+    folder, found = location(spec), version("apex")
+    parts = ("optimizers", "normalization", "multi_tensor_apply")
+    if not all(find_module(f"apex.{part}") for part in parts):
+        impostor = replace(
+            none,
+            status="wrong",
+            found=f"{found or 'a folder'}, not NVIDIA's",
+            effect=f"Megatron takes {folder} for NVIDIA's and fails when it builds a norm",
+            remedy="pip uninstall apex" if found else f"rename or remove {folder}",
+            blocks=True,
+        )
+        return [impostor]
+    fused = find_module("fused_weight_gradient_mlp_cuda") is not None
+    effect = "fused Adam and norms; " + ("fused weight gradients" if fused else unfused)
+    return [replace(none, status="ok", found=found or "without a version", effect=effect)]
+
+
+def check_nemo_run(name: str) -> list[Finding]:
+    """NeMo-Run, the leptonai it imports at start, and the torchrun it starts."""
+    (finding,) = check_package(
+        name,
+        present="`kha-megatron launch` works",
+        absent="no `kha-megatron launch`; torchrun -m kha_megatron.training works",
+        install="pip install 'kha-megatron[launch]'",
+    )
+    if finding.status == "ok" and find_module("leptonai.api.v1") is None:
+        finding = replace(
+            finding,
+            status="wrong",
+            effect=f"`import nemo_run` fails: leptonai {version('leptonai') or '(missing)'} has no "
+            "leptonai.api.v1",
+            remedy=f"pip install 'leptonai{supported_range('leptonai')}'",
+        )
+    path = shutil.which("torchrun")
+    torchrun = Finding(
+        name="torchrun",
+        status="ok" if path else "missing",
+        found=path or "-",
+        effect="starts the ranks" if path else "not on PATH: NeMo-Run cannot start ranks",
+        remedy="" if path else f"put {Path(sys.executable).parent} on PATH",
+    )
+    return [finding, torchrun]
+
+
+def _required(present: str) -> Callable[[str], list[Finding]]:
+    absent = f"needed: {present}"
+    return partial(check_package, required=True, present=present, absent=absent)
+
+
+CHECKS: dict[str, Callable[[str], list[Finding]]] = {
+    "python": check_python,
+    "torch": check_torch,
+    "megatron-core": check_megatron,
+    "transformer-engine": check_transformer_engine,
+    "apex": check_apex,
+    "triton": partial(
+        check_package,
+        present="torch.compile and Megatron's Triton kernels",
+        absent="torch.compile makes no GPU kernels",
+    ),
+    "flash-attn": partial(
+        check_package,
+        supported=FLASH_ATTENTION,
+        present="one more attention for Transformer Engine; flash decoding",
+        absent="not needed to train: attention is Transformer Engine's or Megatron's own",
+        install=f"pip install --no-build-isolation 'flash-attn{FLASH_ATTENTION}' (needs nvcc)",
+    ),
+    "nemo-run": check_nemo_run,
+    "transformers": _required("Hugging Face models and tokenizers"),
+    "tokenizers": _required("`kha-megatron data prepare`"),
+    "safetensors": _required("Hugging Face checkpoints"),
+    "numpy": _required("datasets"),
+    "psutil": _required("checkpoints: a save hangs without it"),
+    "tensorboard": _required("the loss history"),
+    "matplotlib": partial(
+        check_package,
+        present="`kha-megatron inspect` draws",
+        absent="`kha-megatron inspect` cannot draw",
+        install="pip install 'kha-megatron[plots]'",
+    ),
+}
+"""Every check by the name of the package it is about, in the order of the report."""
+
+OPTIONAL = ("triton", "flash-attn", "nemo-run", "matplotlib")
+"""Checks about what training starts without, whatever its state."""

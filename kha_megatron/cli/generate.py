@@ -1,0 +1,240 @@
+"""``kha-megatron generate``: stream text from a Hugging Face model folder."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kha_megatron.cli import console
+from kha_megatron.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+DEFAULT_TEMPERATURE = 0.8
+
+# A model may produce terminal escape sequences; a terminal is shown this sign in their place.
+_CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
+_VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
+
+
+def generate(
+    hf_dir: Annotated[Path, typer.Argument(help="Model folder with config, weights, tokenizer.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation, in tokens.")] = 64,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Flatness of the sampling, above 0.", show_default=f"{DEFAULT_TEMPERATURE}"
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the likeliest tokens of this total.", show_default="1.0"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Always take the likeliest token.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Continue PROMPT with the model in HF_DIR, printing prompt and continuation as they come.
+
+    Works for kha models and for the stock architectures of transformers. Nothing in the folder is
+    executed: only safetensors are read, and remote code is never trusted.
+
+    \b
+    Example:
+      kha-megatron generate out/hf "def main(" --temperature 0.7 --seed 1
+      kha-megatron generate out/hf "import os" --greedy
+    """
+    sampling = _sampling(max_new_tokens, temperature, top_p, seed, greedy)
+    check_model_folder(hf_dir)
+    target = _device(device)
+    with console.log.status(f"Loading {hf_dir}"):
+        tokenizer, model = load(hf_dir, target)
+    inputs = _encode(tokenizer, model, prompt, max_new_tokens)
+    started = time.perf_counter()
+    tokens = _stream(tokenizer, model, inputs, prompt, sampling, seed)
+    seconds = time.perf_counter() - started
+    console.log.print(
+        f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s) on {target}"
+    )
+
+
+def check_model_folder(hf_dir: Path) -> None:
+    """Refuse a folder that cannot be generated from, before any weight is read.
+
+    Raises:
+        CheckpointError: the folder, its config, its safetensors or its tokenizer is missing or
+            damaged, or its ``model_type`` is unknown.
+    """
+    if not hf_dir.is_dir():
+        raise CheckpointError(f"{hf_dir} is no folder: name a Hugging Face model folder")
+    from kha_megatron.conversion.hf_reader import HFCheckpoint
+
+    config = HFCheckpoint.open(hf_dir).config
+    if not any((hf_dir / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{hf_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}): "
+            "copy the files of the tokenizer that the model was trained with into it"
+        )
+    from transformers import CONFIG_MAPPING
+
+    import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{hf_dir / 'config.json'} has model_type {config.get('model_type')!r}, which is "
+            "neither kha nor an architecture of the installed transformers: upgrade transformers"
+        )
+
+
+def load(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
+    """Tokenizer and model in evaluation mode; every weight comes from the folder.
+
+    Raises:
+        CheckpointError: transformers refuses the folder, or the weights do not match the config.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
+
+    logging.set_verbosity_error()  # what it warns of while loading is refused below
+    logging.disable_progress_bar()
+    safe = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(hf_dir, **safe)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            hf_dir,
+            **safe,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name the weights below; transformers does not
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, StrictDataclassError) as error:
+        raise CheckpointError(f"{hf_dir} cannot be loaded: {_one_line(error)}") from error
+    for problem in ("missing", "unexpected", "mismatched"):
+        # A mismatched key comes with its two shapes.
+        keys = info[f"{problem}_keys"]
+        if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
+            raise CheckpointError(
+                f"{hf_dir}: {len(names)} {problem} weights, such as {names[0]}: "
+                "config.json and the safetensors files are of different models"
+            )
+    return tokenizer, model.to(device).eval()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _sampling(
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    greedy: bool,
+) -> dict[str, Any]:
+    """The settings of ``model.generate``, complete: none is left to the folder's own defaults."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    given = {"--temperature": temperature, "--top-p": top_p, "--seed": seed}
+    if greedy and (clash := [name for name, value in given.items() if value is not None]):
+        raise ConfigError(f"--greedy draws nothing, so leave out {', '.join(clash)}")
+    if greedy:
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    temperature = DEFAULT_TEMPERATURE if temperature is None else temperature
+    top_p = 1.0 if top_p is None else top_p
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(f"--temperature {temperature} must be above 0: or choose --greedy")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p {top_p} must be above 0 and at most 1")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"--seed {seed} must lie between 0 and 2**63 - 1")
+    return {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": True,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": 0,  # transformers cuts to the best 50 unless told not to
+    }
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is no device: choose auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported: choose auto, cpu or cuda")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"--device {name!r}: this machine has {count} CUDA devices: choose cpu")
+    return device
+
+
+def _encode(tokenizer: Any, model: Any, prompt: str, max_new_tokens: int) -> Any:
+    """Tokens of the prompt on the model's device, checked against what the model can take."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    ids, config = inputs["input_ids"], model.config
+    if ids.numel() == 0:
+        raise ConfigError("the prompt holds no token: write at least one character")
+    if ids.max() >= config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer makes token {int(ids.max())}, the model has {config.vocab_size}: "
+            "the tokenizer is of another model"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] + max_new_tokens > limit:
+        raise ConfigError(
+            f"{ids.shape[1]} prompt tokens and --max-new-tokens {max_new_tokens} exceed the "
+            f"{limit} positions the model was trained on: lower --max-new-tokens or the prompt"
+        )
+    return inputs.to(model.device)
+
+
+def _stream(
+    tokenizer: Any,
+    model: Any,
+    inputs: Any,
+    prompt: str,
+    sampling: dict[str, Any],
+    seed: int | None,
+) -> int:
+    """Print prompt and continuation on stdout as they come; the number of new tokens."""
+    import torch
+    from transformers import GenerationConfig, TextStreamer
+
+    class Stdout(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            _write(text + "\n" * stream_end)
+
+    stored = model.generation_config
+    end = stored.eos_token_id if stored.eos_token_id is not None else tokenizer.eos_token_id
+    first_end = end[0] if isinstance(end, list) else end
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else first_end
+    if seed is not None:
+        torch.manual_seed(seed)
+    _write(prompt)
+    output = model.generate(
+        **inputs,
+        generation_config=GenerationConfig(**sampling, eos_token_id=end, pad_token_id=pad),
+        streamer=Stdout(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+    return output.shape[1] - inputs["input_ids"].shape[1]
+
+
+def _write(text: str) -> None:
+    """Text as it is, or with control characters shown as signs when a terminal would obey them."""
+    stream = console.out.file
+    stream.write(text.translate(_VISIBLE) if stream.isatty() else text)
+    stream.flush()

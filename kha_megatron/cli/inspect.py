@@ -1,0 +1,150 @@
+"""``kha-megatron inspect``: what the shared matrices of a checkpoint have learnt."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+
+from kha_megatron.cli import console, plots
+from kha_megatron.config import MATRICES, KHAConfig, Projection
+from kha_megatron.errors import CheckpointError
+from kha_megatron.files import check_output_folder, staged_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kha_megatron.conversion.hf_reader import HFCheckpoint
+    from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+
+Weights = dict[tuple[int, Projection], "Tensor"]
+
+
+def inspect(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CKPT_OR_HF",
+            help="Megatron's --save folder, one iter_0000123 folder, or a Hugging Face model.",
+        ),
+    ],
+    out_dir: Annotated[Path, typer.Argument(help="Folder for the PNG files.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as JSON instead of tables.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the PNG files that OUT_DIR holds.")
+    ] = False,
+) -> None:
+    """Draw the learnt knocking-heads matrices of every layer and print how far they have come.
+
+    One PNG per projection and matrix, clipped to 0..1 as in the paper's Fig. 3, gates unclipped.
+    Per layer: the mean of the diagonal, the share of the energy (sum of squares) off the diagonal,
+    and the distance from the start, in units of the identity's norm.
+
+    \b
+    Example:
+      kha-megatron inspect runs/quickstart/checkpoints pictures/
+      kha-megatron inspect my-hf-model pictures/ --json | jq '.matrices[0]'
+    """
+    plots.require_matplotlib()
+    check_output_folder(out_dir, overwrite=overwrite, only="*.png")
+    opened = _open(checkpoint)
+    weights = opened.knock_weights()
+    iteration = getattr(opened, "iteration", None)
+    numbers = _diagnose(weights, opened.kha)
+    with staged_folder(out_dir) as folder:
+        _draw(weights, opened.kha, iteration, folder)
+    files = sorted(file.name for file in out_dir.glob("*.png"))
+    if as_json:
+        result = {
+            "checkpoint": str(opened.path),
+            "iteration": iteration,
+            "kha": opened.kha.to_dict(),
+            "matrices": numbers,
+            "files": [str(out_dir / name) for name in files],
+        }
+        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+        return
+    for projection, variant in opened.kha.variants.items():
+        console.out.print(_table(projection, variant, numbers), "")
+    console.out.print(
+        "diag: mean of the diagonal; off: share of the energy (sum of squares) off the diagonal; "
+        "moved: distance from the start, where 1 is the norm of the identity"
+    )
+    console.log.print(f"{len(files)} pictures in {out_dir}: {', '.join(files)}", markup=False)
+
+
+def _open(path: Path) -> "MegatronCheckpoint | HFCheckpoint":
+    from kha_megatron.conversion.hf_reader import CONFIG, HFCheckpoint
+    from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder: name a Megatron --save folder or a Hugging Face model folder"
+        )
+    return (HFCheckpoint if (path / CONFIG).is_file() else MegatronCheckpoint).open(path)
+
+
+def _diagnose(weights: Weights, kha: KHAConfig) -> list[dict[str, Any]]:
+    """One plain dictionary per layer, projection and matrix; None stands for NaN and infinity."""
+    from kha_megatron.ops.diagnostics import diagnose
+
+    return [
+        {"layer": layer, "projection": projection}
+        | {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(diagnostics).items()
+        }
+        for (layer, projection), weight in weights.items()
+        for diagnostics in diagnose(weight, kha.variants[projection])
+    ]
+
+
+def _draw(weights: Weights, kha: KHAConfig, iteration: int | None, folder: Path) -> None:
+    pictures = [(p, v, i, m) for p, v in kha.variants.items() for i, m in enumerate(MATRICES[v])]
+    for projection, variant, index, matrix in track(
+        pictures, "drawing", console=console.log, transient=True
+    ):
+        letter = projection[0].upper()
+        symbol = f"T^{letter}" if matrix == "proj" else rf"W^{{{matrix}}}"
+        when = "" if iteration is None else f"iteration {iteration}, "
+        values = "unclipped" if matrix == "gate" else "clipped to 0..1"
+        plots.matrix_grid(
+            {
+                layer: weight[index]
+                for (layer, name), weight in weights.items()
+                if name == projection
+            },
+            folder / f"{projection}_{matrix}.png",
+            title=f"${symbol}$ on {projection} heads ({variant})\n{when}{values}",
+            diverging=matrix == "gate",
+        )
+
+
+def _table(projection: Projection, variant: str, numbers: list[dict[str, Any]]) -> Table:
+    rows: dict[int, list[str]] = {}
+    for entry in numbers:
+        if entry["projection"] == projection:
+            values = (entry[k] for k in ("diagonal_mean", "off_diagonal_share", "distance"))
+            rows.setdefault(entry["layer"], []).extend(
+                "nan" if value is None else f"{value:.3f}" for value in values
+            )
+    table = Table(
+        title=f"{projection} heads ({variant})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+    )
+    table.add_column("\nlayer", justify="right")
+    for matrix in MATRICES[variant]:
+        for quantity in ("diag", "off", "moved"):
+            table.add_column(f"{matrix}\n{quantity}", justify="right", no_wrap=True)
+    for layer, cells in sorted(rows.items()):
+        table.add_row(str(layer), *cells)
+    return table

@@ -1,0 +1,183 @@
+"""Pictures: the shared matrices (the paper's Fig. 3) and the loss, and where the loss is read."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.files import staged_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+History = dict[str, list[tuple[int, float]]]
+"""Values by name, each at its training iteration, in order."""
+
+LOSS = "lm loss"
+VALIDATION_LOSS = "lm loss validation"
+
+_LOG_LINE = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|(.*)")
+_DPI = 160
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's ``Figure`` class, which draws to files and needs no display.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "drawing", "plots") from error
+    return Figure
+
+
+def matrix_grid(
+    matrices: Mapping[int, "Tensor"], out_png: Path, *, title: str, diverging: bool = False
+) -> None:
+    """Draw one matrix of every layer in a grid with one colour bar, as the paper's Fig. 3 does.
+
+    Args:
+        matrices: by layer, each ``[D, D]`` for ``x @ M``: rows are input features.
+        out_png: written in place.
+        title: above the grid; matplotlib's mathtext.
+        diverging: show all values, with colours that diverge from 0 (gates), instead of clipping
+            to 0..1. NaN and infinity are magenta in both.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure_class = require_matplotlib()
+    from matplotlib import colormaps
+
+    columns, rows = _grid(len(matrices))
+    cell = 1.35 if columns > 3 else 2.0  # inches
+    size = (cell * columns + 1.1, (cell + 0.1) * rows + 0.9)
+    figure = figure_class(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    finite = [m[m.isfinite()].abs().max().item() for m in matrices.values() if m.isfinite().any()]
+    limit = max(finite, default=0.0) or 1.0
+    low, high = (-limit, limit) if diverging else (0.0, 1.0)
+    colours = colormaps["RdBu_r" if diverging else "viridis"].with_extremes(bad="magenta")
+    for axis in axes.flat[len(matrices) :]:
+        axis.set_visible(False)
+    for axis, (layer, matrix) in zip(axes.flat, sorted(matrices.items()), strict=False):
+        values = matrix.float().masked_fill(~matrix.isfinite(), math.nan).numpy()
+        image = axis.imshow(values, cmap=colours, vmin=low, vmax=high)
+        axis.set_title(f"layer {layer}", fontsize=8, pad=3)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    bar = figure.colorbar(
+        image, ax=axes, shrink=min(1.0, 3 / rows), extend="neither" if diverging else "both"
+    )
+    bar.ax.tick_params(labelsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(out_png, format="png", dpi=_DPI)
+
+
+def loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path) -> None:
+    """Draw the training loss over iterations, and the validation loss where there is one.
+
+    Args:
+        history: from :func:`read_history` or :func:`read_megatron_log`; its ``lm loss`` and
+            ``lm loss validation`` are drawn. Values that are not finite leave gaps.
+        out_png: written at once or not at all; its folder must exist.
+
+    Raises:
+        DataError: no finite training loss, or no folder to write to.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure_class = require_matplotlib()
+    out_png = Path(out_png)
+    if not any(math.isfinite(value) for _, value in history.get(LOSS, ())):
+        held = ", ".join(sorted(history)) or "nothing"
+        raise DataError(f"no finite {LOSS!r} to draw: the history holds {held}")
+    if not out_png.parent.is_dir():
+        raise DataError(f"{out_png.parent} is not a folder: make it before drawing {out_png.name}")
+    figure = figure_class(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, label, style in ((LOSS, "training", "C0-"), (VALIDATION_LOSS, "validation", "C1--")):
+        if points := history.get(name):
+            few = "o" if len(points) < 50 else ""  # a line through one point would not show
+            axis.plot(*zip(*points, strict=True), style + few, label=label, markersize=4)
+    axis.set_xlabel("iteration")
+    axis.set_ylabel("language-model loss (nats per token)")
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    with staged_file(out_png) as file:
+        figure.savefig(file, format="png", dpi=_DPI)
+
+
+def read_history(tensorboard_dir: Path) -> History:
+    """All scalars of a ``--tensorboard-dir``, without the copies over samples.
+
+    A step that several runs wrote (after a resume) has the value of the newest. A step that one run
+    wrote twice has the first: Megatron ends with the test loss under the validation loss's name.
+
+    Raises:
+        DataError: the folder holds no TensorBoard event file.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = sorted(Path(tensorboard_dir).glob("events.out.tfevents.*"))
+    if not files:
+        raise DataError(
+            f"{tensorboard_dir} holds no TensorBoard file (events.out.tfevents.*): "
+            "train with --tensorboard-dir"
+        )
+    merged: dict[str, dict[int, float]] = {}
+    for file in files:  # their names begin with the time of their start
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            if not name.endswith(" vs samples"):
+                first = {event.step: event.value for event in reversed(events.Scalars(name))}
+                merged.setdefault(name, {}).update(first)
+    return {name: sorted(values.items()) for name, values in merged.items()}
+
+
+def read_megatron_log(path: Path) -> History:
+    """What Megatron prints at each ``--log-interval``, from a file that may hold other text too.
+
+    Lines look like `` iteration 3/ 10 | ... | lm loss: 4.4E+00 | ...``; prefixes of launchers and
+    ranks are accepted, and a repeated iteration counts once, the last time. The second line after
+    a start is a mean over two iterations: :func:`read_history` has the exact values.
+
+    Raises:
+        DataError: the file cannot be read, or holds no such line.
+    """
+    latest: dict[str, dict[int, float]] = {}
+    try:
+        with Path(path).open(encoding="utf-8", errors="replace") as stream:
+            for match in filter(None, map(_LOG_LINE.search, stream)):
+                for name, value in _log_values(match[2]):
+                    latest.setdefault(name, {})[int(match[1])] = value
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if not latest:
+        raise DataError(
+            f"{path} holds no line of Megatron's training log ('iteration 1/ 10 | ...')"
+        )
+    return {name: sorted(values.items()) for name, values in latest.items()}
+
+
+def _log_values(fields: str) -> list[tuple[str, float]]:
+    values = []
+    for field in fields.split("|")[:-1]:  # what follows the last bar is another rank's output
+        name, _, text = field.partition(": ")
+        try:
+            values.append((name.strip(), float(text)))
+        except ValueError:
+            continue  # a field of words
+    return values
+
+
+def _grid(n: int) -> tuple[int, int]:
+    """Columns and rows for ``n`` cells: near a square, with as few empty cells as possible."""
+    side = math.ceil(math.sqrt(n))
+    columns = min(range(side, min(n, 2 * side) + 1), key=lambda c: (-n % c, c))
+    return columns, math.ceil(n / columns)

@@ -1,0 +1,205 @@
+"""``kha-megatron quickstart``: the whole product once, on this machine's CPU."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from itertools import pairwise
+from statistics import fmean
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kha_megatron import recipes
+from kha_megatron.cli import console, plots
+from kha_megatron.cli.convert import convert
+from kha_megatron.cli.data import progress
+from kha_megatron.cli.generate import generate
+from kha_megatron.cli.inspect import inspect
+from kha_megatron.cli.launch import report, training_progress
+from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.files import check_output_folder, staged_file
+
+if TYPE_CHECKING:
+    from kha_megatron.conversion.to_hf import Conversion
+    from kha_megatron.conversion.verify import Agreement
+    from kha_megatron.recipes import LaunchResult
+
+MARK = "quickstart.json"
+VOCAB_SIZE = 512
+"""Small on purpose: with few tokens to choose from, minutes on a CPU are enough to learn them."""
+
+LAST = 10
+"""Iterations over which the last loss is a mean: one batch more or less moves it by 0.2."""
+
+PROMPT = "def main("
+
+
+def quickstart(
+    megatron: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- MEGATRON ARGS]",
+            help="Megatron's and --kha-* arguments; each replaces the recipe's own value.",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("quickstart"),
+) -> None:
+    """Text, training, conversion, pictures, sample: the whole way on this machine's CPU.
+
+    Prepares the source of Python's standard library as training text, pre-trains a small mixture
+    of experts with KHA-MLP on Megatron-Core (two ranks, tensor parallel, started by NeMo-Run),
+    converts it to Hugging Face and proves that the logits agree, draws the learnt matrices and the
+    loss, and lets the model write. A second run reuses the text and trains anew.
+
+    \b
+    Example:
+      kha-megatron quickstart
+      kha-megatron quickstart --output /tmp/linear -- --kha-preset kha_linear --train-iters 200
+    """
+    check_output_folder(output, overwrite=True, mark=MARK)
+    plots.require_matplotlib()
+    if find_spec("nemo_run") is None:
+        raise MissingDependencyError("nemo-run", "launching a recipe", "launch")
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / MARK, {"finished": False})
+
+    _heading(1, f"text: {output / 'data'}")
+    _prepare(output / "data")
+
+    _heading(2, f"training under NeMo-Run: {output / 'run'}")
+    trained = _train(output, megatron or [])
+    history = plots.read_history(output / "run" / "tensorboard")
+
+    _heading(3, f"to Hugging Face: {output / 'hf'}")
+    written, agreement = convert(output / "run" / "checkpoints", output / "hf", overwrite=True)
+
+    _heading(4, f"pictures: {output / 'pictures'}")
+    inspect(output / "run" / "checkpoints", output / "pictures", overwrite=True)
+    plots.loss_curve(history, output / "pictures" / "loss.png")
+
+    summary = _summary(output, history, trained, written, agreement)
+    _write(output / MARK, summary)
+    console.out.print(_table(summary))
+    console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
+    generate(output / "hf", PROMPT, max_new_tokens=96, temperature=0.6, seed=1)
+    console.out.print(_next_steps(output), markup=False)
+
+
+def _prepare(folder: Path) -> None:
+    """Make the corpus, unless an earlier run made it and it is still whole."""
+    from kha_megatron.training import data_prep, data_report
+
+    try:
+        if data_report.verify(folder).vocab_size_asked == VOCAB_SIZE:
+            console.log.print("reusing what an earlier run prepared")
+            return
+    except DataError:
+        pass  # there is none, or it is damaged: make it
+    shutil.rmtree(folder, ignore_errors=True)
+    with progress() as on_progress:
+        made = data_prep.prepare(None, folder, vocab_size=VOCAB_SIZE, on_progress=on_progress)
+    console.log.print(
+        f"{made.bytes / 1e6:.1f} MB of Python source in {made.files} files: "
+        f"{made.tokens:,} tokens, vocabulary {made.vocab_size}"
+    )
+
+
+def _train(output: Path, overrides: list[str]) -> "LaunchResult":
+    run = output / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    recipe = recipes.get_recipe("quickstart")
+    job = recipes.prepare(recipe, data=output / "data", output=run, overrides=overrides)
+    with training_progress(job) as on_step:
+        result = recipes.launch(job, on_step=on_step)
+    report(result)
+    if not result.succeeded:
+        raise typer.Exit(1)
+    return result
+
+
+def _summary(
+    output: Path,
+    history: plots.History,
+    trained: "LaunchResult",
+    written: "Conversion",
+    agreement: "Agreement | None",
+) -> dict[str, Any]:
+    losses = history[plots.LOSS]
+    steps = recipes.read_steps(trained.log)
+    # the first line holds the start-up of the kernels: leave it out of the rate
+    timed = [(a, b) for a, b in pairwise(steps) if b.samples and b.seconds]
+    seconds = sum((b.iteration - a.iteration) * b.seconds for a, b in timed)
+    samples = sum(b.samples - a.samples for a, b in timed)
+    config = json.loads((output / "hf" / "config.json").read_text())
+    return {
+        "finished": True,
+        "iterations": losses[-1][0],
+        "first_loss": losses[0][1],
+        "last_loss": fmean(loss for _, loss in losses[-LAST:]),
+        "training_seconds": trained.seconds,
+        "tokens_per_second": samples * config["max_position_embeddings"] / seconds,
+        "parameters": written.parameters,
+        "largest_logit_difference": agreement and agreement.max_difference,
+        "argmax_agreement": agreement and agreement.argmax,
+        "files": {
+            "checkpoint": str(output / "run" / "checkpoints"),
+            "hugging_face": str(output / "hf"),
+            "pictures": sorted(str(p) for p in (output / "pictures").glob("*.png")),
+            "log": str(trained.log),
+        },
+    }
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    table = Table(title="quickstart", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    first, last = summary["first_loss"], summary["last_loss"]
+    table.add_row("parameters", f"{summary['parameters']:,}")
+    table.add_row(
+        "loss",
+        f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations ({last / first:.0%})",
+    )
+    table.add_row(
+        "speed",
+        f"{summary['tokens_per_second']:,.0f} tokens/s, "
+        f"{summary['training_seconds']:.0f} s from start to end",
+    )
+    difference = summary["largest_logit_difference"]
+    table.add_row(
+        "Hugging Face against Megatron",
+        "not verified"
+        if difference is None
+        else f"logits differ by at most {difference:.1e}, same most likely token at "
+        f"{summary['argmax_agreement']:.0%} of positions",
+    )
+    files = summary["files"]
+    table.add_row("checkpoint", escape(files["checkpoint"]))
+    table.add_row("Hugging Face model", escape(files["hugging_face"]))
+    table.add_row("pictures", escape("\n".join(files["pictures"])))
+    return table
+
+
+def _next_steps(output: Path) -> str:
+    return f"""
+What to try next:
+  kha-megatron generate {output / "hf"} "import "        let it write
+  kha-megatron quickstart --output linear -- --kha-preset kha_linear
+                                                     another variant on the same text
+  kha-megatron launch quickstart --data {output / "data"} --dry-run
+                                                     the exact torchrun command, to make your own
+  kha-megatron data prepare --from YOUR_TEXT --out data/mine
+                                                     your own text
+  kha-megatron doctor                                what this machine can run"""
+
+
+def _heading(number: int, text: str) -> None:
+    console.log.print(f"\n[bold]{number}/4[/] {escape(text)}")
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with staged_file(path) as staged:
+        staged.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

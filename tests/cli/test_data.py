@@ -1,0 +1,99 @@
+"""The `data` commands: what goes to stdout, what to stderr, and the exit code."""
+
+import json
+
+import pytest
+
+from kha_megatron import cli
+from kha_megatron.cli.data import parse_size
+from kha_megatron.errors import ConfigError
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run ``kha-megatron data ...``: exit code, stdout, stderr."""
+
+    def command(*words):
+        monkeypatch.setattr("sys.argv", ["kha-megatron", "data", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        captured = capsys.readouterr()
+        return end.value.code or 0, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "one.py").write_text("print('[bold]one[/]')\n" * 7)
+    (folder / "[red]two.py").write_text("print('two')\n")
+    (folder / "[bold]empty.py").touch()
+    return folder
+
+
+def test_prepare_then_show(run, source, tmp_path):
+    out = tmp_path / "out"
+    options = ["--out", out, "--vocab-size", 270, "--max-file-bytes", "100"]
+    code, stdout, stderr = run("prepare", "--from", source, *options, "--json")
+    report = json.loads(stdout)
+    assert code == 0
+    assert (report["files"], report["split_files"], report["documents"]) == (2, 1, 3)
+    assert report == json.loads((out / "data.json").read_text())
+    assert "tokenizing" in stderr
+    assert "2 files" in stderr
+
+    assert json.loads(run("show", out, "--json")[1]) == report
+    code, stdout, _ = run("show", out)
+    assert code == 0
+    flat = stdout.replace("\n", "").replace("│", "").replace(" ", "")
+    assert str(source / "[bold]empty.py") in flat  # no markup, not cut short
+    assert f"--data-path {out}/corpus" in stdout
+    assert f"--tokenizer-model {out}/tokenizer" in stdout
+
+
+def test_what_one_should_know_is_said(run, source, tmp_path):
+    code, stdout, stderr = run("prepare", "--from", source, "--out", tmp_path / "out")
+    assert code == 0
+    assert "note:" in stderr
+    assert "not 4,096" in stderr  # so little text has not so many pairs
+    assert "4,096" not in stdout
+
+
+def test_several_sources_and_names(run, source, tmp_path):
+    (tmp_path / "more.md").write_text("more")
+    words = ["--from", source, "--from", tmp_path / "more.md", "--glob", "one.*", "--glob", "x"]
+    code, stdout, _ = run("prepare", *words, "--out", tmp_path / "out", "--json")
+    report = json.loads(stdout)
+    assert code == 0
+    assert report["files"] == 2
+    assert report["skipped"]["other_name"]["count"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare", "--from", "/gone", "--out", "out"], "--from /gone does not exist"),
+        (["prepare", "--from", "/", "--out", "out", "--workers", "0"], "--workers 0"),
+        (["prepare", "--from", "/", "--out", "out", "--max-file-bytes", "4MB"], "4MB is no size"),
+        (["show", "/gone"], "/gone holds no data.json"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_line(run, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, stdout, stderr = run(*words)
+    assert code == 2
+    assert message in stderr
+    assert "Traceback" not in stderr
+    assert stderr.strip().count("\n") == 0
+    assert stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes():
+    texts = ["700", "3 kib", "4MiB", "1GIB", "5B"]
+    assert [parse_size("--x", text) for text in texts] == [700, 3072, 4 << 20, 1 << 30, 5]
+    for text in ("", "MiB", "-3", "1.5MiB", "4MB", "4M"):
+        with pytest.raises(ConfigError, match="--x"):
+            parse_size("--x", text)
