@@ -4,8 +4,8 @@ import json
 import shutil
 from importlib.util import find_spec
 from itertools import pairwise
-from statistics import fmean
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer

@@ -27,6 +27,9 @@ from torch.overrides import TorchFunctionMode
 from kha_megatron.errors import ConfigError
 
 _CPU = torch.device("cpu")
+_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")
+"""Packages that Megatron prefers where they are installed, and whose kernels need a GPU."""
+
 _mode: "CudaToCpu | None" = None
 
 
@@ -35,12 +38,17 @@ def is_installed() -> bool:
     return _mode is not None
 
 
-def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
+def install(
+    *, despite_cuda: bool = False, hide_cuda_only: bool = True, quiet: bool = False
+) -> None:
     """Make "cuda" mean the CPU in this process. Later calls do nothing.
 
     Args:
         despite_cuda: go on although the machine has a CUDA device; without it a GPU machine is
             refused, because training on its CPU is rarely what was meant.
+        hide_cuda_only: make Transformer Engine, apex and flash-attn look as if they were not
+            installed, so that Megatron takes its own modules. Without it, models of Transformer
+            Engine modules can be constructed, and not run.
         quiet: do not print the line that says so (rank 0 prints it once).
 
     Raises:
@@ -63,6 +71,8 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
             "a correctness device, not a fast one",
             flush=True,
         )
+    if hide_cuda_only:
+        sys.modules.update(dict.fromkeys(_CUDA_ONLY))  # None makes `import` raise ImportError
     for name, stand_in in _cuda_stand_ins().items():
         setattr(torch.cuda, name, stand_in)
     _mode = CudaToCpu()

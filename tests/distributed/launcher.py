@@ -25,7 +25,8 @@ class RankError(AssertionError):
 class RankPool:
     """Worker processes that act as ranks 0 to ``n - 1`` of one case after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hide_cuda_only: bool = True) -> None:
+        self._hide_cuda_only = hide_cuda_only
         self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
         self._context = mp.get_context("spawn")
 
@@ -75,7 +76,9 @@ class RankPool:
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
+        process = self._context.Process(
+            target=_worker, args=(theirs, self._hide_cuda_only), daemon=True
+        )
         process.start()
         theirs.close()
         self._workers.append((process, ours))
@@ -89,12 +92,12 @@ class RankPool:
         self._workers.clear()
 
 
-def _worker(connection: Any) -> None:
+def _worker(connection: Any, hide_cuda_only: bool) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
     from kha_megatron import cpu
 
-    cpu.install(despite_cuda=True, quiet=True)
+    cpu.install(despite_cuda=True, hide_cuda_only=hide_cuda_only, quiet=True)
     while True:
         try:
             case, args, kwargs, rank, world_size, store = connection.recv()

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 
 from kha_megatron.config import PRESETS, KHAConfig
+from tests.distributed.launcher import RankPool
 
 
 def named_specs():
@@ -73,6 +74,14 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
+@pytest.fixture(scope="module")
+def ranks_with_te():
+    """Ranks that see Transformer Engine: they construct its modules, and cannot run them."""
+    pool = RankPool(hide_cuda_only=False)
+    yield pool
+    pool.close()
+
+
 te = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None,
     reason="NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' "
@@ -119,8 +128,8 @@ def transformer_engine_model(moe):
 @te
 @pytest.mark.te
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_transformer_engine_spec_constructs(ranks, moe):
-    found = ranks(transformer_engine_model, 2, moe)[0]
+def test_transformer_engine_spec_constructs(ranks_with_te, moe):
+    found = ranks_with_te(transformer_engine_model, 2, moe)[0]
     assert found["linear_qkv"] == "TELayerNormColumnParallelLinear"
     assert found["norm"] in ("RMSNorm", "TENorm")
     names = ["knock_query.weight", "knock_key.weight", "knock_value.weight"]
