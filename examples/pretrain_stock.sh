@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Megatron's own pretrain_gpt.py with KHA-MLP, unpatched. Needs GPUs and a Megatron-LM 0.19 checkout:
+#   MEGATRON=/path/to/Megatron-LM examples/pretrain_stock.sh
+set -euo pipefail
+: "${MEGATRON:?set MEGATRON to a Megatron-LM 0.19 checkout}"
+
+torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/pretrain_gpt.py" \
+  --spec kha_megatron.mcore.specs kha_mlp \
+  --tensor-model-parallel-size 2 --sequence-parallel \
+  --num-layers 12 --hidden-size 1024 --ffn-hidden-size 3072 \
+  --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 128 \
+  --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear \
+  --position-embedding-type rope --seq-length 4096 --max-position-embeddings 4096 \
+  --micro-batch-size 1 --global-batch-size 64 --train-iters 100 --lr 7.5e-4 --bf16 \
+  --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 \
+  --no-gradient-accumulation-fusion "$@"
+
+# What you should see, once, before the first iteration:
+#   kha_megatron: spec kha_mlp knocks value=mlp
+# Without that line Megatron could not import the spec and trains plain attention.

@@ -1,0 +1,19 @@
+"""Examples print what they say you should see."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_plug_spec_prints_what_it_promises():
+    script = EXAMPLES / "plug_spec.py"
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    promised = script.read_text().split("# What you should see:")[1]
+    for line in re.findall(r"#   (.+)", promised):
+        assert line in result.stdout
