@@ -8,13 +8,11 @@ CPU runtime is installed in the workers only, never in pytest's own process.
 import contextlib
 import multiprocessing as mp
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 
@@ -27,6 +25,8 @@ class RankPool:
 
     def __init__(self, *, hide_cuda_only: bool = True) -> None:
         self._hide_cuda_only = hide_cuda_only
+        self._store: Any = None
+        self._cases = 0
         self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
         self._context = mp.get_context("spawn")
 
@@ -44,11 +44,11 @@ class RankPool:
             RankError: with the traceback of the first rank that failed.
         """
         while len(self._workers) < n:
-            self._spawn(len(self._workers))
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, connection) in enumerate(self._workers[:n]):
-                connection.send((case, args, kwargs, rank, n, str(Path(folder) / "store")))
-            results = self._collect(n, timeout)
+            self._spawn()
+        self._cases += 1
+        for rank, (_, connection) in enumerate(self._workers[:n]):
+            connection.send((case, args, kwargs, rank, n, f"case {self._cases}"))
+        results = self._collect(n, timeout)
         if len(results) < n:
             self.close()  # the silent ones may hang in a collective for ever
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
@@ -74,10 +74,14 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + 3)
         return results
 
-    def _spawn(self, rank: int) -> None:
+    def _spawn(self) -> None:
+        if self._store is None:  # one for all cases: a file store makes ranks poll a locked file
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_worker, args=(theirs, self._hide_cuda_only), daemon=True
+            target=_worker, args=(theirs, self._store.port, self._hide_cuda_only), daemon=True
         )
         process.start()
         theirs.close()
@@ -92,22 +96,25 @@ class RankPool:
         self._workers.clear()
 
 
-def _worker(connection: Any, hide_cuda_only: bool) -> None:
+def _worker(connection: Any, port: int, hide_cuda_only: bool) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
     from kha_megatron import cpu
 
     cpu.install(despite_cuda=True, hide_cuda_only=hide_cuda_only, quiet=True)
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
-            case, args, kwargs, rank, world_size, store = connection.recv()
+            case, args, kwargs, rank, world_size, name = connection.recv()
         except EOFError:
             return
-        connection.send(_run(case, args, kwargs, rank, world_size, store))
+        connection.send(_run(case, args, kwargs, rank, world_size, PrefixStore(name, store)))
 
 
 def _run(
-    case: Callable[..., Any], args: tuple, kwargs: dict, rank: int, world_size: int, store: str
+    case: Callable[..., Any], args: tuple, kwargs: dict, rank: int, world_size: int, store: Any
 ) -> tuple[bool, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -116,7 +123,7 @@ def _run(
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=60),
