@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kha_megatron.errors import OutputError
@@ -51,12 +51,12 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """A new sibling folder that takes ``target``'s place when the block ends well.
 
     Everything in it is flushed to disk first. If the block fails, it is removed and what was at
-    ``target`` is still there.
+    ``target`` is still there. A link to a folder stays one: the folder behind it is replaced.
 
     Raises:
         OutputError: the disk refuses (full, read-only, no permission).
     """
-    target = target.absolute()
+    target = target.resolve()
     staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
@@ -94,10 +94,12 @@ def staged_file(target: Path) -> Iterator[Path]:
         yield staged
         flush(staged)
         staged.replace(target)
+        flush(target.parent)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
-        staged.unlink(missing_ok=True)
+        with suppress(OSError):  # it was moved, never made, or the error above says more
+            staged.unlink()
 
 
 def flush(path: Path) -> None:

@@ -1,6 +1,7 @@
 """``kha-megatron convert``: checkpoints from Megatron to Hugging Face."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,6 +114,11 @@ def convert(
         )
     if planned.tokenizer is None:
         console.log.print("no tokenizer written: the run did not use a Hugging Face tokenizer")
+    elif (rows := planned.config.vocab_size) > (entries := len(planned.tokenizer)):
+        console.log.print(
+            f"all {rows} rows of the embedding are kept: padding does not explain that the "
+            f"tokenizer has only {entries} entries"
+        )
     if not check:
         return written, None
     if not verify.fits_in_memory(planned.checkpoint):
@@ -145,7 +151,11 @@ def _bytes(text: str) -> int:
 
 def _plain(written: "Conversion", agreement: "Agreement | None") -> dict[str, Any]:
     conversion = asdict(written) | {"path": str(written.path)}
-    return conversion | {"verification": agreement and asdict(agreement)}
+    if agreement is None:
+        return conversion | {"verification": None}
+    numbers = asdict(agreement).items()  # JSON has no NaN
+    verification = {name: value if math.isfinite(value) else None for name, value in numbers}
+    return conversion | {"verification": verification}
 
 
 def _table(written: "Conversion", agreement: "Agreement | None") -> Table:

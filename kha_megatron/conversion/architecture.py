@@ -34,10 +34,16 @@ _REPRESENTED: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_expert_capacity_factor": (None,),
     "moe_router_force_load_balancing": (False, None),
+    "moe_router_force_biased": (None,),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
     "hybrid_layer_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
 }
 """Arguments that change what a model computes, with the values the architecture can express."""
+
+_ROUTING_BY_BALANCE = ("sinkhorn", "quantile_balancing")
+"""Load balancing that is a routing rule of its own, not a loss."""
 
 
 def hf_config(args: Mapping[str, Any], kha: KHAConfig, vocab_size: int) -> KHAModelConfig:
@@ -57,6 +63,16 @@ def hf_config(args: Mapping[str, Any], kha: KHAConfig, vocab_size: int) -> KHAMo
                 f"the checkpoint was trained with {name}={args.get(name)!r}, which the kha "
                 f"architecture cannot express (only {allowed[0]!r})"
             )
+    try:
+        return _config(args, kha, vocab_size)
+    except KeyError as error:
+        raise CheckpointError(
+            f"the checkpoint's training arguments lack {error.args[0]}: it was not saved by a "
+            "supported version of Megatron's training loop"
+        ) from error
+
+
+def _config(args: Mapping[str, Any], kha: KHAConfig, vocab_size: int) -> KHAModelConfig:
     heads = args["num_attention_heads"]
     return KHAModelConfig(
         vocab_size=vocab_size,
@@ -98,6 +114,11 @@ def _experts(args: Mapping[str, Any]) -> dict[str, Any]:
     if args["moe_router_enable_expert_bias"] and not sigmoid:
         raise CheckpointError(
             "moe_router_enable_expert_bias with softmax scores cannot be expressed: only sigmoid"
+        )
+    if args["moe_router_load_balancing_type"] in _ROUTING_BY_BALANCE:
+        raise CheckpointError(
+            f"moe_router_load_balancing_type={args['moe_router_load_balancing_type']!r} chooses "
+            "experts in a way that cannot be expressed: only balancing by losses or expert biases"
         )
     top_k = args["moe_router_topk"]
     return {

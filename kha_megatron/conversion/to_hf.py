@@ -1,6 +1,8 @@
 """A Megatron ``torch_dist`` checkpoint to a Hugging Face folder, one tensor at a time."""
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +79,7 @@ def plan(source: Path, *, dtype: str | None = None, tokenizer: Path | None = Non
     checkpoint = MegatronCheckpoint.open(source)
     args = checkpoint.args
     loaded, tokenizer_source = _tokenizer(args, tokenizer)
-    padded = checkpoint.keys()["embedding.word_embeddings.weight"].shape[0]
-    vocab_size = len(loaded) if loaded is not None else (args.get("vocab_size") or padded)
-    if vocab_size > padded:
-        raise CheckpointError(
-            f"the tokenizer {tokenizer_source} has {vocab_size} entries, the embedding {padded} "
-            "rows: name the tokenizer of this run with --tokenizer"
-        )
+    vocab_size = _vocab_size(checkpoint, loaded, tokenizer_source)
     config = hf_config(args, checkpoint.kha or KHAConfig(), vocab_size)
     config.architectures = ["KHAForCausalLM"]
     if loaded is not None:
@@ -138,6 +134,28 @@ def convert(
 
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER_NUMBER = re.compile(re.escape(LAYERS) + r"\d+\.")
+
+
+def _vocab_size(
+    checkpoint: MegatronCheckpoint, loaded: PreTrainedTokenizerBase | None, source: str | None
+) -> int:
+    """Rows of the embedding without Megatron's padding; all if padding does not explain them."""
+    args, held = checkpoint.args, checkpoint.keys()
+    if _EMBEDDING not in held:
+        raise CheckpointError(f"{checkpoint.path} lacks {_EMBEDDING}: it holds no GPTModel")
+    padded = held[_EMBEDDING].shape[0]
+    entries = len(loaded) if loaded is not None else args.get("vocab_size")
+    if entries is None:
+        return padded
+    if entries > padded:
+        raise CheckpointError(
+            f"the tokenizer {source} has {entries} entries, the embedding {padded} rows: name the "
+            "tokenizer of this run with --tokenizer"
+        )
+    sizes = [args.get(n) for n in ("make_vocab_size_divisible_by", "tensor_model_parallel_size")]
+    multiple = math.prod(size or 1 for size in sizes)
+    return entries if padded - entries < multiple else padded
 
 
 def _tokenizer(
@@ -147,35 +165,47 @@ def _tokenizer(
     kind, model = args.get("tokenizer_type"), args.get("tokenizer_model")
     if override is None and kind != "HuggingFaceTokenizer":
         return None, None
-    folder = Path(override or model)
-    if not folder.is_dir():
+    folder = Path(override or model or "")
+    if not (override or model) or not folder.is_dir():
         raise ConfigError(
-            f"no tokenizer: {folder} is not a folder: name the run's tokenizer folder "
+            f"no tokenizer: {override or model} is not a folder: name the run's tokenizer folder "
             "with --tokenizer"
         )
     try:
         loaded = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file fails wherever the loader first trips over it
         first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"no tokenizer: {folder} cannot be loaded ({first})") from error
+        raise ConfigError(
+            f"no tokenizer: {folder} cannot be loaded ({type(error).__name__}: {first})"
+        ) from error
     return loaded, str(folder)
 
 
 def _check_rows(checkpoint: MegatronCheckpoint, config: KHAModelConfig) -> None:
-    """Refuse a checkpoint with a tensor that no row of the table covers."""
-    layers = config.num_hidden_layers
-    covered = {name for row in table.MODEL for name in row.names}
+    """Refuse a tensor that the configuration has no place for, and a place without its tensor."""
+    held, layers = checkpoint.keys(), range(config.num_hidden_layers)
+    found, wanted, rows = set(), set(), set()
+    for row in table.MODEL:
+        rows |= set(row.names)
+        found |= {row.names[0] for name in row.names if name in held}
+        wanted |= {row.names[0]} if row.when(config, 0) else set()
     for row in table.LAYER:
-        for name in row.names:
-            covered |= {LAYERS + name} | {f"{LAYERS}{layer}.{name}" for layer in range(layers)}
-    unknown = sorted(set(checkpoint.keys()) - covered)
-    if unknown:
-        raise CheckpointError(
-            f"{checkpoint.path} holds {len(unknown)} tensors that the kha architecture has no "
-            f"place for: {', '.join(unknown[:5])}"
-        )
+        place = f"{LAYERS}{{}}.{row.names[0]}"
+        rows |= {LAYERS + name for name in row.names}
+        found |= {place.format(i) for name in row.names for i in checkpoint.layers_with(name)}
+        if row is not table.EXPERT_BIAS or checkpoint.args.get("moe_router_enable_expert_bias"):
+            wanted |= {place.format(layer) for layer in layers if row.when(config, layer)}
+    unknown = {key for key in held if _LAYER_NUMBER.sub(LAYERS, key) not in rows}
+    for names, problem in (
+        (unknown | found - wanted, "holds {} tensors that the kha architecture has no place for"),
+        (wanted - found, "lacks {} tensors that its training arguments call for"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{checkpoint.path} {problem.format(len(names))}: {', '.join(sorted(names)[:5])}"
+            )
 
 
 def _tensors(planned: Plan, on_bytes: OnBytes) -> Iterator[tuple[str, Tensor]]:
@@ -195,10 +225,13 @@ def _tensors(planned: Plan, on_bytes: OnBytes) -> Iterator[tuple[str, Tensor]]:
     for layer in range(config.num_hidden_layers):
         # a stacked MoE tensor covers all layers, a single one its own: both kinds have each row
         for row in table.LAYER:
-            for name in row.names:
-                if checkpoint.has_layer_tensor(layer, name):
-                    tensor = checkpoint.layer_tensor(layer, name)
-                    yield from converted(row, tensor, f"model.layers.{layer}.")
+            prefix = f"model.layers.{layer}."
+            name = next((n for n in row.names if checkpoint.has_layer_tensor(layer, n)), None)
+            if name is not None:
+                yield from converted(row, checkpoint.layer_tensor(layer, name), prefix)
+            elif row is table.EXPERT_BIAS and row.when(config, layer):
+                for hf_name, zeros in row.layout.to_hf(torch.zeros(config.num_experts), config):
+                    yield prefix + hf_name, zeros
 
 
 def _cast(

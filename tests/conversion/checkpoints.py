@@ -1,16 +1,27 @@
 """Checkpoints as Megatron really writes them, made by the ranks of ``tests.distributed``."""
 
 import queue
-from argparse import Namespace
+import zlib
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kha_megatron.config import KHAConfig
 
 ITERATION = 7
+VOCAB = 51
+"""Entries of the tokenizer; ``models.VOCAB`` is that, padded to a multiple of 8."""
+
+Parameters = dict[str, np.ndarray]
+
+
+def tokens() -> torch.Tensor:
+    """The token ids ``[2, 11]`` for which :func:`save_and_run` computes logits."""
+    return torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
 def save_gpt(
@@ -19,18 +30,40 @@ def save_gpt(
     layout: dict[str, int],
     config: dict[str, Any],
     args: dict[str, Any],
-) -> dict[str, np.ndarray]:
+) -> Parameters:
     """Save a GPTModel the way Megatron's training does; the knocked one unless ``kha`` is None.
 
+    Args:
+        folder: the ``--save`` folder.
+        kha: what is knocked, written into the arguments; None leaves them without a word of it.
+        layout: parallel sizes.
+        config: overrides of ``models.transformer_config``.
+        args: overrides of the saved arguments; those of the embeddings shape the model as well.
+
     Returns:
-        This rank's parameters by their names in the model.
+        This rank's parameters and buffers by their names in the model, in float32.
+    """
+    return save_and_run(folder, kha, layout, config, args, run=False)[0]
+
+
+def save_and_run(
+    folder: str,
+    kha: KHAConfig | None,
+    layout: dict[str, int],
+    config: dict[str, Any],
+    args: dict[str, Any],
+    *,
+    run: bool = True,
+) -> tuple[Parameters, np.ndarray | None]:
+    """:func:`save_gpt`, and the logits ``[2, 11, padded vocabulary]`` of the model for the tokens.
+
+    They are computed by the sharded model in memory, before anything is read from the disk; None
+    on a pipeline stage that has none.
     """
     # imported by the ranks only: the readers under test must do without Megatron
-    import torch
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.transformer.enums import AttnBackend
 
     from tests.distributed import models
 
@@ -39,14 +72,22 @@ def save_gpt(
     filesystem_async._results_queue = queue.Queue()
     models.initialize(**layout)
     transformer = models.transformer_config(**layout, **config)
+    saved = _arguments(transformer, kha, args)
     model = models.gpt_model(
         transformer,
         kha or KHAConfig(),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-    )
+        parallel_output=False,
+        share_embeddings_and_output_weights=not saved["untie_embeddings_and_output_weights"],
+        rotary_base=saved["rotary_base"],
+        rotary_percent=saved["rotary_percent"],
+    ).eval()
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    record = {f"kha_{name}": value for name, value in asdict(kha).items()} if kha else {}
+    for parameter in model.parameters():  # as Megatron's Float16Module does
+        parameter.data = parameter.data.to(transformer.params_dtype)
+    _enliven(model)
+    logits = _logits(model) if run else None
     state = {
         "model": model.sharded_state_dict(),
         "optimizer": {
@@ -60,7 +101,7 @@ def save_gpt(
             ),
         },
         "rng_state": ShardedObject("rng_state", [np.arange(3)], (size,), (rank,)),
-        "args": Namespace(**record, attention_backend=AttnBackend.auto, seq_length=12, **args),
+        "args": Namespace(**saved),
         "iteration": ITERATION,
         "checkpoint_version": 3.0,
     }
@@ -71,7 +112,74 @@ def save_gpt(
     dist_checkpointing.save(state, str(path))
     if rank == 0:
         (Path(folder) / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
-    return {
-        name: parameter.detach().float().numpy().copy()
-        for name, parameter in model.named_parameters()
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in held}, logits
+
+
+def _arguments(config: Any, kha: KHAConfig | None, args: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's command line would have said for this configuration, all of it."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from tests.distributed import models
+
+    defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
+    same = {name: getattr(config, name) for name in defaults if hasattr(config, name)}
+    renamed = {
+        "swiglu": config.gated_linear_unit,
+        "num_experts": config.num_moe_experts,
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        "position_embedding_type": "rope",
+        "params_dtype": config.params_dtype,
+        "bf16": config.params_dtype == torch.bfloat16,
+        "cp_comm_type": defaults["cp_comm_type"],
+        "max_position_embeddings": models.SEQUENCE,
+        "seq_length": models.SEQUENCE,
+        "padded_vocab_size": models.VOCAB,
+        "make_vocab_size_divisible_by": 8 // config.tensor_model_parallel_size,
+        "untie_embeddings_and_output_weights": True,
     }
+    record = {f"kha_{name}": value for name, value in asdict(kha).items()} if kha else {}
+    return defaults | same | renamed | record | args
+
+
+@torch.no_grad()
+def _enliven(model: torch.nn.Module) -> None:
+    """Move every tensor from its initial value, so far that logits differ between tokens.
+
+    At their initial value norms, biases and experts are all alike: a swap would go unnoticed.
+    """
+    from megatron.core import parallel_state
+
+    tied = model.share_embeddings_and_output_weights
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "knock_" in name or not tensor.is_floating_point() or "tokens_per_expert" in name:
+            continue
+        if tied and name == "output_layer.weight":  # on the last stage: a copy of the first's
+            name = "embedding.word_embeddings.weight"
+        seed = zlib.crc32(name.encode())
+        if not getattr(tensor, "allreduce", True):
+            seed += parallel_state.get_expert_model_parallel_rank()
+        elif getattr(tensor, "tensor_model_parallel", False):
+            seed += parallel_state.get_tensor_model_parallel_rank()
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+        scale = 0.3 if tensor.dim() < 2 else tensor.shape[-1] ** -0.5
+        tensor += (scale * noise).to(tensor.dtype)
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module) -> np.ndarray | None:
+    from megatron.core import parallel_state
+
+    ids = tokens()
+    batch, length = ids.shape
+    first, last = model.pre_process, model.post_process
+    if not first:
+        hidden = torch.empty(length, batch, model.config.hidden_size)
+        torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    output = model(ids, torch.arange(length).expand_as(ids), mask)
+    if not last:
+        torch.distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
+        return None
+    return output.float().numpy()

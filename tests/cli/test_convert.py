@@ -1,0 +1,221 @@
+"""``kha-megatron convert to-hf`` as a user meets it: arguments in, streams, exit code, folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kha_megatron import cli
+from kha_megatron.conversion import to_hf, verify
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from tests.conversion.checkpoints import ITERATION, VOCAB
+from tests.conversion.conftest import sparse, tokenizer, write_tokenizer  # noqa: F401
+
+ITER = f"iter_{ITERATION:07d}"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["kha-megatron", "convert", "to-hf", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code
+        streams = capsys.readouterr()
+        return code, streams.out, streams.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    """``verify``'s Megatron side, run once: the source is the same in all of these tests."""
+    kept = []
+    original = verify.megatron_logits
+    return lambda *args: kept[0] if kept else kept.append(original(*args)) or kept[0]
+
+
+@pytest.fixture(autouse=True)
+def one_run_of_megatron(megatron, monkeypatch):
+    monkeypatch.setattr(verify, "megatron_logits", megatron)
+
+
+def _files(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):  # noqa: F811
+    out = tmp_path / "new" / "hf"
+    code, stdout, stderr = run(sparse[0], out, "--json")
+    assert code == 0
+    assert "error" not in stderr
+    report = json.loads(stdout)
+    tensors = load_file(out / "model.safetensors")
+    assert report["path"] == str(out)
+    assert report["tensors"] == len(tensors)
+    assert report["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    assert report["size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert (report["shards"], report["dtype"]) == (1, "float32")
+    assert report["tokenizer"] == str(tokenizer)
+    numbers = report["verification"]
+    assert 0 < numbers["mean_difference"] <= numbers["max_difference"] < 1e-5
+    assert (numbers["argmax"], numbers["tokens"]) == (1.0, 24)
+    assert abs(numbers["kl"]) < 1e-9
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= set(_files(out))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["hf"]
+
+
+def test_the_table_says_what_was_written_and_how_well(run, sparse, tmp_path):  # noqa: F811
+    code, stdout, _ = run(sparse[0] / ITER, tmp_path / "hf")
+    assert code == 0
+    assert "MB of float32 in 1 file)" in stdout
+    assert "largest difference" in stdout
+    assert "100.00% of 24" in stdout
+
+
+def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(verify, "verify", None)
+    code, stdout, _ = run(sparse[0], tmp_path / "a", "--no-verify", "--json")
+    assert (code, json.loads(stdout)["verification"]) == (0, None)
+    code, stdout, _ = run(sparse[0], tmp_path / "b", "--no-verify")
+    assert code == 0
+    assert stdout.splitlines()[-1].split() == ["verified", "no"]
+
+
+def test_a_machine_too_small_to_verify_is_told(run, sparse, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(verify, "fits_in_memory", lambda checkpoint: False)
+    code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
+    assert (code, json.loads(stdout)["verification"]) == (0, None)
+    assert "not verified: both models need" in stderr
+
+
+def test_casts_and_shards_as_told(run, sparse, tmp_path):  # noqa: F811
+    words = ("--dtype", "bfloat16", "--max-shard-size", "20KB", "--no-verify", "--json")
+    code, stdout, _ = run(sparse[0], tmp_path / "hf", *words)
+    assert code == 0
+    report = json.loads(stdout)
+    shards = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert report["dtype"] == "bfloat16"
+    assert report["shards"] == len(shards) > 1
+    assert load_file(shards[0])["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("factor", [0.99, float("nan")])
+def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):  # noqa: F811
+    original = to_hf.convert
+
+    def mistaken(planned, target, **options):
+        written = original(planned, target, **options)
+        tensors = load_file(target / "model.safetensors")
+        tensors["model.norm.weight"] *= factor
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return written
+
+    monkeypatch.setattr(to_hf, "convert", mistaken)
+    code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
+    assert code == 1
+    assert "do not use it" in stderr
+    difference = json.loads(stdout)["verification"]["max_difference"]
+    assert difference is None if factor != factor else difference > verify.TOLERANCE
+
+
+def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):  # noqa: F811
+    words = ("--no-verify", "--tokenizer", write_tokenizer(tmp_path / "small", 47))
+    code, _, stderr = run(sparse[0], tmp_path / "hf", *words)
+    assert code == 0
+    assert "all 56 rows of the embedding are kept" in stderr
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 56
+
+
+def test_overwrite_replaces_a_model_and_nothing_else(run, sparse, tmp_path):  # noqa: F811
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for words, message in (((), "is not empty"), (("--overwrite",), "holds no config.json")):
+        code, stdout, stderr = run(sparse[0], out, "--no-verify", *words)
+        assert (code, stdout) == (2, "")
+        assert message in stderr
+        assert _files(out) == {"notes.txt": b"mine"}
+    (out / "config.json").write_text("{}")
+    code, _, _ = run(sparse[0], out, "--no-verify", "--overwrite")
+    assert code == 0
+    assert "notes.txt" not in _files(out)
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == VOCAB
+
+
+def _damage_index(save):
+    (save / ITER / ".metadata").write_bytes(b"junk")
+
+
+def _lose_shard(save):
+    next((save / ITER).glob("*.distcp")).unlink()
+
+
+BAD = {
+    "dtype": (["--dtype", "int8"], None, "unknown dtype 'int8'"),
+    "size": (["--max-shard-size", "5"], None, "--max-shard-size '5' is no size"),
+    "zero size": (["--max-shard-size", "0GB"], None, "--max-shard-size '0GB' is no size"),
+    "tokenizer": (["--tokenizer", "/nowhere"], None, "/nowhere is not a folder"),
+    "damaged": ([], _damage_index, ".metadata is damaged"),
+    "lost shard": ([], _lose_shard, "distcp is missing"),
+    "gone": ([], shutil.rmtree, "is not a folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_touches_nothing(run, sparse, tmp_path, case):  # noqa: F811
+    words, spoil, message = BAD[case]
+    save = shutil.copytree(sparse[0], tmp_path / "save")
+    if spoil:
+        spoil(save)
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    code, stdout, stderr = run(save, out, "--overwrite", *words)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: ")
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
+    assert _files(out) == {"config.json": b"{}"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"hf", "save"}
+
+
+def test_damage_found_while_writing_leaves_the_old_model(run, sparse, tmp_path):  # noqa: F811
+    """A payload that was zeroed opens well and fails when it is read, in the middle."""
+    save = shutil.copytree(sparse[0], tmp_path / "save")
+    tensors = MegatronCheckpoint.open(save)._folder.tensors
+    chunk = tensors["decoder.layers.2.mlp.shared_experts.linear_fc2.weight"].chunks[0]
+    with (save / ITER / chunk.file).open("r+b") as file:
+        file.seek(chunk.start)
+        file.write(bytes(chunk.length))
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    code, _, stderr = run(save, out, "--overwrite")
+    assert code == 2
+    assert f"{chunk.file}: decoder.layers.2.mlp.shared_experts" in stderr
+    assert _files(out) == {"config.json": b"{}"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "save"]
+
+
+def test_a_real_process_exits_2(sparse, tmp_path):  # noqa: F811
+    big = write_tokenizer(tmp_path / "big", 57)
+    words = ["convert", "to-hf", sparse[0], tmp_path / "hf", "--tokenizer", big]
+    done = subprocess.run(
+        [sys.executable, "-m", "kha_megatron", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "40"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "big has 57 entries, the embedding 56 rows" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "hf").exists()

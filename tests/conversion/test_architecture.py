@@ -1,0 +1,161 @@
+"""Arguments that the architecture cannot express are refused, the others become its settings."""
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.architecture import _REPRESENTED, hf_config
+from kha_megatron.errors import CheckpointError
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+
+FORBIDDEN = {
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "position_embedding_type": "yarn",
+    "add_bias_linear": True,
+    "layernorm_zero_centered_gamma": True,
+    "qk_l2_norm": True,
+    "attention_output_gate": True,
+    "multi_latent_attention": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "softmax_type": "off-by-one",
+    "window_size": (127, 0),
+    "no_rope_freq": [0, 1],
+    "rotary_interleaved": True,
+    "rotary_seq_len_interpolation_factor": 2,
+    "use_rope_scaling": True,
+    "apply_residual_connection_post_layernorm": True,
+    "use_mup": True,
+    "mtp_num_layers": 1,
+    "moe_router_num_groups": 2,
+    "moe_apply_probs_on_input": True,
+    "moe_latent_size": 16,
+    "moe_mlp_glu_interleave_size": 32,
+    "moe_shared_expert_glu_interleave_size": 32,
+    "moe_expert_capacity_factor": 1.25,
+    "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": 0.5,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+    "hybrid_layer_pattern": "M*M*",
+    "heterogeneous_layers_config_path": "layers.json",
+}
+OF_EXPERTS = {
+    "moe_router_load_balancing_type": ("sinkhorn", "quantile_balancing"),
+    "moe_router_score_function": ("sqrtsoftplus",),
+}
+
+
+@pytest.fixture(scope="module")
+def args(sparse):
+    return MegatronCheckpoint.open(sparse[0]).args
+
+
+def test_every_argument_with_a_limit_is_tried():
+    assert set(FORBIDDEN) == set(_REPRESENTED)
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_cannot_be_expressed_is_refused(args, name):
+    assert name in args  # Megatron knows the argument by this name
+    for value in (FORBIDDEN[name], "something new"):
+        with pytest.raises(CheckpointError, match=rf"^the checkpoint .* {name}=.*") as caught:
+            hf_config(args | {name: value}, KHAConfig(), 51)
+        assert repr(value) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_routing_that_cannot_be_expressed_is_refused(args, name):
+    for value in OF_EXPERTS[name]:
+        with pytest.raises(CheckpointError, match=f"{name}='{value}'"):
+            hf_config(args | {name: value}, KHAConfig(), 51)
+        hf_config(args | {name: value, "num_experts": None}, KHAConfig(), 51)
+    with pytest.raises(CheckpointError, match="expert_bias with softmax scores"):
+        hf_config(args | {"moe_router_score_function": "softmax"}, KHAConfig(), 51)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "moe_router_topk", "rotary_base"])
+def test_arguments_that_were_not_saved_are_named(args, name):
+    rest = {key: value for key, value in args.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"training arguments lack {name}: it was not saved"):
+        hf_config(rest, KHAConfig(), 51)
+
+
+def test_arguments_become_settings(args):
+    edits = {
+        "layernorm_epsilon": 1e-3,
+        "rotary_base": 500_000,
+        "rotary_percent": 0.5,
+        "init_method_std": 0.006,
+        "attention_dropout": 0.25,
+        "add_qkv_bias": True,
+        "untie_embeddings_and_output_weights": False,
+    }
+    config = hf_config(args | edits, KHAConfig(query="linear", value="mlp"), 51)
+    assert config.rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 500_000.0,
+        "partial_rotary_factor": 0.5,
+    }
+    expected = {
+        "vocab_size": 51,
+        "hidden_size": 40,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "max_position_embeddings": 12,
+        "initializer_range": 0.006,
+        "rms_norm_eps": 1e-3,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "attention_dropout": 0.25,
+        "tie_word_embeddings": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "shared_expert_intermediate_size": 28,
+        "shared_expert_gate": False,
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "kha_query": "linear",
+        "kha_key": None,
+        "kha_value": "mlp",
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("frequency", "sparse_layers"),
+    [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), ([0, 1, 1, 0, 1], [1, 2, 4])],
+)
+def test_sparse_layers_are_megatrons(args, frequency, sparse_layers):
+    config = hf_config(args | {"moe_layer_freq": frequency, "num_layers": 5}, KHAConfig(), 51)
+    kinds = config.mlp_layer_types
+    assert [layer for layer in range(5) if kinds[layer] == "sparse"] == sparse_layers
+
+
+@pytest.mark.parametrize(
+    ("score", "top_k", "pre_softmax", "normalised"),
+    [
+        ("sigmoid", 2, False, True),
+        ("sigmoid", 1, False, False),
+        ("softmax", 2, False, True),
+        ("softmax", 2, True, False),
+        ("softmax", 1, True, False),
+    ],
+)
+def test_weights_are_normalised_where_megatron_does(args, score, top_k, pre_softmax, normalised):
+    edits = {
+        "moe_router_score_function": score,
+        "moe_router_topk": top_k,
+        "moe_router_pre_softmax": pre_softmax,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_topk_scaling_factor": None,
+    }
+    config = hf_config(args | edits, KHAConfig(), 51)
+    assert (config.norm_topk_prob, config.routed_scaling_factor) == (normalised, 1.0)

@@ -1,0 +1,354 @@
+"""The converted model computes what the sharded Megatron model computed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import to_hf
+from kha_megatron.errors import CheckpointError, ConfigError, OutputError
+from kha_megatron.hf import KHAForCausalLM
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from tests.conversion.checkpoints import ITERATION, VOCAB, save_and_run, tokens
+from tests.conversion.conftest import write_tokenizer
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+TIED = {"untie_embeddings_and_output_weights": False, "vocab_size": VOCAB}
+MOE = {"num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+SIGMOID = MOE | {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+
+CASES = {
+    "plain Megatron": (None, {}, {}, {}),
+    "TP2, linear on all": (KHAConfig.from_preset("kha_linear"), TP2, {"num_layers": 3}, {}),
+    "PP2, tied": (
+        KHAConfig(query="gate", key="mlp", value="linear"),
+        PP2,
+        {"num_layers": 4, "layernorm_epsilon": 1e-2},
+        TIED,
+    ),
+    "tied, 3 of 9 heads": (
+        KHAConfig(key="linear", value="gate"),
+        {},
+        {"num_attention_heads": 9, "num_query_groups": 3},
+        TIED | {"rotary_base": 300},
+    ),
+    "TP2, MQA, half of the rotary features": (
+        KHAConfig(query="mlp"),
+        TP2,
+        {"num_query_groups": 1, "kv_channels": 8},
+        {"rotary_percent": 0.5},
+    ),
+    "TP2, MHA, biases, no QK-norm": (
+        KHAConfig(query="linear", key="gate", value="mlp"),
+        TP2,
+        {"num_query_groups": None, "add_qkv_bias": True, "qk_layernorm": False},
+        {},
+    ),
+    "EP2, softmax over the chosen": (KHAConfig.from_preset("kha_mlp"), EP2, MOE, {}),
+    "TP2, softmax before the choice": (
+        KHAConfig.from_preset("kha_mlp_qkv"),
+        TP2 | {"expert_tensor_parallel_size": 1},
+        MOE | {"moe_router_pre_softmax": True, "moe_router_topk": 3, "num_layers": 3},
+        {},
+    ),
+    "every other layer sparse, softmax top-1": (
+        KHAConfig(value="gate"),
+        {},
+        MOE
+        | {
+            "moe_layer_freq": 2,
+            "num_layers": 3,
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+        },
+        TIED,
+    ),
+    "PP2, pattern, shared experts, sigmoid": (
+        KHAConfig(key="gate", value="mlp"),
+        PP2,
+        SIGMOID
+        | {
+            "num_layers": 4,
+            "moe_layer_freq": [0, 1, 1, 0],
+            "moe_shared_expert_intermediate_size": 28,
+        },
+        {},
+    ),
+    "EP2, gated shared expert, sigmoid top-1": (
+        KHAConfig(),
+        EP2,
+        SIGMOID
+        | {
+            "moe_router_topk": 1,
+            "moe_shared_expert_intermediate_size": 28,
+            "moe_shared_expert_gate": True,
+        },
+        {},
+    ),
+    "sigmoid without a bias": (
+        KHAConfig(query="gate"),
+        {},
+        MOE | {"moe_router_score_function": "sigmoid"},
+        {},
+    ),
+}
+
+
+def _load(folder):
+    model, report = KHAForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values())
+    return model.eval()
+
+
+def _tensors(folder):
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def _assert_same_logits(folder, logits):
+    with torch.no_grad():
+        ours = _load(folder)(tokens()).logits
+    theirs = torch.from_numpy(logits)[..., : ours.shape[-1]]
+    # a model that says nearly the same after every token would prove nothing
+    assert theirs.std(dim=(0, 1)).mean() > 0.3
+    assert len(theirs.argmax(-1).unique()) > 3
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_sharded_model(ranks, tmp_path, case):
+    kha, layout, config, args = CASES[case]
+    world = int(np.prod([n for name, n in layout.items() if n > 1]))
+    save = str(tmp_path / "save")
+    logits = ranks(save_and_run, world, save, kha, layout, config, args)[-1][1]
+    planned = to_hf.plan(tmp_path / "save")
+    read = []
+    written = to_hf.convert(planned, tmp_path / "hf", on_bytes=read.append)
+    _assert_same_logits(tmp_path / "hf", logits)
+
+    stored = _tensors(tmp_path / "hf")
+    assert (written.tensors, written.shards, written.dtype) == (len(stored), 1, "float32")
+    assert written.parameters == sum(tensor.numel() for tensor in stored.values())
+    assert written.size == sum(tensor.nbytes for tensor in stored.values())
+    assert sum(read) == planned.size
+    rows = VOCAB if "vocab_size" in args else 56
+    assert stored["model.embed_tokens.weight"].shape[0] == rows
+    tied = not args.get("untie_embeddings_and_output_weights", True)
+    assert ("lm_head.weight" in stored) == (not tied)
+
+
+def test_tensors_of_plain_layout_are_equal(dense, tmp_path):
+    folder, parts = dense
+    to_hf.convert(to_hf.plan(folder), tmp_path / "hf")
+    stored = _tensors(tmp_path / "hf")
+    for layer in range(3):
+        ours, theirs = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        same = {
+            "input_layernorm.weight": "input_layernorm.weight",
+            "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+            "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+            "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+        }
+        for ours_name, theirs_name in same.items():
+            expected = torch.from_numpy(parts[0][theirs + theirs_name])
+            assert torch.equal(stored[ours + ours_name], expected)
+        output = [part[f"{theirs}self_attention.linear_proj.weight"] for part in parts]
+        expected = torch.from_numpy(np.concatenate(output, axis=1))
+        assert torch.equal(stored[f"{ours}self_attn.o_proj.weight"], expected)
+        mlp = parts[0][f"{theirs}self_attention.knock_value.weight"]
+        for matrix, expected in zip(("up", "gate", "down"), mlp, strict=True):
+            weight = stored[f"{ours}self_attn.v_knock.{matrix}_proj.weight"]
+            assert torch.equal(weight.T, torch.from_numpy(expected))
+
+
+@pytest.fixture(scope="module")
+def bf16(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bf16") / "save"
+    config = SIGMOID | {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    ranks(save_and_run, 1, str(folder), KHAConfig(value="mlp"), {}, config, {}, run=False)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32"])
+def test_dtype_casts_everything_but_expert_biases(bf16, tmp_path, dtype):
+    original = tmp_path / "original"
+    to_hf.convert(to_hf.plan(bf16), original)
+    kept = _tensors(original)
+    written = to_hf.convert(to_hf.plan(bf16, dtype=dtype), tmp_path / "hf")
+    expected = to_hf.DTYPES[dtype or "bfloat16"]
+    assert written.dtype == str(expected).removeprefix("torch.")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == written.dtype
+    for name, tensor in _tensors(tmp_path / "hf").items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else expected), name
+        assert torch.equal(tensor, kept[name].to(tensor.dtype)), name
+    assert kept["model.layers.1.mlp.gate.e_score_correction_bias"].abs().max() > 0.1
+
+
+def test_small_shards_have_an_index_and_load_to_the_same(sparse, tmp_path):
+    folder, logits = sparse
+    limit = 9000
+    written = to_hf.convert(to_hf.plan(folder), tmp_path / "hf", max_shard_bytes=limit)
+    files = sorted(file.name for file in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) == written.shards > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == written.size
+    for name in files:
+        held = load_file(tmp_path / "hf" / name)
+        assert set(held) == {key for key, file in index["weight_map"].items() if file == name}
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= limit
+    _assert_same_logits(tmp_path / "hf", logits)
+    assert not [file for file in (tmp_path / "hf").iterdir() if file.name.startswith("shard")]
+
+
+def test_tokenizer_and_special_tokens_go_along(sparse, tokenizer, tmp_path):
+    written = to_hf.convert(to_hf.plan(sparse[0]), tmp_path / "hf")
+    assert written.tokenizer == str(tokenizer)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded("w7 w9")["input_ids"] == [7, 9]
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "hf" / name).read_text())
+        assert (values["eos_token_id"], values["pad_token_id"]) == (VOCAB - 2, VOCAB - 1)
+    assert _load(tmp_path / "hf").config.vocab_size == VOCAB == len(loaded)
+
+
+def test_trained_rows_are_not_taken_for_padding(sparse, tmp_path):
+    """56 rows are 48 and padding by 8 at most; with 47 entries, 9 rows would be lost."""
+    small = write_tokenizer(tmp_path / "small", 47)
+    assert to_hf.plan(sparse[0], tokenizer=small).config.vocab_size == 56
+    fitting = write_tokenizer(tmp_path / "fitting", 49)
+    assert to_hf.plan(sparse[0], tokenizer=fitting).config.vocab_size == 49
+
+
+def _hf_folder(tmp_path, files):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer.json": "junk"},
+        {"tokenizer.json": '{"version": "1.0", "model": {"type": "None"}}'},
+        {
+            "tokenizer.json": "{}",
+            "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+        },
+        {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}'},
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_named(sparse, tmp_path, files):
+    with pytest.raises(ConfigError, match=r"no tokenizer: .*tokenizer cannot be loaded") as caught:
+        to_hf.plan(sparse[0], tokenizer=_hf_folder(tmp_path, files))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_converted_is_refused_before_writing(sparse, tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown dtype 'int8'.*float32, bfloat16"):
+        to_hf.plan(sparse[0], dtype="int8")
+    big = write_tokenizer(tmp_path / "big", 57)
+    with pytest.raises(CheckpointError, match=r"big has 57 entries, the embedding 56 rows.*--tok"):
+        to_hf.plan(sparse[0], tokenizer=big)
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder.*--tokenizer"):
+        to_hf.plan(sparse[0], tokenizer=tmp_path / "nowhere")
+
+
+def _plan_with(sparse, monkeypatch, edit, **args):
+    """Plan the conversion of a checkpoint whose index and arguments were edited."""
+    checkpoint = MegatronCheckpoint.open(sparse[0])
+    edit(checkpoint._folder.tensors)
+    checkpoint.__dict__["args"] = checkpoint.args | args
+    monkeypatch.setattr(MegatronCheckpoint, "open", lambda path: checkpoint)
+    return to_hf.plan(sparse[0])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "decoder.layers.1.self_attention.new.weight",
+        "decoder.layers.3.mlp.router.weight",  # one layer too many
+        "decoder.layers.0.mlp.router.weight",  # this layer is dense
+        "decoder.layers.1.self_attention.linear_qkv.bias",  # add_qkv_bias is off
+        "mtp.layers.0.eh_proj.weight",
+    ],
+)
+def test_a_tensor_without_a_place_is_refused(sparse, monkeypatch, extra):
+    def add(tensors):
+        tensors[extra] = tensors["decoder.final_layernorm.weight"]
+
+    with pytest.raises(CheckpointError, match=f"holds 1 tensors .*no place for: {extra}"):
+        _plan_with(sparse, monkeypatch, add)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+        "decoder.layers.1.mlp.router.expert_bias",
+        "decoder.layers.2.self_attention.linear_qkv.weight",
+        "decoder.layers.0.self_attention.k_layernorm.weight",
+        "decoder.layers.2.mlp.shared_experts.linear_fc2.weight",
+    ],
+)
+def test_a_missing_tensor_is_refused(sparse, monkeypatch, lost):
+    with pytest.raises(CheckpointError, match=f"lacks .*{lost}"):
+        _plan_with(sparse, monkeypatch, lambda tensors: tensors.pop(lost))
+
+
+def test_arguments_and_tensors_must_agree(dense, sparse, monkeypatch):
+    for edit, message in (
+        ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "no place for: decoder.layers.2"),
+        ({"qk_layernorm": False}, "no place for: decoder.layers.0.self_attention.k_layernorm"),
+        ({"untie_embeddings_and_output_weights": False}, "no place for: output_layer.weight"),
+        ({"add_qkv_bias": True}, "lacks 3 tensors .*linear_qkv.bias"),
+    ):
+        with pytest.raises(CheckpointError, match=message), monkeypatch.context() as patch:
+            _plan_with(sparse, patch, lambda tensors: None, **edit)
+    for layers, message in ((2, r"no place for: decoder.layers.2"), (4, r"lacks .*layers\.3")):
+        with pytest.raises(CheckpointError, match=message), monkeypatch.context() as patch:
+            _plan_with(dense, patch, lambda tensors: None, num_layers=layers)
+
+
+def test_a_damaged_shard_leaves_nothing(sparse, tmp_path, monkeypatch):
+    planned = to_hf.plan(sparse[0])
+    target = tmp_path / "hf"
+    to_hf.convert(planned, target)
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+
+    def broken(self, key):
+        raise CheckpointError(f"{key} is damaged")
+
+    monkeypatch.setattr(to_hf.MegatronCheckpoint, "tensor", broken)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        to_hf.convert(planned, target)
+    monkeypatch.undo()
+
+    def full(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(to_hf, "save_file", full)
+    with pytest.raises(OutputError, match=r"cannot write .*hf: No space left on device"):
+        to_hf.convert(planned, target)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert planned.checkpoint.path.name == f"iter_{ITERATION:07d}"
