@@ -128,11 +128,6 @@ def _summary(
     agreement: "Agreement | None",
 ) -> dict[str, Any]:
     losses = history[plots.LOSS]
-    steps = recipes.read_steps(trained.log)
-    # the first line holds the start-up of the kernels: leave it out of the rate
-    timed = [(a, b) for a, b in pairwise(steps) if b.samples and b.seconds]
-    seconds = sum((b.iteration - a.iteration) * b.seconds for a, b in timed)
-    samples = sum(b.samples - a.samples for a, b in timed)
     config = json.loads((output / "hf" / "config.json").read_text())
     return {
         "finished": True,
@@ -140,7 +135,9 @@ def _summary(
         "first_loss": losses[0][1],
         "last_loss": fmean(loss for _, loss in losses[-LAST:]),
         "training_seconds": trained.seconds,
-        "tokens_per_second": samples * config["max_position_embeddings"] / seconds,
+        "tokens_per_second": _tokens_per_second(
+            recipes.read_steps(trained.log), config["max_position_embeddings"]
+        ),
         "parameters": written.parameters,
         "largest_logit_difference": agreement and agreement.max_difference,
         "argmax_agreement": agreement and agreement.argmax,
@@ -153,6 +150,16 @@ def _summary(
     }
 
 
+def _tokens_per_second(steps: list[recipes.Step], sequence: int) -> float | None:
+    """The rate from the first line of the log to the last; None if there are not two lines."""
+    # the first line holds the start-up of the kernels: leave it out of the rate
+    timed = [(a, b) for a, b in pairwise(steps) if b.samples and b.seconds]
+    if not timed:
+        return None
+    seconds = sum((b.iteration - a.iteration) * b.seconds for a, b in timed)
+    return sum(b.samples - a.samples for a, b in timed) * sequence / seconds
+
+
 def _table(summary: dict[str, Any]) -> Table:
     table = Table(title="quickstart", title_justify="left", show_header=False)
     table.add_column()
@@ -163,10 +170,11 @@ def _table(summary: dict[str, Any]) -> Table:
         "loss",
         f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations ({last / first:.0%})",
     )
+    rate = summary["tokens_per_second"]
     table.add_row(
         "speed",
-        f"{summary['tokens_per_second']:,.0f} tokens/s, "
-        f"{summary['training_seconds']:.0f} s from start to end",
+        ("too few iterations to measure" if rate is None else f"{rate:,.0f} tokens/s")
+        + f", {summary['training_seconds']:.0f} s from start to end",
     )
     difference = summary["largest_logit_difference"]
     table.add_row(

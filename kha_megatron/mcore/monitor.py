@@ -3,7 +3,7 @@
 import torch
 from megatron.core import mpu
 
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import PROJECTIONS, KHAConfig, Projection, Variant
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.attention import KHASelfAttention
 
@@ -20,28 +20,31 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
         all pipeline stages.
 
     Raises:
-        ConfigError: a requested matrix is missing on this rank.
+        ConfigError: a requested matrix is missing, or one is there that was not requested. Raised
+            on every rank, whichever pipeline stage the layer is on.
     """
     layers = [layer for model in models for layer in model.decoder.layers]
     attentions = [a for layer in layers if isinstance(a := layer.self_attention, KHASelfAttention)]
-    for layer in layers:
-        for projection in PROJECTIONS:
-            built = getattr(layer.self_attention, f"knock_{projection}", None)
-            found = None if built is None else built.variant
-            if found != getattr(kha, projection):
-                raise ConfigError(
-                    f"layer {layer.layer_number} was to knock {projection} with "
-                    f"{getattr(kha, projection)}, but the built model has {found}: "
-                    "another layer spec was used (check --spec and pre-wrap hooks)"
-                )
+    wrong = sum(_built(layer) != kha.variants for layer in layers)
     added = sum(
         p.numel() for a in attentions for n, p in a.named_parameters() if n.startswith("knock_")
     )
     totals = torch.tensor(
-        [len(attentions) if kha.variants else 0, len(layers), added],
+        [len(attentions) if kha.variants else 0, len(layers), added, wrong],
         dtype=torch.int64,
         device=torch.cuda.current_device(),
     )
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
-    knocked, total, added = totals.tolist()
+    knocked, total, added, wrong = totals.tolist()
+    if wrong:
+        raise ConfigError(
+            f"{wrong} of {total} layers were built without the asked-for KHA on {kha}: another "
+            "layer spec was used (check --spec and pre-wrap hooks)"
+        )
     return f"knocks {kha} in {knocked} of {total} layers: {added:,} parameters added"
+
+
+def _built(layer: torch.nn.Module) -> dict[Projection, Variant]:
+    """The variants that a layer really has, as in ``KHAConfig.variants``."""
+    knocking = {p: getattr(layer.self_attention, f"knock_{p}", None) for p in PROJECTIONS}
+    return {p: module.variant for p, module in knocking.items() if module is not None}

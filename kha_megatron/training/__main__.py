@@ -25,7 +25,8 @@ def main() -> None:
 
         run(PROGRAM_START)
     except KHAError as error:
-        if os.environ.get("RANK", "0") == "0":
+        # one rank of each machine: a file may be missing on one machine only
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 

@@ -17,6 +17,8 @@ from kha_megatron.errors import ConfigError, DataError
 
 DEVICES = ("cuda", "cpu")
 
+_BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
 _NOT_HERE = {
     "spec": "the KHA arguments choose the layer spec: remove --spec, or run Megatron's "
     "pretrain_gpt.py with --spec kha_megatron.mcore.specs NAME",
@@ -29,6 +31,9 @@ _NOT_HERE = {
     "hybrid_context_parallel": "hybrid context parallelism needs packed sequences, which this "
     "entry point does not make: remove --hybrid-context-parallel",
     "hybrid_layer_pattern": "this entry point builds GPTModel: remove --hybrid-layer-pattern",
+    "inprocess_restart": "this entry point does not restart in process: remove "
+    "--inprocess-restart, and let the launcher restart the job",
+    "logits_load_dir": "this entry point does not distil: remove --logits-load-dir",
     "yaml_cfg": "this entry point does not read Megatron's YAML file: give all arguments in full",
 }
 
@@ -75,7 +80,8 @@ def choose_device(argv: list[str]) -> None:
     and named on rank 0, unless the command line has them already.
 
     Raises:
-        ConfigError: there is no CUDA device and ``--device cpu`` was not given.
+        ConfigError: there is no CUDA device and ``--device cpu`` was not given, or it was given
+            with a backend that only CUDA has.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=DEVICES, default="cuda")
@@ -91,11 +97,20 @@ def choose_device(argv: list[str]) -> None:
         os.environ.setdefault(name, value)
     cpu.install(despite_cuda=True, quiet=bool(help_only))
     given = {word.split("=", 1)[0] for word in argv}
+    for name, value in cpu.MEGATRON_FLAGS.items():
+        if value is not None and name in given and (other := _value(argv, name)) != value:
+            raise ConfigError(f"--device cpu needs {name} {value}, not {other}: remove {name}")
     added = {name: value for name, value in cpu.MEGATRON_FLAGS.items() if name not in given}
     argv += [word for item in added.items() for word in item if word is not None]
     if added and not help_only and os.environ.get("RANK", "0") == "0":
         words = " ".join(" ".join(filter(None, item)) for item in added.items())
         print(f"kha_megatron: --device cpu adds {words}", flush=True)
+
+
+def _value(argv: list[str], name: str) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="value", nargs="?")
+    return parser.parse_known_args(argv[1:])[0].value
 
 
 def kha_from_args(args: argparse.Namespace) -> KHAConfig:
@@ -124,7 +139,8 @@ def check_args(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the heads do not fit the tensor-parallel size, or an option is not for here.
-        DataError: the dataset or the tokenizer is missing.
+        DataError: the dataset or the tokenizer is missing. What lies in an object store
+            (``s3://``, ``msc://``) is not looked at.
     """
     for name, why in _NOT_HERE.items():
         if getattr(args, name, None):
@@ -134,13 +150,28 @@ def check_args(args: argparse.Namespace) -> None:
         check_head_layout(args.num_attention_heads, groups, args.tensor_model_parallel_size)
     if args.mock_data:
         return
-    for prefix in _data_prefixes(args.data_path):
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).is_file():
-                raise DataError(
-                    f"--data-path {prefix}: no file {prefix}{suffix}: "
-                    "make one with `kha-megatron data prepare`"
-                )
+    _check_data(args)
+    _check_tokenizer(args)
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    blends = {name: getattr(args, name) for name in _BLENDS}
+    if not any(blends.values()) and not (args.data_args_path or args.per_split_data_args_path):
+        raise DataError(
+            "no training data: give --data-path PREFIX (`kha-megatron data prepare` writes one) "
+            "or --mock-data"
+        )
+    for name, words in blends.items():
+        for prefix in _data_prefixes(words):
+            for suffix in (".bin", ".idx"):
+                if "://" not in prefix and not Path(prefix + suffix).is_file():
+                    raise DataError(
+                        f"--{name.replace('_', '-')} {prefix}: no file {prefix}{suffix}: "
+                        "make one with `kha-megatron data prepare`"
+                    )
+
+
+def _check_tokenizer(args: argparse.Namespace) -> None:
     if args.tokenizer_type is None:
         raise DataError(
             "no tokenizer: give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER "
@@ -148,6 +179,11 @@ def check_args(args: argparse.Namespace) -> None:
         )
     if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise DataError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FOLDER")
+    model = args.tokenizer_model
+    if model and model.startswith(("/", ".")) and not Path(model).exists():  # else a name on a hub
+        raise DataError(
+            f"--tokenizer-model {model} does not exist: `kha-megatron data prepare` makes one"
+        )
 
 
 def _data_prefixes(data_path: list[str] | None) -> list[str]:
@@ -161,5 +197,5 @@ def _data_prefixes(data_path: list[str] | None) -> list[str]:
         return True
 
     words = data_path or []
-    weighted = len(words) > 1 and all(is_weight(word) for word in words[::2])
+    weighted = len(words) % 2 == 0 and all(is_weight(word) for word in words[::2])
     return words[1::2] if weighted else words

@@ -4,8 +4,10 @@ Import only after :func:`kha_megatron.training.arguments.choose_device`.
 """
 
 import argparse
+import json
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from kha_megatron.mcore.specs import kha_layer_spec
 from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
 from kha_megatron.training.resume import check_same_kha
 
+_SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
@@ -59,8 +62,8 @@ def run(program_start: float) -> None:
         compat.skip_fusion_warm_up()
 
     early = parse_args(add_kha_arguments)
-    kha = kha_from_args(early)
     check_args(early)
+    kha = kha_from_args(early)
     check_same_kha(early, kha)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
@@ -103,6 +106,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Train, validation and test datasets, built where Megatron reads them."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sizes = args.per_dataset_sequences_path
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -122,6 +126,9 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=json.loads(Path(sizes).read_text()) if sizes else None,
     )
 
     def is_built_here() -> bool:
@@ -176,15 +183,23 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        for name, is_bad in (("NaN", torch.isnan), ("Inf", torch.isinf)):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=is_bad,
-                message=f"found {name} in the loss of this rank",
-                tolerance=0.0,
-                fatal=True,
-            )
+    args, rerun = get_args(), get_rerun_state_machine()
+    checks = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [("found NaN", torch.isnan, True), ("found Inf", torch.isinf, True)]
+    if args.check_for_spiky_loss:
+        unexpected = partial(
+            rerun.is_unexpectedly_large, threshold=_SPIKY_LOSS_FACTOR, context="loss"
+        )
+        checks.append(("found a spike", unexpected, False))
+    for what, is_bad, fatal in checks:
+        rerun.validate_result(
+            result=loss,
+            rejection_func=is_bad,
+            message=f"{what} in the loss of this rank",
+            tolerance=0.0,
+            fatal=fatal,
+        )
     report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}
 

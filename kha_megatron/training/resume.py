@@ -13,7 +13,8 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
 
     Looks at ``--load`` (with ``--ckpt-step``) and ``--pretrained-checkpoint`` in the torch_dist
     format; Megatron itself refuses missing and unknown keys in its other formats. A ``--load``
-    folder without a tracker file starts from scratch, as in Megatron.
+    folder without a tracker file starts from scratch, as in Megatron, unless ``--ckpt-step`` names
+    an iteration in it.
 
     Raises:
         CheckpointError: it was trained with another configuration or without KHA, or it is damaged
@@ -22,9 +23,9 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
     if args.ckpt_format != "torch_dist":
         return
     for folder in filter(None, (args.load, args.pretrained_checkpoint)):
-        if not (Path(folder) / TRACKER).is_file():
+        step = f"iter_{args.ckpt_step:07d}" if args.ckpt_step else None  # as in Megatron, 0 is none
+        if not step and not (Path(folder) / TRACKER).is_file():
             continue
-        step = None if args.ckpt_step is None else f"iter_{args.ckpt_step:07d}"
         checkpoint = MegatronCheckpoint.open(Path(folder) / step if step else folder)
         saved = checkpoint.kha or KHAConfig()
         if saved.variants != kha.variants:

@@ -6,6 +6,7 @@ CPU runtime is installed in the workers only, never in pytest's own process.
 """
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -135,3 +136,4 @@ def _run(
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # models hold their groups in cycles, and a gloo group holds threads

@@ -90,6 +90,10 @@ def _one_run(models, config, kha, steps):
         n: max((p - other).abs().max().item() for other in _all(p)) for n, p in shared.items()
     }
     result["trained"] = {n: _gather(n, p, p.detach()) for n, p in model.named_parameters() if steps}
+    # autograd's hooks close over the model where the garbage collector cannot see: without this it
+    # would live on, and with it the threads of its process groups
+    kept.clear()
+    ddp.grad_accs.clear()
     return result
 
 

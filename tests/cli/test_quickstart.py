@@ -1,0 +1,107 @@
+"""``kha-megatron quickstart`` as a user types it: the whole product once, and what it refuses."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kha_megatron.cli import app
+from kha_megatron.cli.quickstart import _tokens_per_second
+from kha_megatron.errors import OutputError
+from kha_megatron.recipes import Step
+from tests.recipes.conftest import data, nemorun_home  # noqa: F401
+
+SMALL = shlex.split("""
+--train-iters 6 --log-interval 2 --num-layers 2 --hidden-size 32 --kv-channels 8 --num-experts 4
+--moe-ffn-hidden-size 16 --seq-length 64 --micro-batch-size 4 --global-batch-size 4
+""")
+
+
+@pytest.fixture
+def taken(tmp_path):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter.tex").write_text("ten years of work")
+    return folder
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(taken):
+    result = CliRunner().invoke(app, ["quickstart", "--output", str(taken)])
+    assert isinstance(result.exception, OutputError)
+    done = subprocess.run(
+        [sys.executable, "-m", "kha_megatron", "quickstart", "--output", str(taken)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {taken} is not empty and holds no quickstart.json")
+    assert done.stderr.count("\n") == 1
+    assert [file.name for file in taken.iterdir()] == ["chapter.tex"]
+
+
+def test_slow_the_whole_way(tmp_path, nemorun_home):  # noqa: F811
+    """Real text, real NeMo-Run, real Megatron on two ranks, real conversion and pictures."""
+    output = tmp_path / "quick start"
+    done = subprocess.run(
+        [sys.executable, "-m", "kha_megatron", "quickstart", "--output", str(output), "--", *SMALL],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = json.loads((output / "quickstart.json").read_text())
+    assert summary["finished"] is True
+    assert summary["iterations"] == 6
+    assert 5.5 < summary["first_loss"] < 7.0  # a vocabulary of 512 guessed evenly is 6.24
+    assert summary["last_loss"] < summary["first_loss"]
+    assert summary["tokens_per_second"] > 0
+    assert summary["training_seconds"] > 1
+    assert summary["largest_logit_difference"] < 1e-4
+    assert summary["argmax_agreement"] == 1.0
+    assert summary["parameters"] > 512 * 32
+
+    files = ("data/corpus.bin", "data/tokenizer/tokenizer.json", "hf/config.json")
+    pictures = ("knock_value.png", "loss.png")
+    for name in (*files, "hf/tokenizer.json", "run/checkpoints/latest_checkpointed_iteration.txt"):
+        assert (output / name).stat().st_size > 0, name
+    assert list((output / "hf").glob("*.safetensors"))
+    assert str(output / "pictures" / pictures[1]) in summary["files"]["pictures"]
+    for picture in summary["files"]["pictures"]:
+        with open(picture, "rb") as stream:
+            assert stream.read(8) == b"\x89PNG\r\n\x1a\n"
+    with open(summary["files"]["log"]) as log:
+        assert "knocks value=mlp in 2 of 2 layers" in log.read()
+    assert "the model continues 'def main('" in done.stdout
+    assert "What to try next" in done.stdout
+    assert not list(tmp_path.rglob("*.partial-*"))
+
+
+def _step(iteration: int, seconds: float) -> Step:
+    return Step(iteration=iteration, total=30, samples=16 * iteration, seconds=seconds, loss=1.0)
+
+
+def test_the_rate_leaves_the_first_line_out_and_needs_a_second():
+    steps = [_step(10, 99.0), _step(20, 0.5), _step(30, 1.5)]
+    assert _tokens_per_second(steps, 256) == 16 * 256  # 20 iterations in 20 seconds
+    assert _tokens_per_second(steps[:1], 256) is None
+    assert _tokens_per_second([], 256) is None
+
+
+def test_training_that_really_fails_makes_launch_exit_1(data, tmp_path, nemorun_home):  # noqa: F811
+    """Empty files pass our own checks and stop Megatron on the ranks."""
+    words = ["launch", "quickstart", "--data", str(data), "--output", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "kha_megatron", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "error: training failed: rank" in done.stderr
+    assert "megatron/training/" in done.stderr  # the last lines of that rank

@@ -1,0 +1,242 @@
+"""The CPU runtime: what it must catch, in processes of their own or in ranks, never in pytest's."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+
+def python(source: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"PATH": "", "CUDA_VISIBLE_DEVICES": "", **environment},
+    )
+
+
+def _every_way_to_name_the_device():
+    import torch
+    from torch.utils.data import DataLoader
+
+    assert torch.cuda.is_available()
+    assert torch.cuda.current_device() == 0
+    x = torch.ones(3)
+    for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0), 0):
+        made = [
+            torch.empty(2, 3, device=device),
+            torch.zeros((2, 3), device=device),
+            torch.tensor([1.0], device=device),
+            torch.arange(3, device=device),
+            torch.randn_like(x, device=device),
+            torch.full((2,), 1.0, device=device, pin_memory=True),
+            x.new_zeros(2, device=device),
+            x.to(device),
+            x.to(device, torch.bfloat16, non_blocking=True),
+            x.to(device=device, dtype=torch.float64),
+            x.cuda(device, non_blocking=True),
+            x.cuda(device=device),
+            x.pin_memory(),
+            torch.nn.Linear(2, 3, device=device).weight,
+            torch.nn.Linear(2, 3).to(device).weight,
+            torch.nn.Linear(2, 3).cuda(device).weight,
+            torch.nn.Linear(2, 3).cuda().weight,
+        ]
+        assert {tensor.device.type for tensor in made} == {"cpu"}
+    assert x.to("cuda", torch.bfloat16).dtype == torch.bfloat16
+    assert x.to(device="cuda", dtype=torch.float64).dtype == torch.float64
+    assert x.to(torch.int64).dtype == torch.int64
+    assert torch.full((2,), 3, device="cuda").tolist() == [3, 3]
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert x.type(torch.int64).dtype == torch.int64
+
+    batches = DataLoader(list(range(5)), batch_size=2, pin_memory=True)
+    before = torch.get_rng_state()
+    assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_way_to_name_a_cuda_device_lands_on_the_cpu(ranks):
+    ranks(_every_way_to_name_the_device, 1)
+
+
+def _device_in_backward():
+    import torch
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            two = torch.full((1,), 2.0, device=torch.cuda.current_device())
+            return grad.cuda() * two + torch.zeros(1, device="cuda:0")
+
+    x = torch.ones(3, requires_grad=True)
+    Doubled.apply(x).sum().backward()
+    y = torch.ones(3, requires_grad=True)
+    (other,) = torch.autograd.grad(Doubled.apply(y).sum(), y)
+    # a device named after the engine has returned is still caught
+    assert torch.empty(1, device="cuda").device.type == "cpu"
+    return x.grad.tolist(), other.tolist()
+
+
+def test_a_device_named_in_backward_lands_on_the_cpu(ranks):
+    assert ranks(_device_in_backward, 1) == [([2.0] * 3, [2.0] * 3)]
+
+
+def _random_fork():
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+
+    def draw():
+        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        first = torch.rand(3)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            inside = torch.rand(3, device="cuda")
+        second = torch.rand(3)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            inside_again = torch.rand(3)
+        return [x.tolist() for x in (first, second, inside, inside_again)]
+
+    one, two = draw(), draw()
+    # without a fork in between, the outer stream gives the same numbers
+    tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    assert torch.rand(6).tolist() == one[0] + one[1]
+    torch.cuda.manual_seed(9)
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+    return one, two
+
+
+def test_the_random_fork_of_tensor_parallel_ranks_is_reproducible(ranks):
+    (one, again), (other, _) = ranks(_random_fork, 2)
+    assert one == again
+    assert one[:2] == other[:2]  # shared by the tensor-parallel ranks
+    assert one[2] != other[2]  # each rank's own
+    assert one[2] != one[3]  # the fork goes on where it stopped
+
+
+def _exchange():
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    sizes = torch.tensor([[1, 2], [3, 0]])
+    sent = torch.arange(3.0) + 10 * rank
+    received = torch.empty(int(sizes[:, rank].sum()), device="cuda")
+    dist.all_to_all_single(received, sent, sizes[:, rank], sizes[rank])
+    return received.tolist()
+
+
+def test_all_to_all_takes_split_sizes_as_tensors(ranks):
+    assert ranks(_exchange, 2) == [[0, 10, 11, 12], [1, 2]]
+
+
+def _stand_ins():
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        stream.wait_stream(torch.cuda.current_stream())
+    end.record()
+    torch.cuda.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0
+    assert torch.compile(abs) is abs
+    assert torch.compile(dynamic=True)(abs) is abs
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+
+
+def test_streams_and_events_are_in_order(ranks):
+    ranks(_stand_ins, 1)
+
+
+def test_a_second_installation_does_nothing():
+    done = python(
+        """
+        import torch
+        from kha_megatron import cpu
+        assert not cpu.is_installed()
+        cpu.install()
+        stream, backward = torch.cuda.Stream, torch.autograd.graph._engine_run_backward
+        cpu.install()
+        assert cpu.is_installed()
+        assert torch.cuda.Stream is stream
+        assert torch.autograd.graph._engine_run_backward is backward
+        assert torch.empty(1, device="cuda").device.type == "cpu"
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("a correctness device, not a fast one") == 1
+
+
+def test_only_rank_0_says_what_it_is():
+    done = python("from kha_megatron import cpu; cpu.install()", RANK="1")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (
+            "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 3",
+            "on a machine with 3 CUDA device(s): use --device cuda",
+        ),
+        (
+            "import sys, types; sys.modules['megatron.core'] = types.ModuleType('core')",
+            "must run before the first `import megatron`",
+        ),
+    ],
+)
+def test_it_refuses_and_changes_nothing(before, message):
+    done = python(
+        f"""
+        import torch
+        from kha_megatron import cpu
+        from kha_megatron.errors import ConfigError
+        {before}
+        stream = torch.cuda.Stream
+        try:
+            cpu.install()
+        except ConfigError as error:
+            print(error)
+        assert torch.cuda.Stream is stream and not cpu.is_installed()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert message in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+def test_a_cuda_machine_is_accepted_when_it_is_meant():
+    done = python(
+        """
+        import torch
+        from kha_megatron import cpu
+        torch.cuda.is_available = lambda: True
+        cpu.install(despite_cuda=True)
+        assert torch.empty(1, device="cuda").device.type == "cpu"
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_pytest_itself_runs_without_it():
+    from kha_megatron import cpu
+
+    assert not cpu.is_installed()
+    assert type(torch.ones(1)).__name__ == "Tensor"
+    assert torch.ones(1).type() == "torch.FloatTensor"

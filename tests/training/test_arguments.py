@@ -1,0 +1,156 @@
+"""What the command line may ask for, with Megatron's own parser, and what a refusal looks like."""
+
+import sys
+
+import pytest
+
+from kha_megatron import cpu
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError, DataError, KHAError
+from kha_megatron.training.arguments import choose_device
+from tests.training.conftest import MODEL, TRAINING, start
+
+MOCK = ["--mock-data"]
+MLP = ["--kha-preset", "kha_mlp"]
+
+
+def _checked(lines):
+    """For each command line, its configuration or the error that refuses it."""
+    from megatron.training.arguments import parse_args
+
+    from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
+
+    def one(words):
+        sys.argv = ["training", *MODEL, *TRAINING, *words]
+        try:
+            args = parse_args(add_kha_arguments)
+            check_args(args)
+            return kha_from_args(args)
+        except KHAError as error:
+            return error
+
+    before = sys.argv
+    try:
+        return [one(words) for words in lines]
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture
+def checked(ranks):
+    return lambda *lines: ranks(_checked, 1, lines)[0]
+
+
+def test_a_preset_and_what_overrides_it(checked):
+    answers = checked(
+        [*MOCK, *MLP],
+        [*MOCK, "--kha-preset", "kha_linear", "--kha-query", "none", "--kha-value", "mlp"],
+        [*MOCK, "--kha-key", "gate", "--kha-init", "random", "--kha-init-seed", "5"],
+        [*MOCK, "--kha-preset", "baseline"],
+    )
+    assert answers == [
+        KHAConfig(value="mlp"),
+        KHAConfig(key="linear", value="mlp"),
+        KHAConfig(key="gate", init="random", init_seed=5),
+        KHAConfig(),
+    ]
+
+
+def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
+    tensor = "--tensor-model-parallel-size"
+    prefix = corpus[1]
+    folder = tmp_path / "nowhere"
+    cases = [
+        ([*MOCK, *MLP, tensor, "3"], ConfigError, "8 query heads cannot be divided over 3"),
+        (
+            [*MOCK, *MLP, "--num-attention-heads", "12", "--num-query-groups", "6", tensor, "4"],
+            ConfigError,
+            "6 key/value heads neither divide 4 tensor-parallel ranks",
+        ),
+        ([*MOCK, "--kha-preset", "kha_mpl"], ConfigError, "unknown KHA preset 'kha_mpl'"),
+        ([*MOCK, "--kha-value", "lienar"], ConfigError, "unknown KHA variant 'lienar'"),
+        (MOCK, ConfigError, "no KHA configuration: give --kha-preset"),
+        ([*MOCK, *MLP, "--spec", "a", "b"], ConfigError, "remove --spec"),
+        ([*MOCK, *MLP, "--inprocess-restart"], ConfigError, "remove --inprocess-restart"),
+        ([*MLP, *corpus[2:]], DataError, "no training data: give --data-path"),
+        (
+            [*MLP, *corpus[2:], "--data-path", "0.3", prefix, "0.7", str(folder)],
+            DataError,
+            f"--data-path {folder}: no file {folder}.bin",
+        ),
+        (
+            [*MLP, *corpus[2:], "--train-data-path", prefix, "--valid-data-path", str(folder)],
+            DataError,
+            f"--valid-data-path {folder}: no file",
+        ),
+        ([*MLP, *corpus[:2]], DataError, "no tokenizer: give --tokenizer-type"),
+        ([*MLP, *corpus[:4]], DataError, "needs --tokenizer-model"),
+        ([*MLP, *corpus[:4], "--tokenizer-model", str(folder)], DataError, "does not exist"),
+    ]
+    for (words, kind, message), answer in zip(
+        cases, checked(*(words for words, _, _ in cases)), strict=True
+    ):
+        assert type(answer) is kind, (words, answer)
+        assert message in str(answer)
+        assert "\n" not in str(answer)
+
+
+def test_what_can_train_is_let_through(checked, corpus):
+    prefix = corpus[1]
+    lines = [
+        corpus,
+        [*corpus[2:], "--data-path", prefix, prefix],
+        [*corpus[2:], "--data-path", "1", prefix],
+        [*corpus[2:], "--train-data-path", prefix, "--valid-data-path", prefix],
+        [*corpus[2:], "--data-path", "msc://bucket/corpus"],
+        [*corpus[:4], "--tokenizer-model", "organisation/a-model-on-a-hub"],
+        # more ranks than key/value heads
+        [*corpus, "--tensor-model-parallel-size", "8"],
+    ]
+    answers = checked(*([*MLP, *words] for words in lines))
+    assert answers == [KHAConfig(value="mlp")] * len(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "cpu", "--transformer-impl", "transformer_engine"], "not transformer_engine"),
+        (["--device=cpu", "--distributed-backend=nccl"], "--distributed-backend gloo, not nccl"),
+    ],
+)
+def test_the_cpu_refuses_what_only_cuda_has(words, message, monkeypatch):
+    monkeypatch.setattr(cpu, "install", lambda **_: None)
+    for name in cpu.ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=message):
+        choose_device(["training", *words])
+
+
+def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "install", lambda **_: None)
+    for name in cpu.ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("RANK", raising=False)
+    words = ["training", "--device", "cpu", "--transformer-impl=local", "--no-rope-fusion"]
+    choose_device(words)
+    assert words.count("--no-rope-fusion") == 1
+    assert "--transformer-impl" not in words
+    assert words[words.index("--distributed-backend") + 1] == "gloo"
+    assert "--no-persist-layer-norm" in capsys.readouterr().out
+
+
+def test_real_processes_refuse_with_code_2_and_one_line(tmp_path):
+    """Two ranks of one machine: one of them speaks."""
+    words = [*MODEL, *TRAINING, *MLP, "--data-path", str(tmp_path / "nowhere")]
+    run = start(["--device", "cpu", *words], 2)
+    assert run.codes == [2, 2]
+    assert len(run.errors) == 1
+    assert "nowhere.bin" in run.errors[0]
+    assert "Traceback" not in run.output
+
+
+def test_cuda_is_refused_on_a_machine_without_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = start([*MODEL, *TRAINING, *MLP, *MOCK])
+    assert run.codes == [2]
+    assert run.errors == ["error: no CUDA device found: add --device cpu to train on the CPU"]
