@@ -188,5 +188,25 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
     raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
 
 
+def check_latent_attention(kha: KHAConfig) -> None:
+    """Refuse what multi-latent attention cannot carry.
+
+    Raises:
+        ConfigError: a variant that does not fold away, with the paper's reason (section 4.2.3), or
+            linear ones, which this version does not have for MLA.
+    """
+    nonlinear = [f"{p}={v}" for p, v in kha.variants.items() if v != "linear"]
+    if nonlinear:
+        raise ConfigError(
+            f"KHA {' '.join(nonlinear)} on multi-latent attention: MLA never forms q, k and v at "
+            "inference, so only matrices that fold away are allowed: use linear"
+        )
+    if kha.variants:
+        raise ConfigError(
+            f"KHA {kha} on multi-latent attention is not available in this version: "
+            "use MHA, MQA or GQA, or the baseline preset"
+        )
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]

@@ -30,15 +30,18 @@ EXECUTORS = ("local",)
 _RECIPES = "; ".join(f"{name} ({r.description})" for name, r in recipes.RECIPES.items())
 
 
+MegatronArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- MEGATRON ARGS]",
+        help="Megatron's and --kha-* arguments; each replaces the recipe's own value.",
+    ),
+]
+
+
 def launch(
     recipe: Annotated[str, typer.Argument(help=f"What to train: {_RECIPES}.")],
-    megatron: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- MEGATRON ARGS]",
-            help="Megatron's and --kha-* arguments; each replaces the recipe's own value.",
-        ),
-    ] = None,
+    megatron: MegatronArguments = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder made by `kha-megatron data prepare`.")
     ] = None,

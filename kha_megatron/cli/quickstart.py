@@ -18,7 +18,7 @@ from kha_megatron.cli.convert import convert
 from kha_megatron.cli.data import progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
-from kha_megatron.cli.launch import report, training_progress
+from kha_megatron.cli.launch import MegatronArguments, report, training_progress
 from kha_megatron.errors import DataError, MissingDependencyError
 from kha_megatron.files import check_output_folder, staged_file
 
@@ -38,13 +38,7 @@ PROMPT = "def main("
 
 
 def quickstart(
-    megatron: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- MEGATRON ARGS]",
-            help="Megatron's and --kha-* arguments; each replaces the recipe's own value.",
-        ),
-    ] = None,
+    megatron: MegatronArguments = None,
     output: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("quickstart"),
 ) -> None:
     """Text, training, conversion, pictures, sample: the whole way on this machine's CPU.

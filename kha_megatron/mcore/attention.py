@@ -10,7 +10,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig, Projection, check_head_layout
+from kha_megatron.config import (
+    KHAConfig,
+    Projection,
+    check_head_layout,
+    check_latent_attention,
+)
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.knocking import KnockingHeads
 
@@ -110,14 +115,4 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
     if config.multi_latent_attention:
-        nonlinear = [f"{p}={v}" for p, v in kha.variants.items() if v != "linear"]
-        if nonlinear:
-            raise ConfigError(
-                f"KHA {' '.join(nonlinear)} on multi-latent attention: MLA never forms q, k and v "
-                "at inference, so only matrices that fold away are allowed: use linear"
-            )
-        if kha.variants:
-            raise ConfigError(
-                f"KHA {kha} on multi-latent attention is not available in this version: "
-                "use MHA, MQA or GQA, or the baseline preset"
-            )
+        check_latent_attention(kha)

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from kha_megatron.config import check_head_layout
+from kha_megatron.config import check_head_layout, check_latent_attention
+from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
 from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
 from kha_megatron.recipes.recipe import kha_of
 
-_BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _BLEND_FILES = ("--data-args-path", "--per-split-data-args-path")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -25,7 +25,9 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
-    kha_of(arguments)
+    kha = kha_of(arguments)
+    if "--multi-latent-attention" in arguments:
+        check_latent_attention(kha)
     device = word_of(arguments, "--device")
     if device not in (None, "cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")
@@ -78,39 +80,19 @@ def check_data(arguments: Arguments) -> None:
     """
     if "--mock-data" in arguments:
         return
-    prefixes = [p for flag in _BLENDS for p in _prefixes(arguments.get(flag, ()))]
-    if not prefixes and not any(flag in arguments for flag in _BLEND_FILES):
+    blends = {flag: arguments[flag] for flag in BLENDS if flag in arguments}
+    if not blends and not any(flag in arguments for flag in _BLEND_FILES):
         raise DataError(
             "no training data: give --data a folder made by `kha-megatron data prepare`"
         )
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx"):
-            if "://" not in prefix and not Path(prefix + suffix).is_file():
-                raise DataError(
-                    f"no dataset file {prefix}{suffix}: make it with `kha-megatron data prepare`"
-                )
+    for flag, words in blends.items():
+        check_blend(flag, words)
     if "--tokenizer-type" not in arguments:
         raise DataError(
             "no tokenizer: give --data a folder made by `kha-megatron data prepare`, "
             "or Megatron's --tokenizer-type"
         )
-    model = word_of(arguments, "--tokenizer-model")
-    if model is not None and model.startswith(("/", ".")) and not Path(model).exists():
-        raise DataError(f"no tokenizer at {model}: make it with `kha-megatron data prepare`")
-
-
-def _prefixes(words: tuple[str, ...]) -> list[str]:
-    """Dataset prefixes of Megatron's ``prefix ...`` or ``weight prefix weight prefix ...``."""
-
-    def is_weight(word: str) -> bool:
-        try:
-            float(word)
-        except ValueError:
-            return False
-        return True
-
-    weighted = len(words) > 1 and len(words) % 2 == 0 and all(map(is_weight, words[::2]))
-    return list(words[1::2] if weighted else words)
+    check_tokenizer(word_of(arguments, "--tokenizer-model"))
 
 
 def check_folders(arguments: Arguments, output: Path | None, *, resume: bool) -> None:

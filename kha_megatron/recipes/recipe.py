@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from kha_megatron.config import KHAConfig, parse_variant
+from kha_megatron.datasets import CORPUS, TOKENIZER
 from kha_megatron.recipes.arguments import Arguments, parse, render
 
 Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
 """What follows a flag: one value, several, or True for a flag that stands alone."""
-
-CORPUS, TOKENIZER = "corpus", "tokenizer"
-"""Dataset prefix and tokenizer folder inside the folder that ``data prepare`` makes."""
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 """Folders that a run writes inside its output folder."""

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from kha_megatron import cpu
 from kha_megatron.config import (
@@ -13,11 +12,10 @@ from kha_megatron.config import (
     check_head_layout,
     parse_variant,
 )
+from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import ConfigError, DataError
 
 DEVICES = ("cuda", "cpu")
-
-_BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 _NOT_HERE = {
     "spec": "the KHA arguments choose the layer spec: remove --spec, or run Megatron's "
@@ -155,20 +153,14 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def _check_data(args: argparse.Namespace) -> None:
-    blends = {name: getattr(args, name) for name in _BLENDS}
+    blends = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in BLENDS}
     if not any(blends.values()) and not (args.data_args_path or args.per_split_data_args_path):
         raise DataError(
             "no training data: give --data-path PREFIX (`kha-megatron data prepare` writes one) "
             "or --mock-data"
         )
-    for name, words in blends.items():
-        for prefix in _data_prefixes(words):
-            for suffix in (".bin", ".idx"):
-                if "://" not in prefix and not Path(prefix + suffix).is_file():
-                    raise DataError(
-                        f"--{name.replace('_', '-')} {prefix}: no file {prefix}{suffix}: "
-                        "make one with `kha-megatron data prepare`"
-                    )
+    for flag, words in blends.items():
+        check_blend(flag, words or ())
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
@@ -179,23 +171,4 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         )
     if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise DataError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FOLDER")
-    model = args.tokenizer_model
-    if model and model.startswith(("/", ".")) and not Path(model).exists():  # else a name on a hub
-        raise DataError(
-            f"--tokenizer-model {model} does not exist: `kha-megatron data prepare` makes one"
-        )
-
-
-def _data_prefixes(data_path: list[str] | None) -> list[str]:
-    """Dataset prefixes of a blend: ``P``, ``P Q`` or ``weight P weight Q``."""
-
-    def is_weight(word: str) -> bool:
-        try:
-            float(word)
-        except ValueError:
-            return False
-        return True
-
-    words = data_path or []
-    weighted = len(words) % 2 == 0 and all(is_weight(word) for word in words[::2])
-    return words[1::2] if weighted else words
+    check_tokenizer(args.tokenizer_model)

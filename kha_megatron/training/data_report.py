@@ -7,15 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from kha_megatron.datasets import CORPUS, TOKENIZER
 from kha_megatron.errors import DataError
 from kha_megatron.training import tokenization
 from kha_megatron.training.text_files import printable
-
-CORPUS = "corpus"
-"""Prefix of the dataset's two files: Megatron's ``--data-path FOLDER/corpus``."""
-
-TOKENIZER = "tokenizer"
-"""Folder of the tokenizer: Megatron's ``--tokenizer-model FOLDER/tokenizer``."""
 
 REPORT = "data.json"
 FORMAT = 1

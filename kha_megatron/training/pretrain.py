@@ -33,7 +33,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron import cpu
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import PROJECTIONS, KHAConfig, check_latent_attention
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.monitor import describe_model
 from kha_megatron.mcore.specs import kha_layer_spec
@@ -64,6 +64,8 @@ def run(program_start: float) -> None:
     early = parse_args(add_kha_arguments)
     check_args(early)
     kha = kha_from_args(early)
+    if early.multi_latent_attention:
+        check_latent_attention(kha)
     check_same_kha(early, kha)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}

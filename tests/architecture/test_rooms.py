@@ -11,13 +11,15 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors"}
+EVERYONE = {"config", "datasets", "errors", "files"}
 FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "cli"}
 ARROWS = {
     "": set(),
     "__main__": {"cli"},
     "config": set(),
+    "datasets": set(),
     "errors": set(),
+    "files": set(),
     "ops": set(),
     "mcore": {"ops"},
     "training": {"mcore", "cpu"},
@@ -31,7 +33,9 @@ OUTSIDE = {
     "ops": {"torch", "triton"},
     "cpu": {"torch"},
     "config": set(),
+    "datasets": set(),
     "errors": set(),
+    "files": set(),
     "": set(),
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},

@@ -25,7 +25,7 @@ def data(tmp_path: Path) -> Path:
     folder = tmp_path / "my data"
     (folder / "tokenizer").mkdir(parents=True)
     for name in ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json"):
-        (folder / name).touch()
+        (folder / name).write_text("something")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Bad input is refused before anything starts, by name, and good input is not."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
 from kha_megatron.recipes import get_recipe, prepare
 
-QUICKSTART = get_recipe("quickstart")
+_HEADS = {"--num-attention-heads": 8, "--num-query-groups": 4}
+QUICKSTART = replace(
+    get_recipe("quickstart"), megatron={**get_recipe("quickstart").megatron, **_HEADS}
+)
 
 
 def refused(error: type[KHAError], match: str, words: str = "", **options) -> None:
@@ -27,6 +31,7 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         ("--kha-preset kha_mpl", 2, "unknown KHA preset 'kha_mpl'"),
         ("--kha-value linaer", 2, "unknown KHA variant 'linaer'"),
         ("--kha-init zero", 2, "unknown KHA init 'zero'"),
+        ("--multi-latent-attention", 2, "value=mlp on multi-latent attention.* use linear"),
         ("--device tpu", 2, "unknown device 'tpu'"),
         ("", 0, "0 ranks"),
         ("", 1, "1 ranks cannot be divided by tensor 2"),
@@ -69,7 +74,7 @@ def test_no_data():
 @pytest.mark.parametrize("missing", ["corpus.bin", "corpus.idx"])
 def test_missing_dataset_file(missing, data):
     (data / missing).unlink()
-    refused(DataError, rf"no dataset file .*{missing}", data=data)
+    refused(DataError, rf"corpus: .*{missing} does not exist", data=data)
 
 
 def test_missing_tokenizer(data):

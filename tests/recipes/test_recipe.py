@@ -35,7 +35,7 @@ def test_megatron_accepts_the_recipe(name, data):
     """Its own parser and its own validation, in a process that claims to be rank 0 of a run."""
     recipe = get_recipe(name)
     # Megatron's validation loads a tokenizer; this one needs no files
-    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "4095", "--lr=-1", "--lr", "7e-4"]
+    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "4095", "--lr=-1", "--lr", "9e-4"]
     job = prepare(recipe, data=data, overrides=words)
     words = job.command[job.command.index(recipe.entry) + 1 :]
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(job.ranks)}
@@ -50,7 +50,7 @@ def test_megatron_accepts_the_recipe(name, data):
     args = json.loads(done.stdout.partition("ARGS ")[2].splitlines()[0])
     assert args["kha_preset"] == recipe.kha_preset
     assert args["world_size"] == recipe.ranks
-    assert args["lr"] == 7e-4
+    assert args["lr"] == 9e-4
     assert args["data_path"] == [str(data / "corpus")]
     assert args["load"] is None
     if name == "quickstart":

@@ -76,16 +76,16 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
         (
             [*MLP, *corpus[2:], "--data-path", "0.3", prefix, "0.7", str(folder)],
             DataError,
-            f"--data-path {folder}: no file {folder}.bin",
+            f"--data-path {folder}: {folder}.bin does not exist",
         ),
         (
             [*MLP, *corpus[2:], "--train-data-path", prefix, "--valid-data-path", str(folder)],
             DataError,
-            f"--valid-data-path {folder}: no file",
+            f"--valid-data-path {folder}: {folder}.bin does not exist",
         ),
         ([*MLP, *corpus[:2]], DataError, "no tokenizer: give --tokenizer-type"),
         ([*MLP, *corpus[:4]], DataError, "needs --tokenizer-model"),
-        ([*MLP, *corpus[:4], "--tokenizer-model", str(folder)], DataError, "does not exist"),
+        ([*MLP, *corpus[:4], "--tokenizer-model", str(folder)], DataError, "no tokenizer at"),
     ]
     for (words, kind, message), answer in zip(
         cases, checked(*(words for words, _, _ in cases)), strict=True
