@@ -30,6 +30,7 @@ REQUIREMENTS = (
     "tokenizers>=0.22",
     "safetensors>=0.5",
     "numpy>=1.26",
+    "packaging>=23",
     "psutil>=5.9",
     "tensorboard>=2.15",
     "nemo-run>=0.11,<0.12",

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from typer.testing import CliRunner
@@ -234,6 +235,6 @@ def test_a_terminal_is_not_given_escape_sequences(monkeypatch):
 
     text = "a\tb\n\x1b[2J\x9bé"
     for stream, expected in ((Terminal(), "a\tb\n\ufffd[2J\ufffdé"), (io.StringIO(), text)):
-        monkeypatch.setattr(cli.console.out, "file", stream)
+        monkeypatch.setattr(cli.console, "out", Console(file=stream))
         _write(text)
         assert stream.getvalue() == expected
