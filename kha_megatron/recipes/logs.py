@@ -106,23 +106,23 @@ def new_lines(file: BinaryIO) -> Iterator[str]:
         yield line.decode(errors="replace").rstrip()
 
 
-def find_failure(agent: Path, ranks: Path) -> Failure:
+def find_failure(launcher: Path, ranks: Path) -> Failure:
     """What ended a run, from torchrun's table and the rank's own log.
 
     Args:
-        agent: folder with torchrun's own ``stdout.log`` and ``stderr.log``.
+        launcher: folder with torchrun's own ``stdout.log`` and ``stderr.log``.
         ranks: folder of torchrun's ``--log-dir``: ``<run>/attempt_<n>/<local rank>/stderr.log``.
     """
-    table = _ROOT_CAUSE.search("\n".join(_last_lines(agent / "stderr.log", 1000)))
+    table = _ROOT_CAUSE.search("\n".join(_last_lines(launcher / "stderr.log", 1000)))
     if table is None:
-        log = agent / "stderr.log"
+        log = launcher / "stderr.log"
         return Failure(None, None, log, _last_lines(log))
     rank, local_rank = int(table["rank"]), int(table["local_rank"])
     exit_code = int(table["exitcode"])
     if exit_code == 2:  # bad input, which every rank refuses and rank 0 alone explains
         rank = local_rank = 0
     attempts = sorted(ranks.glob(f"*/attempt_*/{local_rank}"))
-    folder = attempts[-1] if attempts else agent
+    folder = attempts[-1] if attempts else launcher
     log = next((p for n in _STREAMS if (p := folder / n).is_file() and p.stat().st_size), None)
     log = log or folder / _STREAMS[0]
     lines = _last_lines(log)

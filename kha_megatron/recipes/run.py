@@ -178,8 +178,8 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
             experiment.run()
             info = experiment.status(return_dict=True)[_TASK]
             logs = Path(info["local_dir"], "nemo_run", info["job_id"])
-            agent, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
-            for step in _follow(experiment, agent / "stdout.log", mark):
+            launcher, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
+            for step in _follow(experiment, launcher / "stdout.log", mark):
                 last_step = step
                 if on_step is not None:
                     on_step(step)
@@ -191,10 +191,10 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
     return LaunchResult(
         status=status,
         seconds=seconds,
-        log=agent / "combined.log",
+        log=launcher / "combined.log",
         rank_logs=rank_logs,
         last_step=last_step,
-        failure=None if status == "succeeded" else find_failure(agent, rank_logs),
+        failure=None if status == "succeeded" else find_failure(launcher, rank_logs),
     )
 
 

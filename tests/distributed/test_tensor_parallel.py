@@ -170,7 +170,7 @@ def test_replicas_stay_equal_through_twenty_steps(ranks, unsharded, tp, sp, grou
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_without_the_all_reduce_the_same_comparison_fails(ranks, unsharded, sp):
-    """The mutation that this file must catch: take out the sum of DESIGN section 3."""
+    """The mutation that this file must catch: take out the sum over the ranks."""
     khas = tuple(EVERYWHERE)
     want = unsharded(4, khas, 20)
     for got in ranks(sharded_run, 2, 2, sp, 4, khas, 20, reduce_shared=False):

@@ -75,15 +75,15 @@ Root Cause (first observed failure):
 
 @pytest.fixture
 def run(tmp_path):
-    """Log folders as NeMo-Run and torchrun lay them out; returns ``(agent, ranks)``."""
-    agent, ranks = tmp_path / "train" / "0", tmp_path / "torchelastic"
-    agent.mkdir(parents=True)
+    """Log folders as NeMo-Run and torchrun lay them out; returns ``(launcher, ranks)``."""
+    launcher, ranks = tmp_path / "train" / "0", tmp_path / "torchelastic"
+    launcher.mkdir(parents=True)
     for rank in (0, 1):
         folder = ranks / "77_abc" / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_text(f"rank {rank} says\n")
         (folder / "stderr.log").write_text("")
-    return agent, ranks
+    return launcher, ranks
 
 
 def write_stderr(run, rank: int, text: str) -> None:
