@@ -46,7 +46,7 @@ QUICKSTART = Recipe(
         "--max-position-embeddings": 256,
         "--micro-batch-size": 16,
         "--global-batch-size": 16,
-        "--train-iters": 400,
+        "--train-iters": 350,
         "--lr": 8e-3,
         "--min-lr": 8e-4,
         "--lr-decay-style": "cosine",
