@@ -88,6 +88,8 @@ class HFCheckpoint:
         Stored as ``torch.nn.Linear`` weights, they are transposed and stacked here.
 
         Raises:
+            CheckpointError: ``config.json`` records no knocking heads, or other matrices than the
+                files hold.
         """
         if self.kha is None or not self.kha.variants:
             raise CheckpointError(

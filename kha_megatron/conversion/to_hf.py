@@ -223,7 +223,6 @@ def _tensors(planned: Plan, on_bytes: OnBytes) -> Iterator[tuple[str, Tensor]]:
             if name in held:
                 yield from converted(row, checkpoint.tensor(name), "")
     for layer in range(config.num_hidden_layers):
-        # a stacked MoE tensor covers all layers, a single one its own: both kinds have each row
         for row in table.LAYER:
             prefix = f"model.layers.{layer}."
             name = next((n for n in row.names if checkpoint.has_layer_tensor(layer, n)), None)

@@ -101,17 +101,18 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: the layer has no such tensor, or a damaged shard.
         """
-        tensors = self._folder.tensors
-        if (single := f"{LAYERS}{layer}.{suffix}") in tensors:
-            return self._folder.read(single)
-        stacked = tensors.get(LAYERS + suffix)
-        if stacked is None or not 0 <= layer < stacked.shape[0]:
+        if not self.has_layer_tensor(layer, suffix):
             raise CheckpointError(f"{self.path} holds no tensor {suffix} for layer {layer}")
+        if (single := f"{LAYERS}{layer}.{suffix}") in self._folder.tensors:
+            return self._folder.read(single)
         return self._folder.read(LAYERS + suffix, row=layer)
 
     def has_layer_tensor(self, layer: int, suffix: str) -> bool:
         """Whether :meth:`layer_tensor` can answer."""
-        return layer in self.layers_with(suffix)
+        tensors = self._folder.tensors
+        stacked = tensors.get(LAYERS + suffix)
+        in_stack = stacked is not None and 0 <= layer < stacked.shape[0]
+        return in_stack or f"{LAYERS}{layer}.{suffix}" in tensors
 
     def layers_with(self, suffix: str) -> list[int]:
         """The layers, counted from 0, for which :meth:`layer_tensor` has ``suffix``."""
