@@ -1,12 +1,15 @@
 """Errors that a user can cause.
 
 Each message is one line that names the value, the limit and the remedy. The command line prints it
-without a traceback and exits with code 2.
+without a traceback and exits with code 2, or with the error's own.
 """
 
 
 class KHAError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    exit_code = 2
+    """What a command ends with."""
 
 
 class ConfigError(KHAError, ValueError):
@@ -23,6 +26,23 @@ class DataError(KHAError):
 
 class OutputError(KHAError):
     """A place to write that is taken, or that the disk refuses."""
+
+
+class VersionError(KHAError):
+    """A Megatron-Core that this package cannot work with.
+
+    No ImportError: Megatron answers that one by training without the layer spec.
+    """
+
+
+class NonFiniteError(KHAError):
+    """Training met NaN or infinity and stopped before an optimizer step could spread it."""
+
+    exit_code = 17  # Megatron's, for a run that failed on result validation
+
+
+class PatchError(KHAError):
+    """A Megatron tree that a patch does not fit, or that is no Megatron tree."""
 
 
 class MissingDependencyError(KHAError, ImportError):

@@ -20,6 +20,7 @@ from rich.table import Table
 from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError
 from kha_megatron.files import check_output_folder
+from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.to_hf import Conversion
@@ -94,6 +95,8 @@ def convert(
 ) -> "tuple[Conversion, Agreement | None]":
     """What the command does, for other commands: convert with a progress bar, then verify."""
     check_output_folder(out, overwrite=overwrite, mark="config.json")
+    if check:
+        check_training_version()
     from kha_megatron.conversion import to_hf, verify
 
     planned = to_hf.plan(checkpoint, dtype=dtype, tokenizer=tokenizer)

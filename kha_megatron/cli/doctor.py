@@ -4,7 +4,6 @@ A check takes the name of what it is about and gives one :class:`Finding` or a f
 """
 
 import json
-import re
 import shutil
 import sys
 from collections import Counter
@@ -30,6 +29,8 @@ from kha_megatron.cli.installation import (
     supported_range,
     version,
 )
+from kha_megatron.mcore import compat
+from kha_megatron.patching import megatron_version
 
 FLASH_ATTENTION = ">=2.1.1,<2.8.4"
 """What Transformer Engine 2.20 accepts."""
@@ -44,6 +45,23 @@ if torch.cuda.is_available():
         devices.append(f"{device.name} ({memory}, sm_{device.major}{device.minor})")
 print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
 """
+
+
+SPECS_PROBE = """
+import warnings
+warnings.simplefilter("ignore")
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from kha_megatron.config import PRESETS
+from kha_megatron.mcore.compat import check_version
+specs = "kha_megatron.mcore.specs"
+names = [*PRESETS, "kha"]
+names += [f"{name}_hybrid" for name in names]
+found = {name: import_module((specs, name)) for name in names}
+lost = [name for name, spec in found.items() if not isinstance(spec, ModuleSpec)]
+check_version()
+print(json.dumps({"names": names, "lost": lost}))
+"""
+"""Looks every name up as Megatron's ``--spec`` does: it gives None where it cannot import."""
 
 
 def doctor(
@@ -162,17 +180,28 @@ def check_megatron(name: str) -> list[Finding]:
         return [missing]
     found, folder = megatron_version(location(core)) or version(name), location(core)
     status = "ok" if found and in_range(found, supported) else "wrong"
+    untested = bool(found) and compat.release(found) > compat.NEWEST
     first = replace(
         missing,
         status=status,
         found=found or "without a version",
-        effect=f"from {folder}",
+        effect=f"from {folder}" + (": newer than what was tested" if untested else ""),
         remedy="" if status == "ok" else f"{install}, and see that no other hides it",
-        blocks=status != "ok",
+        blocks=status != "ok" and not untested,
     )
     second = replace(missing, name="megatron.training", supported="any")
     if training is None:
         second = replace(second, effect="`python -m kha_megatron.training` cannot run")
+    elif found and (why := compat.training_refusal(found)):
+        second = replace(
+            second,
+            status="wrong",
+            found=found,
+            supported=f">={'.'.join(map(str, compat.TRAINING))}",
+            effect=f"--spec kha_megatron.mcore.specs works in your own script; {why}",
+            remedy=compat.install(compat.TRAINING),
+            blocks=False,
+        )
     else:
         second = Finding(
             name=second.name, status="ok", found="yes", effect=f"from {location(training)}"
@@ -180,14 +209,24 @@ def check_megatron(name: str) -> list[Finding]:
     return [first, second]
 
 
-def megatron_version(folder: Path) -> str | None:
-    """The version in Megatron-Core's package_info.py: a source tree has no other."""
-    try:
-        text = (folder / "package_info.py").read_text()
-    except OSError:
-        return None
-    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
-    return ".".join(numbers.values()) if len(numbers) == 3 else None
+def check_specs(name: str) -> list[Finding]:
+    """Whether Megatron's own ``--spec`` finds each of our specs; it trains without in silence."""
+    finding = Finding(
+        name=name,
+        status="wrong",
+        effect="a stock script would stop, or train plain attention",
+        remedy="pip install kha-megatron into the environment that has megatron-core",
+        blocks=True,
+    )
+    if find_module("megatron.core") is None:
+        return []
+    seen = probe(SPECS_PROBE)
+    if "error" in seen:
+        return [replace(finding, found=seen["error"])]
+    if seen["lost"]:
+        return [replace(finding, found=f"not found: {', '.join(seen['lost'])}")]
+    effect = f"Megatron finds all {len(seen['names'])} names of kha_megatron.mcore.specs"
+    return [Finding(name=name, status="ok", found="yes", effect=effect)]
 
 
 def check_transformer_engine(name: str) -> list[Finding]:
@@ -296,6 +335,7 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "python": check_python,
     "torch": check_torch,
     "megatron-core": check_megatron,
+    "--spec": check_specs,
     "transformer-engine": check_transformer_engine,
     "apex": check_apex,
     "triton": partial(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 REQUIREMENTS = (
-    "megatron-core>=0.19,<0.20",
+    "megatron-core>=0.17,<0.20",
     "torch>=2.7",
     "transformers>=5.8,<6",
     "tokenizers>=0.22",

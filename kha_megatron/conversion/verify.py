@@ -25,6 +25,7 @@ from kha_megatron.conversion import table
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from kha_megatron.mcore.compat import check_training_package
 from kha_megatron.mcore.torch_dist import Record
 
 BATCH, LENGTH = 2, 64
@@ -169,6 +170,7 @@ def _logits_here(iteration: Path, tokens: Tensor, dtype: torch.dtype | None) -> 
     for name, value in cpu.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     cpu.install(despite_cuda=True, quiet=True)
+    check_training_package()
 
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel

@@ -1,30 +1,150 @@
 """Which Megatron-Core this package works with, and the few places where its versions need help.
 
-The only file with version-dependent code.
+The only file with version-dependent code. The plug-in (all of ``mcore``) is tested with every
+version from :data:`OLDEST` to :data:`NEWEST`; what stands on Megatron's training package (our entry
+point, verification) needs :data:`TRAINING`, hybrid models :data:`HYBRID`.
 """
 
 import functools
-from importlib.metadata import version
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata, util
+from pathlib import Path
 from typing import Any
 
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import VersionError
+from kha_megatron.mcore.symbols import PLUG_IN, TRAINING_PACKAGE, Symbols, missing_symbols
+from kha_megatron.patching import megatron_version
 
-SUPPORTED = "megatron-core 0.19"
+OLDEST, NEWEST, TRAINING, HYBRID = (0, 17), (0, 19), (0, 19), (0, 18)
 
 
-def check_version() -> str:
-    """The installed version of Megatron-Core.
+def installed_version() -> str:
+    """The version that ``import megatron.core`` would get, found without importing it.
 
     Raises:
-        ConfigError: it is not one that this package was tested with.
+        VersionError: there is none.
     """
-    installed = version("megatron-core")
-    if installed.split(".")[:2] != ["0", "19"]:
-        raise ConfigError(
-            f"megatron-core {installed} is not supported: install {SUPPORTED} "
-            "(`pip install 'megatron-core>=0.19,<0.20'`)"
+    try:
+        spec = util.find_spec("megatron.core")
+        folders = spec.submodule_search_locations if spec else None
+        return (folders and megatron_version(Path(folders[0]))) or metadata.version("megatron-core")
+    except ImportError:
+        raise VersionError(f"megatron-core is not installed: `{install()}`") from None
+
+
+def release(version: str) -> tuple[int, int]:
+    """``(0, 19)`` of ``0.19.2``."""
+    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
+    return int(major), int(minor)
+
+
+def supported() -> str:
+    """``0.17 to 0.19``."""
+    return f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
+
+
+def training_refusal(version: str) -> str | None:
+    """Why what stands on Megatron's training package refuses this version; None if it does not."""
+    if release(version) >= TRAINING:
+        return None
+    return (
+        f"the entry point, recipes and verification need megatron-core {_dotted(TRAINING)}, and "
+        f"this is {version}: its megatron.training has no GPT model builder and another pretrain()"
+    )
+
+
+@functools.cache
+def check_version() -> str:
+    """The installed version of Megatron-Core, after a look at all that the plug-in stands on.
+
+    Imports Megatron. A newer version than was tested gets a warning, once per process on rank 0.
+
+    Raises:
+        VersionError: it is too old, or lacks something.
+    """
+    found = installed_version()
+    if release(found) < OLDEST:
+        raise VersionError(
+            f"megatron-core {found} is not supported ({supported()} are): `{install()}`"
         )
-    return installed
+    _refuse_missing(found, PLUG_IN, OLDEST)
+    if release(found) > NEWEST and os.environ.get("RANK", "0") == "0":
+        names = ", ".join(symbol.partition(":")[2] for symbol in PLUG_IN)
+        warnings.warn(
+            f"kha_megatron was tested with megatron-core {supported()}, and this is {found}. What "
+            f"it stands on is there ({names}); whether it still means the same was not tested",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def check_training_version() -> str:
+    """The installed version, if it is new enough for our entry point. Does not import Megatron.
+
+    Raises:
+        VersionError: it is not; the plug-in may still work with it.
+    """
+    found = installed_version()
+    if why := training_refusal(found):
+        raise VersionError(
+            f"{why}: `{install(TRAINING)}`, or train with your own script (--spec "
+            "kha_megatron.mcore.specs NAME) and convert with --no-verify"
+        )
+    return found
+
+
+def check_training_package() -> None:
+    """Look at what our entry point and verification use of ``megatron.training``; imports it.
+
+    Raises:
+        VersionError: this version has it not, or differently.
+    """
+    check_training_version()
+    _refuse_missing(check_version(), TRAINING_PACKAGE, TRAINING)
+
+
+@contextmanager
+def megatron_imports(oldest: tuple[int, int] = OLDEST) -> Iterator[None]:
+    """Around imports from Megatron: what it lacks is a :class:`VersionError`.
+
+    ``oldest`` is the first version that has them.
+
+    Megatron answers an ``ImportError`` from the module of a ``--spec`` by training plain attention.
+
+    Raises:
+        VersionError: see :func:`check_version`, or an import failed.
+    """
+    found = check_version()
+    try:
+        yield
+    except ImportError as error:
+        raise _lacks(found, str(error), oldest) from error
+
+
+def _refuse_missing(found: str, symbols: Symbols, oldest: tuple[int, int]) -> None:
+    if missing := missing_symbols(symbols):
+        raise _lacks(found, ", ".join(missing), oldest)
+
+
+def _lacks(found: str, what: str, oldest: tuple[int, int]) -> VersionError:
+    return VersionError(
+        f"megatron-core {found} lacks what kha_megatron stands on ({what}): `{install(oldest)}`"
+    )
+
+
+def install(oldest: tuple[int, int] = OLDEST) -> str:
+    """The command that installs a supported version, not older than this."""
+    above = _dotted((NEWEST[0], NEWEST[1] + 1))
+    return f"pip install 'megatron-core>={_dotted(oldest)},<{above}'"
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def use_shipped_dataset_helpers() -> None:
@@ -46,13 +166,73 @@ def use_forked_checkpoint_writers() -> None:
     """Fork the processes that write checkpoint shards, where Megatron would spawn them.
 
     A spawned writer imports the main module and Megatron anew (about 4 s a checkpoint) and knows
-    nothing of the CPU runtime. Only without CUDA, which does not survive a fork.
+    nothing of the CPU runtime: with ``--use-persistent-ckpt-worker`` it never answers. It would
+    also get CPU tensors as shared memory, which the next iterations change while it writes; a
+    process forked for each save keeps them as they were. Only without CUDA, which does not survive
+    a fork.
     """
+    from megatron.core.dist_checkpointing.strategies.async_utils import (
+        AsyncCallsQueue,
+        TemporalAsyncCaller,
+    )
     from megatron.core.dist_checkpointing.strategies.filesystem_async import (
         get_write_results_queue,
     )
 
     get_write_results_queue("fork")
+    AsyncCallsQueue.warmup_persistent_caller = lambda *args, **kwargs: None
+    AsyncCallsQueue._get_async_caller = lambda self: TemporalAsyncCaller()
+
+
+def has_nvrx() -> bool:
+    """Whether Megatron's default way of saving asynchronously can run.
+
+    Its checks look for a version of nvidia-resiliency-ext whose symbols it knows.
+    """
+    from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
+
+    try:
+        return has_nvrx_async_support()
+    except AssertionError:  # it is too old
+        return False
+
+
+def guard_checkpoints() -> None:
+    """Make saving crash-safe and loading harmless where Megatron is not, and hashing fast.
+
+    A save into a folder that already holds a complete checkpoint (a run that was rolled back
+    reaches that iteration again) leaves its commit mark in place while shards are replaced: a kill
+    would leave a mixture that looks complete. The marks are taken away first.
+
+    PyTorch unpickles the non-tensor state of a checkpoint (random states, for one) with whatever
+    it names, without regard to Megatron's list of safe classes: now the list counts.
+
+    Hashes are :mod:`kha_megatron.mcore.manifest`'s.
+    """
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    from kha_megatron.mcore.checkpoint import clear_for_overwriting
+    from kha_megatron.mcore.manifest import verify_manifest, write_manifest
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    serialization.save_integrity_manifest = write_manifest
+    serialization.verify_integrity_manifest = verify_manifest
+    async_save = TorchDistSaveShardedStrategy.async_save
+    if getattr(async_save, "_kha_guarded", False):
+        return
+
+    @functools.wraps(async_save)
+    def guarded(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any):
+        if dist.get_rank() == 0:
+            clear_for_overwriting(checkpoint_dir)
+        dist.barrier()  # no rank writes before
+        return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    guarded._kha_guarded = True
+    TorchDistSaveShardedStrategy.async_save = guarded
 
 
 def let_torch_adam_resume() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kha_megatron import cli
 from kha_megatron.conversion import to_hf, verify
+from kha_megatron.mcore import compat
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.checkpoints import ITERATION, VOCAB
 from tests.conversion.conftest import sparse, tokenizer, write_tokenizer  # noqa: F401
@@ -87,6 +88,15 @@ def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypat
     code, stdout, _ = run(sparse[0], tmp_path / "b", "--no-verify")
     assert code == 0
     assert stdout.splitlines()[-1].split() == ["verified", "no"]
+
+
+def test_a_megatron_that_cannot_verify_is_refused_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.18.2")
+    code, _, stderr = run(tmp_path / "not looked at", tmp_path / "out")
+    assert code == 2
+    assert "megatron-core 0.19, and this is 0.18.2" in " ".join(stderr.split())
+    assert "--no-verify" in stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_machine_too_small_to_verify_is_told(run, sparse, tmp_path, monkeypatch):  # noqa: F811

@@ -12,6 +12,7 @@ import pytest
 
 from kha_megatron import cli
 from kha_megatron.cli import doctor, installation
+from kha_megatron.config import PRESETS
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -108,6 +109,25 @@ def test_a_blocking_finding_makes_exit_code_1(monkeypatch, capsys, site):
     code, stdout = run(monkeypatch, capsys, "--json")
     assert code == 1
     assert json.loads(stdout)["ok"] is False
+
+
+def test_megatrons_own_spec_lookup_finds_every_name():
+    finding = check("--spec")["--spec"]
+    assert (finding.status, finding.blocks) == ("ok", False), finding
+    assert f"all {2 * len(PRESETS) + 2} names" in finding.effect
+
+
+@pytest.mark.parametrize(
+    ("seen", "found"),
+    [
+        ({"names": ["kha_mlp"], "lost": ["kha_mlp"]}, "not found: kha_mlp"),
+        ({"error": "ConfigError: does not fit", "kinds": []}, "ConfigError: does not fit"),
+    ],
+)
+def test_a_spec_that_megatron_cannot_find_blocks(monkeypatch, seen, found):
+    monkeypatch.setattr(doctor, "probe", lambda code: seen)
+    finding = check("--spec")["--spec"]
+    assert (finding.status, finding.blocks, finding.found) == ("wrong", True, found)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -212,17 +232,36 @@ def test_torch_too_old_and_missing(site, hide, monkeypatch):
     assert "pip install 'torch" in torch.remedy
 
 
-@pytest.mark.parametrize(("minor", "status"), [(19, "ok"), (18, "wrong")])
-def test_megatron_source_tree_hides_the_wheel(site, tmp_path, minor, status):
+@pytest.mark.parametrize(
+    ("minor", "status", "blocks"),
+    [(19, "ok", False), (17, "ok", False), (16, "wrong", True), (20, "wrong", False)],
+)
+def test_megatron_source_tree_hides_the_wheel(site, tmp_path, minor, status, blocks):
     package_info = f"MAJOR = 0\nMINOR = {minor}\nPATCH = 7\n"
     files = {"megatron/__init__.py": "", "megatron/core/__init__.py": "raise SystemExit"}
     site({**files, "megatron/core/package_info.py": package_info})
     findings = check("megatron-core")
-    assert findings["megatron-core"].found == f"0.{minor}.7"
-    assert findings["megatron-core"].status == status
-    assert str(tmp_path) in findings["megatron-core"].effect
+    core = findings["megatron-core"]
+    assert (core.found, core.status, core.blocks) == (f"0.{minor}.7", status, blocks)
+    assert str(tmp_path) in core.effect
+    assert ("newer than what was tested" in core.effect) == (minor == 20)
     assert findings["megatron.training"].status == "missing"  # 0.16's wheel had none either
     assert findings["megatron.training"].blocks
+
+
+@pytest.mark.parametrize(("minor", "status"), [(17, "wrong"), (18, "wrong"), (19, "ok")])
+def test_the_plug_in_takes_versions_that_the_entry_point_does_not(site, minor, status):
+    files = {f"megatron/{part}/__init__.py": "raise SystemExit" for part in ("core", "training")}
+    package_info = f"MAJOR = 0\nMINOR = {minor}\nPATCH = 7\n"
+    site({**files, "megatron/__init__.py": "", "megatron/core/package_info.py": package_info})
+    findings = check("megatron-core")
+    assert findings["megatron-core"].status == "ok"
+    training = findings["megatron.training"]
+    assert (training.status, training.blocks) == (status, False)
+    if status == "wrong":
+        assert training.supported == ">=0.19"
+        assert "pip install 'megatron-core>=0.19,<0.20'" in training.remedy
+        assert "--spec" in training.effect
 
 
 def test_megatron_missing(hide):

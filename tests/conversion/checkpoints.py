@@ -157,8 +157,9 @@ def _enliven(model: torch.nn.Module) -> None:
         if tied and name == "output_layer.weight":  # on the last stage: a copy of the first's
             name = "embedding.word_embeddings.weight"
         seed = zlib.crc32(name.encode())
-        if not getattr(tensor, "allreduce", True):
-            seed += parallel_state.get_expert_model_parallel_rank()
+        if ".experts." in name:  # by name: before 0.19, attributes tell experts only with EP > 1
+            seed += 8 * parallel_state.get_expert_model_parallel_rank()
+            seed += parallel_state.get_expert_tensor_parallel_rank()
         elif getattr(tensor, "tensor_model_parallel", False):
             seed += parallel_state.get_tensor_model_parallel_rank()
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))

@@ -12,6 +12,7 @@ from kha_megatron.conversion import to_hf, verify
 from kha_megatron.conversion.verify import TOLERANCE, compare
 from kha_megatron.errors import CheckpointError
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from tests.versions import needs_training_package
 
 LAYER = "model.layers.1."
 EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
@@ -27,6 +28,7 @@ def converted(sparse, tmp_path_factory):
 @pytest.fixture(scope="module")
 def theirs(converted):
     """Megatron's logits for the tokens that ``verify`` chooses, from one run of it."""
+    needs_training_package()
     kept = []
     original = verify.megatron_logits
     with pytest.MonkeyPatch.context() as patch:

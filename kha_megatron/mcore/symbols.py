@@ -1,0 +1,124 @@
+"""The names in Megatron that this package stands on, and a look at whether they are there.
+
+``compat`` decides when to look. A test compares the tables with the imports.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Symbols = Mapping[str, tuple[str, ...]]
+
+PLUG_IN: Symbols = MappingProxyType(
+    {
+        "megatron.core.dist_checkpointing:LocalNonpersistentObject": (),
+        "megatron.core.distributed:finalize_model_grads": ("model", "num_tokens"),
+        "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec": (
+            "config",
+            "use_transformer_engine",
+            "normalization",
+            "qk_l2_norm",
+            "vp_stage",
+            "pp_rank",
+        ),
+        "megatron.core:mpu.get_pipeline_model_parallel_group": (),
+        "megatron.core:parallel_state.get_context_parallel_group": (),
+        "megatron.core.process_groups_config:ProcessGroupCollection": (),
+        "megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region": ("group",),
+        "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": ("group",),
+        "megatron.core.transformer:transformer_block.LayerNormImpl": (),
+        "megatron.core.transformer.attention:Attention": (),
+        "megatron.core.transformer.attention:SelfAttention": (
+            "config",
+            "submodules",
+            "layer_number",
+        ),
+        "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": (
+            "hidden_states",
+            "key_value_states",
+            "output_gate",
+            "split_qkv",
+        ),
+        "megatron.core.transformer.attention:SelfAttentionSubmodules": (),
+        "megatron.core.transformer.dot_product_attention:DotProductAttention": (
+            "config",
+            "pg_collection",
+        ),
+        "megatron.core.transformer.enums:AttnMaskType": (),
+        "megatron.core.transformer.module:MegatronModule": ("config",),
+        "megatron.core.transformer.spec_utils:ModuleSpec": ("module", "params", "submodules"),
+        "megatron.core.transformer.spec_utils:build_module": ("spec_or_module",),
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm": ("config", "hidden_size", "eps"),
+        "megatron.core.transformer.transformer_block:TransformerBlockSubmodules": ("layer_specs",),
+        "megatron.core.transformer.transformer_config:TransformerConfig": (
+            "fused_single_qkv_rope",
+            "init_method_std",
+            "init_model_with_meta_device",
+            "mtp_num_layers",
+            "multi_latent_attention",
+            "normalization",
+            "num_attention_heads",
+            "num_query_groups",
+            "params_dtype",
+            "perform_initialization",
+            "qk_l2_norm",
+            "sequence_parallel",
+            "tensor_model_parallel_size",
+            "transformer_impl",
+            "use_cpu_initialization",
+        ),
+        "megatron.core.transformer.transformer_layer:BaseTransformerLayer": (),
+        "megatron.core.transformer.transformer_layer:TransformerLayer": (
+            "config",
+            "submodules",
+            "layer_number",
+            "pg_collection",
+            "vp_stage",
+        ),
+        "megatron.core.utils:get_model_config": ("model",),
+        "megatron.core.utils:get_pg_rank": ("group",),
+    }
+)
+"""What ``mcore`` without ``hybrid`` imports from Megatron, as ``module:name``, and the parameters
+that it passes or reads."""
+
+TRAINING_PACKAGE: Symbols = MappingProxyType(
+    {
+        "megatron.core.utils:get_batch_on_this_cp_rank": ("is_hybrid_cp", "cp_group"),
+        "megatron.core.utils:get_batch_on_this_tp_rank": ("has_cu_seqlens", "broadcast_group"),
+        "megatron.training:pretrain": (
+            "cfg_container",
+            "train_valid_test_dataset_provider",
+            "model_type",
+            "forward_step_func",
+        ),
+        "megatron.training.argument_utils:core_transformer_config_from_args": ("args",),
+        "megatron.training.argument_utils:gpt_config_from_args": ("args", "config"),
+        "megatron.training.argument_utils:pretrain_cfg_container_from_args": (),
+        "megatron.training.arguments:add_megatron_arguments": ("parser",),
+        "megatron.training.arguments:parse_and_validate_args": (
+            "extra_args_provider",
+            "args_defaults",
+        ),
+        "megatron.training.models.gpt:GPTModelBuilder": (),
+        "megatron.training.models.gpt:default_layer_spec": (),
+    }
+)
+"""What changes between versions of what the entry point and verification use, likewise."""
+
+
+def missing_symbols(symbols: Symbols) -> list[str]:
+    """Those that Megatron lacks, as ``module:name`` or ``module:name(parameter)``."""
+    missing = []
+    for symbol, parameters in symbols.items():
+        module, _, path = symbol.partition(":")
+        try:
+            found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            missing.append(symbol)
+            continue
+        known = inspect.signature(found).parameters if parameters else ()
+        missing += [f"{symbol}({name})" for name in parameters if name not in known]
+    return missing
