@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from kha_megatron.cpu import collectives
 from kha_megatron.errors import ConfigError
 
 _CPU = torch.device("cpu")
@@ -222,26 +223,21 @@ def _patch_torch(mode: CudaToCpu) -> None:
     torch.autograd._engine_run_backward = engine_run_backward
 
     if dist.is_available():
-        _patch_all_to_all()
+        collectives.patch()
+        _patch_device_mesh()
     _patch_data_loader()
 
 
-def _patch_all_to_all() -> None:
-    # Megatron turns split sizes into lists only for tensors that say they are on CUDA
-    all_to_all = dist.all_to_all_single
+def _patch_device_mesh() -> None:
+    # a mesh keeps its device as a word, and FSDP compares the parameters' device with it
+    mesh = dist.device_mesh.DeviceMesh
+    initialise = mesh.__init__
 
-    def as_list(sizes: Any) -> Any:
-        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+    @functools.wraps(initialise)
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        initialise(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    @functools.wraps(all_to_all)
-    def all_to_all_single(
-        output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-    ):
-        return all_to_all(
-            output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op
-        )
-
-    dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = all_to_all_single
+    mesh.__init__ = __init__
 
 
 def _patch_data_loader() -> None:

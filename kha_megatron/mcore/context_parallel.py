@@ -1,0 +1,86 @@
+"""Context parallelism for Megatron's local core attention, which has none of its own.
+
+Every rank gathers the keys and values of the whole sequence and attends with its own queries. That
+costs the memory that context parallelism is meant to save, so it is a correctness device for
+machines without Transformer Engine (``kha_megatron.cpu``), whose ring attention replaces it on a
+GPU. The split of the sequence is Megatron's: of ``2 * cp`` equal chunks, rank ``i`` holds chunks
+``i`` and ``2 * cp - 1 - i``.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from kha_megatron.errors import ConfigError
+
+
+class GatheredDotProductAttention(DotProductAttention):
+    """Megatron's ``DotProductAttention``; with ``context_parallel_size > 1`` it gathers k and v.
+
+    Takes query ``[s / cp, b, heads, D]``, key and value ``[s / cp, b, groups, D]`` and the mask of
+    this rank's queries against the whole sequence ``[b or 1, 1, s / cp, s]`` (True hides), or None
+    for the causal one. Returns ``[s / cp, b, heads * D]``.
+
+    Raises:
+        ConfigError: sliding windows, which Megatron's local softmax cannot place in a shard.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        single = config
+        if config.context_parallel_size > 1:
+            if config.window_size is not None:
+                raise ConfigError(
+                    f"window_size={config.window_size} with context_parallel_size="
+                    f"{config.context_parallel_size} needs Transformer Engine: use "
+                    "--transformer-impl transformer_engine, or one of the two"
+                )
+            single = copy.copy(config)
+            single.context_parallel_size = 1  # all that upstream does with it is to refuse it
+            single.masked_softmax_fusion = False  # the fused kernel takes no mask but its own
+        super().__init__(single, *args, pg_collection=pg_collection, **kwargs)
+        self.config = config
+        self.cp_group = getattr(pg_collection, "cp", None)
+        if self.cp_group is None:
+            self.cp_group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend with this rank's queries to every key, in their natural order."""
+        if self.cp_group.size() > 1:
+            key, value = self._gather(key), self._gather(value)
+            if attention_mask is None:
+                attention_mask = self._causal_mask(query.shape[0], key.shape[0])
+        return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        # the backward sums what every rank's queries ask of a key, and hands it to its owner
+        ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
+        chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
+        return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
+
+    def _causal_mask(self, local: int, total: int) -> Tensor:
+        rank, size = self.cp_group.rank(), self.cp_group.size()
+        positions = torch.arange(total, device=torch.cuda.current_device())
+        mine = positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].reshape(local, 1)
+        return (positions > mine)[None, None]

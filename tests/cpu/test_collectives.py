@@ -1,0 +1,58 @@
+"""Collectives of unequal sizes on gloo, against what NCCL would give."""
+
+import torch
+import torch.distributed as dist
+
+from kha_megatron.cpu import collectives
+
+SIZES = (3, 0, 5)
+
+
+def _rows(rank, target):
+    """What ``rank`` sends to ``target``: as many rows as the target holds."""
+    return torch.arange(SIZES[target] * 2.0).view(-1, 2) + 100 * rank + 7
+
+
+def gathered():
+    rank = dist.get_rank()
+    parts = [torch.full((size, 2), -1.0) for size in SIZES]
+    dist.all_gather(parts, _rows(rank, rank))
+    return [part.numpy() for part in parts]
+
+
+def scattered():
+    rank = dist.get_rank()
+    output = torch.empty(SIZES[rank], 2)
+    inputs = [_rows(rank, target) for target in range(len(SIZES))]
+    dist.reduce_scatter(output, inputs)
+    untouched = all(torch.equal(x, _rows(rank, target)) for target, x in enumerate(inputs))
+    return output.numpy(), untouched
+
+
+def test_all_gather_of_unequal_sizes(ranks):
+    expected = [_rows(rank, rank).numpy() for rank in range(3)]
+    for parts in ranks(gathered, 3):
+        assert all((a == b).all() for a, b in zip(parts, expected, strict=True))
+
+
+def test_reduce_scatter_of_unequal_sizes(ranks):
+    for rank, (output, untouched) in enumerate(ranks(scattered, 3)):
+        assert (output == sum(_rows(source, rank) for source in range(3)).numpy()).all()
+        assert untouched
+
+
+def refused():
+    parts = [torch.empty(size, 2) for size in SIZES]
+    try:
+        dist.all_gather(parts, parts[dist.get_rank()], async_op=True)
+    except NotImplementedError as error:
+        return str(error)
+
+
+def test_what_would_have_to_be_asynchronous_is_refused(ranks):
+    for message in ranks(refused, 3):
+        assert "synchronously only: [(3, 2), (0, 2), (5, 2)]" in message
+
+
+def test_nothing_is_replaced_by_an_import():
+    assert dist.all_gather.__module__ != collectives.__name__

@@ -1,0 +1,75 @@
+"""The core attention that gathers keys and values, against Megatron's own on the whole sequence.
+
+The whole model is compared in ``tests/distributed/test_parallelism.py``; here are the mask that a
+data loader gives, and what is refused.
+"""
+
+import numpy as np
+import pytest
+
+SEQUENCE = 12
+
+
+def attended(cp, window=None):
+    """Outputs ``[s / cp, b, h]`` of this rank, with a mask of two documents, and their places."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
+    from tests.distributed import models
+
+    models.initialize(context_parallel_size=cp)
+    config = models.transformer_config(context_parallel_size=cp, window_size=window)
+    attention = GatheredDotProductAttention(
+        config,
+        1,
+        AttnMaskType.causal,
+        "self",
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    generator = torch.Generator().manual_seed(5)
+    shape = (2, SEQUENCE, 8, 6)
+    query, key, value = (torch.randn(shape, generator=generator) for _ in range(3))
+    hidden = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    hidden[7:, :7] = True
+    batch = {
+        "query": query,
+        "key": key[:, :, ::2].contiguous(),
+        "value": value[:, :, ::2].contiguous(),
+        "attention_mask": hidden.expand(2, 1, -1, -1).contiguous(),
+        "places": torch.arange(SEQUENCE).expand(2, -1).contiguous(),
+        "cu_seqlens": None,
+    }
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+    q, k, v = (batch[name].transpose(0, 1) for name in ("query", "key", "value"))
+    output = attention(q, k.contiguous(), v.contiguous(), batch["attention_mask"])
+    return output.numpy(), batch["places"][0].numpy()
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_takes_the_mask_of_its_own_queries(ranks, cp):
+    ((whole, _),) = ranks(attended, 1, 1)
+    got = np.full_like(whole, np.nan)
+    for output, places in ranks(attended, cp, cp):
+        got[places] = output
+    # the same sums in another order of the matrix product
+    np.testing.assert_allclose(got, whole, atol=1e-6)
+
+
+def refusal():
+    from kha_megatron.errors import ConfigError
+
+    try:
+        attended(2, window=(4, 0))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_sliding_windows_are_refused(ranks):
+    for message in ranks(refusal, 2):
+        assert message.startswith("window_size=(4, 0) with context_parallel_size=2 needs")
