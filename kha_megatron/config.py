@@ -24,6 +24,13 @@ MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
 )
 """Names of the ``[D, D]`` matrices of each variant, in the order they are stacked."""
 
+SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 3})
+"""Tensors of the size of its input that ``ops.knock`` keeps for the backward pass: the input; for
+``gate`` also the two factors of the product; for ``mlp`` also the two factors and their product."""
+
+CONFIG_VARIABLE = "KHA_CONFIG"
+"""Environment variable from which a spec chosen by its name takes what the name cannot carry."""
+
 INITS: tuple[Init, ...] = ("identity", "random")
 
 
@@ -35,7 +42,7 @@ def parse_variant(text: str | None) -> Variant | None:
     """
     if text is None or text == "none":
         return None
-    if text not in MATRICES:
+    if not isinstance(text, str) or text not in MATRICES:  # JSON may hold anything
         raise ConfigError(
             f"unknown KHA variant {text!r}: choose one of {', '.join(MATRICES)} or none"
         )
@@ -75,6 +82,8 @@ class KHAConfig:
                 raise ConfigError(f"KHAConfig({projection}='none'): write None")
         if self.init not in INITS:
             raise ConfigError(f"unknown KHA init {self.init!r}: choose one of {', '.join(INITS)}")
+        if type(self.init_seed) is not int:
+            raise ConfigError(f"KHA init_seed {self.init_seed!r} is not a whole number")
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -107,7 +116,8 @@ class KHAConfig:
         """Read ``kha_query``, ``kha_key``, ``kha_value``, ``kha_init`` and ``kha_init_seed``.
 
         Args:
-            entries: Megatron's saved arguments or a Hugging Face ``config.json``.
+            entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's may record
+                a preset by the name of its ``spec`` instead.
 
         Returns:
             None when it names none of the three projections: it was not written with KHA in mind.
@@ -118,7 +128,9 @@ class KHAConfig:
         names = {f"kha_{field.name}": field.name for field in fields(cls)}
         values = {field: entries[name] for name, field in names.items() if name in entries}
         if not set(PROJECTIONS) & set(values):
-            return None
+            module, name = (*(entries.get("spec") or ()), None, None)[:2]
+            is_preset = module == "kha_megatron.mcore.specs" and name in PRESETS
+            return cls.from_preset(name) if is_preset else None
         for projection in PROJECTIONS:
             values[projection] = parse_variant(values.get(projection))
         return cls(**values)
@@ -135,6 +147,37 @@ class KHAConfig:
     def parameters_per_layer(self, head_dim: int) -> int:
         """How many parameters one layer gains, for heads of ``head_dim`` features."""
         return sum(len(MATRICES[v]) for v in self.variants.values()) * head_dim**2
+
+    def forward_flops_per_token(self, head_dim: int, query_heads: int, kv_heads: int) -> int:
+        """Matrix-multiplication FLOPs that one layer gains per token in the forward pass.
+
+        Each ``[D, D]`` matrix costs ``2 D^2`` per head of its tensor. With ``n`` query and ``n``
+        key/value heads of ``D = d / n`` features and three matrices this is the paper's
+        ``6 d^2 / n`` (eq. 12). The backward pass costs twice as much: training takes three times
+        this number, by which Megatron too multiplies its own.
+
+        Matrices count as applied to activations. Linear ones cost nothing per token once they are
+        folded into the projection. Sigmoids and element-wise products are left out, as in eq. 12
+        and in Megatron's own count.
+
+        Args:
+            head_dim: ``D``.
+            query_heads: query heads of the whole layer.
+            kv_heads: key/value heads of the whole layer.
+        """
+        heads = {"query": query_heads, "key": kv_heads, "value": kv_heads}
+        return sum(2 * head_dim**2 * heads[p] * len(MATRICES[v]) for p, v in self.variants.items())
+
+    def saved_elements_per_token(self, head_dim: int, query_heads: int, kv_heads: int) -> int:
+        """Elements per token that one layer keeps for the backward pass, without recomputing.
+
+        Args:
+            head_dim: ``D``.
+            query_heads: query heads of one rank.
+            kv_heads: key/value heads of one rank.
+        """
+        heads = {"query": query_heads, "key": kv_heads, "value": kv_heads}
+        return sum(head_dim * heads[p] * SAVED[v] for p, v in self.variants.items())
 
     def __str__(self) -> str:
         """Short form for logs: ``query=linear key=linear value=linear``."""
@@ -158,36 +201,6 @@ PRESETS: Mapping[str, Mapping[str, Variant]] = MappingProxyType(
 models and MLA (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
 
 
-def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) -> None:
-    """Refuse a split of heads over tensor-parallel ranks that Megatron cannot make.
-
-    Args:
-        num_attention_heads: query heads of the whole layer.
-        num_query_groups: key/value heads of the whole layer.
-        tp: tensor-parallel size.
-
-    Raises:
-        ConfigError: naming both numbers and the nearest legal sizes.
-    """
-    heads, groups = num_attention_heads, num_query_groups
-    if groups < 1 or heads % groups:
-        raise ConfigError(
-            f"{heads} query heads are not a multiple of {groups} key/value heads: "
-            f"choose --num-query-groups from {_divisors(heads)}"
-        )
-    legal = [n for n in _divisors(heads) if groups % n == 0 or n % groups == 0]
-    if tp in legal:
-        return
-    if heads % tp:
-        problem = f"{heads} query heads cannot be divided over {tp} tensor-parallel ranks"
-    else:
-        problem = (
-            f"{groups} key/value heads neither divide {tp} tensor-parallel ranks "
-            "nor are divided by them"
-        )
-    raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
-
-
 def check_latent_attention(kha: KHAConfig) -> None:
     """Refuse what multi-latent attention cannot carry.
 
@@ -206,7 +219,3 @@ def check_latent_attention(kha: KHAConfig) -> None:
             f"KHA {kha} on multi-latent attention is not available in this version: "
             "use MHA, MQA or GQA, or the baseline preset"
         )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -7,10 +7,11 @@ import sys
 
 import typer
 
-from kha_megatron.cli import console, convert, data, doctor
+from kha_megatron.cli import console, convert, data, doctor, patch
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import launch
+from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
 from kha_megatron.errors import KHAError
 
@@ -37,7 +38,9 @@ def _root(
 app.command()(quickstart)
 app.add_typer(data.app)
 app.add_typer(convert.app)
+app.add_typer(patch.app)
 app.command()(launch)
+app.command()(plan)
 app.command()(doctor.doctor)
 app.command()(inspect)
 app.command()(generate)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.logs import Failure, Step, read_steps
+from kha_megatron.recipes.paper import PAPER
 from kha_megatron.recipes.quickstart import QUICKSTART
 from kha_megatron.recipes.recipe import Recipe
 from kha_megatron.recipes.run import Command, Job, LaunchResult, dry_run, launch, prepare
@@ -27,7 +28,9 @@ __all__ = [
     "read_steps",
 ]
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in (QUICKSTART,)})
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {recipe.name: recipe for recipe in (QUICKSTART, *PAPER)}
+)
 """Every recipe by name."""
 
 

@@ -3,25 +3,27 @@
 import os
 from pathlib import Path
 
-from kha_megatron.config import check_head_layout, check_latent_attention
+from kha_megatron import layout_rules
+from kha_megatron.config import check_latent_attention
 from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
-from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
+from kha_megatron.recipes.arguments import Arguments, word_of
 from kha_megatron.recipes.recipe import kha_of
+from kha_megatron.recipes.sizes import batch_of, layout_of, model_of
 
 _BLEND_FILES = ("--data-args-path", "--per-split-data-args-path")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_layout(arguments: Arguments, ranks: int) -> None:
-    """Heads, experts and ranks against the parallel sizes, and the names of the KHA settings.
+    """The model, the batch and the ranks against the parallel sizes, and the KHA settings.
 
     Args:
         arguments: the whole command line.
         ranks: number of processes.
 
     Raises:
-        ConfigError: naming the numbers and the flag to change.
+        ConfigError: naming the numbers and what to change.
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
@@ -32,43 +34,14 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     if device not in (None, "cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")
 
-    def size(flag: str, default: int = 1) -> int:
-        return integer_of(arguments, flag, default)
-
-    tensor, pipeline = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
-    if "--num-attention-heads" in arguments:
-        heads = size("--num-attention-heads")
-        grouped = "--group-query-attention" in arguments
-        check_head_layout(heads, size("--num-query-groups") if grouped else heads, tensor)
-    context = size("--context-parallel-size")
-    if ranks % (model := tensor * pipeline * context):
-        raise ConfigError(
-            f"{ranks} ranks cannot be divided by tensor {tensor} x pipeline {pipeline} x context "
-            f"{context} = {model}: change --nproc or those Megatron sizes"
-        )
-    if "--num-experts" in arguments:
-        _check_experts(
-            size("--num-experts"),
-            expert=size("--expert-model-parallel-size"),
-            expert_tensor=size("--expert-tensor-parallel-size", tensor),
-            pipeline=pipeline,
-            ranks=ranks,
-        )
-
-
-def _check_experts(
-    experts: int, *, expert: int, expert_tensor: int, pipeline: int, ranks: int
-) -> None:
-    if experts % expert:
-        raise ConfigError(
-            f"{experts} experts cannot be divided over {expert} expert-parallel ranks: change "
-            "--expert-model-parallel-size or --num-experts"
-        )
-    if ranks % (model := expert_tensor * expert * pipeline):
-        raise ConfigError(
-            f"{ranks} ranks cannot be divided by expert-tensor {expert_tensor} x expert {expert} x "
-            f"pipeline {pipeline} = {model}: change --nproc, --expert-model-parallel-size or "
-            "--expert-tensor-parallel-size"
+    model = model_of(arguments)
+    if model is not None:
+        fp8 = word_of(arguments, "--fp8-recipe") or "delayed"
+        layout_rules.check_layout(
+            model,
+            layout_of(arguments, ranks),
+            batch_of(arguments),
+            fp8=fp8 if "--fp8-format" in arguments else None,
         )
 
 

@@ -6,6 +6,7 @@ QUICKSTART = Recipe(
     name="quickstart",
     description="1.8M-parameter MoE with KHA-MLP, tensor parallel over two CPU ranks",
     ranks=2,
+    vocab_size=4096,
     device="cpu",
     kha_preset="kha_mlp",
     megatron={

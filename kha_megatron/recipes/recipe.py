@@ -35,6 +35,10 @@ class Recipe:
     ranks: int
     """Processes on one machine, unless the caller says otherwise."""
 
+    vocab_size: int
+    """Entries of the tokenizer it is meant for. Megatron takes the number from the tokenizer; only
+    the planner needs it here."""
+
     kha_preset: str = "kha_mlp"
     """A key of :data:`kha_megatron.config.PRESETS`."""
 
@@ -61,6 +65,9 @@ class Recipe:
     ) -> Arguments:
         """The whole command line as a mapping; what comes later replaces the same flag before it.
 
+        A recipe's own ``--sequence-parallel`` goes with its tensor parallelism: overriding
+        ``--tensor-model-parallel-size`` with 1 takes it out, as no flag of Megatron's does.
+
         Args:
             data: folder made by ``kha-megatron data prepare``.
             output: folder for checkpoints and TensorBoard files.
@@ -83,7 +90,10 @@ class Recipe:
                 "--save": (str(output.absolute() / CHECKPOINTS),),
                 "--tensorboard-dir": (str(output.absolute() / TENSORBOARD),),
             }
-        return own | parse(overrides)
+        given = parse(overrides)
+        if given.get("--tensor-model-parallel-size") == ("1",):
+            own.pop("--sequence-parallel", None)
+        return own | given
 
     def command_line(self, overrides: Sequence[str] = ()) -> list[str]:
         """Arguments for ``python -m kha_megatron.training``, without data and output folders."""

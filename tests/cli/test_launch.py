@@ -24,7 +24,15 @@ def run(*words: str, code: int = 0):
 def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "an output"
     words = ["--data", str(data), "--output", str(output), "--nproc", "4", "--device", "cpu"]
-    extra = ["--", "--moe-layer-freq", "([0]*1+[1]*3)", "--lr=-1e-3", "--swiglu"]
+    extra = [
+        "--",
+        "--global-batch-size",
+        "32",
+        "--moe-layer-freq",
+        "([0]*1+[1]*3)",
+        "--lr=-1e-3",
+        "--swiglu",
+    ]
     text = run(*LAUNCH, *words, *extra).stdout
     as_json = json.loads(run(*LAUNCH, *words, "--json", *extra).stdout)
 

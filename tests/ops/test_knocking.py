@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from kha_megatron.config import MATRICES
+from kha_megatron.config import MATRICES, KHAConfig
 from kha_megatron.ops import fold, initial_weight, knock, reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
@@ -59,3 +60,28 @@ def test_folding_equals_knocking(dtype):
     projected = (hidden @ projection.T + bias).unflatten(-1, (HEADS, HEAD_DIM))
     folded = hidden @ fold(projection, t).T + fold(bias, t)
     torch.testing.assert_close(folded, knock(projected, t, "linear").flatten(-2))
+
+
+@pytest.mark.parametrize("variant", MATRICES)
+def test_flops_and_saved_elements_are_those_of_the_op(variant):
+    """What ``KHAConfig`` says of one knocked tensor, counted on the op itself."""
+    tokens, heads, head_dim = 5, 3, 7
+    kha = KHAConfig(query=variant)
+    x = torch.randn(tokens, heads, head_dim, requires_grad=True)
+    weight = torch.randn(len(MATRICES[variant]), head_dim, head_dim, requires_grad=True)
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with FlopCounterMode(display=False) as forward, keeping:
+        y = knock(x, weight, variant)
+    saved.pop(weight.untyped_storage().data_ptr())
+    expected = tokens * kha.forward_flops_per_token(head_dim, heads, 1)
+    assert forward.get_total_flops() == expected
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    assert backward.get_total_flops() == 2 * expected
+    assert sum(saved.values()) == tokens * kha.saved_elements_per_token(head_dim, heads, 1)

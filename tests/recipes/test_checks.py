@@ -41,6 +41,11 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         ("--num-experts 7", 2, "7 experts cannot be divided over 2"),
         ("--expert-model-parallel-size 8", 2, "expert-tensor 1 x expert 8"),
         ("--expert-tensor-parallel-size 2", 2, "expert-tensor 2 x expert 2"),
+        ("", 4, "--global-batch-size 16 .* 2 data-parallel ranks = 32: use 32"),
+        ("--seq-length 255", 2, "255 tokens .* 2 tensor-parallel ranks.*: use 254 or 256"),
+        ("--pipeline-model-parallel-size 3", 6, "4 layers .* 3 pipeline ranks: use .* 2 or 4"),
+        ("--moe-layer-freq [0]*3+[1]*2", 2, "5 layers, the model has 4"),
+        ("--moe-layer-freq __import__('os')", 2, "give a whole number"),
         ("--lr 1 2 -x", 2, None),  # Megatron's own parser answers for its own flags
     ],
 )
@@ -55,7 +60,7 @@ def test_layout(words, ranks, match, data):
     ("words", "ranks"),
     [
         ("", 2),
-        ("", 4),
+        ("--global-batch-size 32", 4),
         ("--tensor-model-parallel-size 1 --expert-model-parallel-size 1", 1),
         ("--num-query-groups 1 --tensor-model-parallel-size 4", 4),  # KV heads < TP
         ("--context-parallel-size 2", 4),

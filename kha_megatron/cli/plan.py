@@ -1,0 +1,187 @@
+"""``kha-megatron plan``: legal layouts of a recipe on a number of GPUs, and their cost on paper."""
+
+import json
+import re
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import typer
+from rich import box
+from rich.table import Table
+
+from kha_megatron import recipes
+from kha_megatron.cli import console
+from kha_megatron.errors import ConfigError
+from kha_megatron.layout import Layout
+from kha_megatron.recipes import plan as planner
+from kha_megatron.recipes.memory import active_parameters, parameters
+
+_UNITS = {"GB": 1e9, "GIB": 2**30}
+_ASSUMED = (
+    "arithmetic, not measured: Transformer Engine with flash attention, no dropout, even experts; "
+    f"fits means at most {planner.USABLE:.0%} of the GPU's memory; "
+    "order: fits, idle in steps of 5 %, bytes sent"
+)
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    gpus: Annotated[int, typer.Option(help="GPUs in all, 8 to 4096.")],
+    gpu_memory: Annotated[
+        str, typer.Option(help="Memory of one GPU: 80GB (10^9 bytes) or 80GiB.")
+    ] = "80GB",
+    seq_length: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Instead of the recipe's.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Instead of the recipe's.")
+    ] = None,
+    recompute: Annotated[
+        Literal["none", "selective", "full"], typer.Option(help="Activations to recompute.")
+    ] = "none",
+    precision: Annotated[
+        Literal["bf16", "fp8"] | None, typer.Option(help="Instead of the recipe's.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel size.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Fix the pipeline-parallel size.")] = None,
+    vpp: Annotated[
+        int | None, typer.Option(help="Fix the virtual stages of a pipeline rank.")
+    ] = None,
+    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel size.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Fix the expert-parallel size.")] = None,
+    etp: Annotated[int | None, typer.Option(help="Fix the expert-tensor-parallel size.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Layouts to list, the best first.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """List the legal layouts of a recipe on a number of GPUs, with memory and communication.
+
+    Everything is arithmetic over the model's sizes; nothing is measured or
+    started. Memory is of the rank that has most, for weights, gradients,
+    optimizer and activations; sent is what a rank sends in one step. KHA's
+    share is shown apart. pp4x2 are four pipeline ranks with two virtual stages
+    each. A layout that cannot be made is refused with the reason.
+
+    \b
+    Example:
+      kha-megatron plan moe-a0.8b-6.6b --gpus 64
+      kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
+    """
+    setup = planner.setup_of(
+        recipes.get_recipe(recipe),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        precision=precision,
+        recompute=recompute,
+    )
+    capacity = _bytes(gpu_memory)
+    fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
+    plans = planner.plan_layouts(setup, gpus, capacity, fixed)
+    whole = parameters(setup.model, setup.kha, Layout())
+    counts = {
+        "total": whole.total,
+        "active": active_parameters(setup.model, setup.kha),
+        "kha": whole.kha,
+    }
+    fitting = sum(planner.fits(p, capacity) for p in plans)
+    if as_json:
+        result = {
+            "recipe": recipe,
+            "gpus": gpus,
+            "gpu_memory": capacity,
+            "batch": asdict(setup.batch),
+            "precision": setup.precision,
+            "recompute": recompute,
+            "parameters": counts,
+            "assumed": _ASSUMED,
+            "legal": len(plans),
+            "fitting": fitting,
+            "layouts": [_as_data(p, capacity) for p in plans[:limit]],
+        }
+        typer.echo(json.dumps(result, indent=2))
+        return
+    console.out.print(
+        f"{recipe}: {counts['total']:,} parameters, {counts['active']:,} active, "
+        f"{counts['kha']:,} of KHA on {setup.kha}; {setup.precision}, recompute {recompute}, "
+        f"sequence {setup.batch.seq_length}, batch {setup.batch.global_batch_size}"
+    )
+    _print(plans[:limit], capacity)
+    console.out.print(
+        f"{len(plans)} legal layouts on {gpus} GPUs, {fitting} fit into {gpu_memory}"
+        + (f"; the first {limit} are shown (--limit)" if len(plans) > limit else "")
+    )
+    console.out.print(_ASSUMED)
+
+
+def _bytes(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"--gpu-memory {text}: give a number and GB or GiB, as in 80GB")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def _as_data(plan: planner.Plan, capacity: float) -> dict[str, Any]:
+    layout = plan.layout
+    data = asdict(plan)
+    data["layout"] = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
+    data["layout"] |= {
+        "etp": layout.expert_tp,
+        "dp": layout.dp,
+        "expert_dp": layout.expert_dp,
+        "sequence_parallel": layout.sequence_parallel,
+        "loss_as_layer": layout.loss_as_layer,
+    }
+    return data | {"fits": planner.fits(plan, capacity), "total_memory": plan.total_memory}
+
+
+def _print(plans: list[planner.Plan], capacity: float) -> None:
+    """Two tables, since one of both would not fit into a terminal."""
+    spent = _table("GB on the fullest rank", "weights", "grads", "optim", "activ", "KHA", "total")
+    spent.add_column("fits")
+    sent = _table("GB that a rank sends in a step", "TP", "CP", "PP", "EP", "DP", "KHA", "all")
+    sent.add_column("idle", justify="right")
+    for plan in plans:
+        memory, path = plan.memory, plan.communication
+        parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
+        parts += [plan.kha_memory.total, plan.total_memory]
+        fits = "yes" if planner.fits(plan, capacity) else "no"
+        spent.add_row(_name(plan.layout), *map(_gigabytes, parts), fits)
+        paths = [path.tensor, path.context, path.pipeline, path.expert, path.data]
+        paths += [path.kha + path.kha_data, path.total]
+        sent.add_row(_name(plan.layout), *map(_gigabytes, paths), f"{plan.idle:.1%}")
+    console.out.print(spent, "", sent)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("layout", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _name(layout: Layout) -> str:
+    """The sizes that are not 1, and the data-parallel size that they leave."""
+    stages = f"{layout.pp}x{layout.vpp}" if layout.vpp else layout.pp
+    sizes = {"tp": layout.tp, "pp": stages, "cp": layout.cp, "ep": layout.ep}
+    words = [f"{name}{size}" for name, size in sizes.items() if size != 1]
+    if layout.expert_tp != layout.tp:
+        words.append(f"etp{layout.expert_tp}")
+    return " ".join([*words, f"dp{layout.dp}"])
+
+
+def _gigabytes(count: float) -> str:
+    if not count:
+        return "-"
+    value = count / 1e9
+    if value < 0.01:
+        return "<.01"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"

@@ -1,0 +1,66 @@
+"""``kha-megatron plan`` as a user types it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kha_megatron.cli import app
+from kha_megatron.errors import ConfigError
+
+PLAN = ["plan", "moe-a0.8b-6.6b", "--gpus", "64"]
+
+
+def run(*words, code=0):
+    result = CliRunner().invoke(app, [*words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_table_says_what_fits_and_what_is_assumed():
+    text = run(*PLAN, "--ep", "8", "--limit", "3").stdout
+    assert "6,614,249,472 parameters, 881,160,192 active, 884,736 of KHA on value=mlp" in text
+    assert "legal layouts on 64 GPUs" in text
+    assert "arithmetic, not measured" in text
+    rows = [line.split() for line in text.splitlines() if " dp" in line]
+    assert len(rows) == 6
+    assert {row[-1] for row in rows[:3]} == {"yes"}
+    assert all("ep8" in row for row in rows)
+    assert max(map(len, text.splitlines()[1:-2])) <= 80  # a plain terminal
+
+
+def test_json_adds_up():
+    words = ["--tp", "2", "--pp", "3", "--vpp", "1", "--cp", "1", "--ep", "4", "--etp", "1"]
+    batch = ["--global-batch-size", "480", "--recompute", "full", "--precision", "fp8"]
+    words = [*PLAN[:2], "--gpus", "96", *words, *batch, "--gpu-memory", "40GiB", "--json"]
+    result = json.loads(run(*words).stdout)
+    assert result["gpu_memory"] == 40 * 2**30
+    assert (result["precision"], result["recompute"]) == ("fp8", "full")
+    (layout,) = result["layouts"]
+    assert layout["layout"]["dp"] == 16
+    assert layout["layout"]["expert_dp"] == 8
+    assert layout["microbatches"] == 30
+    assert layout["idle"] == pytest.approx(2 / 32)
+    parts = [*layout["memory"].values(), *layout["kha_memory"].values()]
+    assert sum(parts) == pytest.approx(layout["total_memory"])
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ([*PLAN, "--tp", "3"], "32 query heads cannot be divided over 3"),
+        (["plan", "moe-8b", "--gpus", "64"], "unknown recipe 'moe-8b'"),
+        ([*PLAN, "--gpu-memory", "80"], "--gpu-memory 80: give a number and GB or GiB"),
+        (["plan", "quickstart", "--gpus", "8192"], "8 to 4096"),
+        ([*PLAN, "--seq-length", "4095", "--cp", "2"], "4095 is no multiple of 2 x"),
+    ],
+)
+def test_bad_input_is_refused(words, match):
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError)
+    assert match in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_help_has_an_example():
+    assert "kha-megatron plan moe-a0.8b-6.6b --gpus 64" in run("plan", "--help").stdout

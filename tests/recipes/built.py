@@ -1,0 +1,68 @@
+"""Models really built by Megatron for a layout, for the tests that check the planner against them.
+
+Functions at the top level run on the workers of ``tests/distributed/launcher.py``.
+"""
+
+from typing import Any
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.layout import Layout
+
+MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any) -> tuple:
+    """This rank's virtual stages, their configuration, the planner's model and pipeline rank."""
+    from dataclasses import replace
+
+    from megatron.core import parallel_state
+
+    from kha_megatron.mcore.layout import model_of
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+
+    sizes = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+    }
+    models.initialize(**sizes)
+    config = models.transformer_config(
+        **sizes,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=True,
+        batch_p2p_comm=False,
+        account_for_loss_in_pipeline_split=layout.loss_as_layer,
+        **overrides,
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    chunks = []
+    for number in range(layout.vpp or 1):
+        vp_stage = number if layout.vpp else None
+        chunks.append(
+            models.gpt_model(
+                config,
+                kha,
+                layer_spec=kha_layer_spec(config, kha, vp_stage),
+                pre_process=stage == 0 and number == 0,
+                post_process=stage == layout.pp - 1 and number == (layout.vpp or 1) - 1,
+                share_embeddings_and_output_weights=tied,
+                vp_stage=vp_stage,
+            )
+        )
+    model = replace(
+        model_of(config), vocab_size=models.VOCAB, vocab_padding=0, tied_embeddings=tied
+    )
+    return chunks, config, model, stage
