@@ -10,14 +10,11 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import (
-    KHAConfig,
-    Projection,
-    check_head_layout,
-    check_latent_attention,
-)
+from kha_megatron.config import KHAConfig, Projection, check_latent_attention
 from kha_megatron.errors import ConfigError
+from kha_megatron.layout_rules import check_layout
 from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 
 
 class KHASelfAttention(SelfAttention):
@@ -31,8 +28,8 @@ class KHASelfAttention(SelfAttention):
         kha: what is knocked; ``KHAConfig()`` makes this Megatron's own layer.
 
     Raises:
-        ConfigError: the heads cannot be divided over the tensor-parallel ranks, or an option of
-            ``config`` leaves no place between the split and the attention to knock.
+        ConfigError: the sizes cannot be divided over the ranks, or an option of ``config`` leaves
+            no place between the split and the attention to knock.
     """
 
     def __init__(
@@ -109,10 +106,13 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
     Raises:
         ConfigError: see :class:`KHASelfAttention`.
     """
-    check_head_layout(
-        config.num_attention_heads, config.num_query_groups, config.tensor_model_parallel_size
-    )
-    if config.fused_single_qkv_rope:
-        raise ConfigError(_UNSPLIT)
     if config.multi_latent_attention:
         check_latent_attention(kha)
+    check_layout(model_of(config), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
+    if config.fused_single_qkv_rope:
+        raise ConfigError(_UNSPLIT)
+    if config.flash_decode and kha.variants:
+        raise ConfigError(
+            f"flash_decode=True decodes in kernels that were never run with KHA on {kha}: "
+            "remove --flash-decode, or use the baseline preset"
+        )

@@ -14,8 +14,10 @@ it once.
 """
 
 import zlib
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import LocalNonpersistentObject
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,6 +86,19 @@ class KnockingHeads(MegatronModule):
     def before_norm(self, norm: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Forward pre-hook of a QK-norm: knock what it is about to normalise."""
         return (self(inputs[0]), *inputs[1:])
+
+    def keep_at_next_load(self) -> None:
+        """Let the next load of a distributed checkpoint leave the matrices as they are.
+
+        Megatron asks each module what to read. This one answers once with its own value, so that a
+        checkpoint without it can be loaded; any other tensor that it lacks is still an error.
+        """
+
+        def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+            del self.sharded_state_dict
+            return {f"{prefix}weight": LocalNonpersistentObject(self.weight.detach())}
+
+        self.sharded_state_dict = own_value
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""

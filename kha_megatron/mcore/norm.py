@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,3 +26,14 @@ class TorchNorm:
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
+
+
+def accept_sequence_parallelism() -> None:
+    """Let a block made of one repeated layer spec end in :class:`TorchNorm`.
+
+    Such a spec (``--spec`` names one) cannot choose the block's final norm: Megatron takes
+    Transformer Engine's, apex's, or without both ``WrappedTorchNorm``. Only that last is replaced,
+    by what builds the same norm and refuses nothing more.
+    """
+    if transformer_block.LayerNormImpl is WrappedTorchNorm:
+        transformer_block.LayerNormImpl = TorchNorm

@@ -1,39 +1,53 @@
-"""KHA as TransformerLayer specs, for Transformer Engine and local modules, dense and MoE.
+"""KHA as layer specs, for Transformer Engine and local modules, dense and MoE, GPT and hybrid.
 
 Three ways in, from the outside to the inside:
 
 - by name, for a stock Megatron script: ``--spec kha_megatron.mcore.specs kha_mlp``;
-- :func:`kha_layer_spec`, for a program that builds ``GPTModel`` from a ``TransformerConfig``;
+- :func:`kha_layer_spec` and :func:`kha_hybrid_stack_spec`, for a program that builds ``GPTModel``
+  or ``HybridModel``;
 - :func:`with_kha`, to put the attention into any spec that Megatron (or a provider) has made.
 """
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.attention import KHASelfAttention, check_config
-from kha_megatron.mcore.compat import check_version
-from kha_megatron.mcore.norm import TorchNorm
+from kha_megatron.mcore.compat import megatron_imports
+
+with megatron_imports():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+    from megatron.core.utils import get_pg_rank
+
+    from kha_megatron.mcore.attention import KHASelfAttention, check_config
+    from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
+    from kha_megatron.mcore.norm import TorchNorm, accept_sequence_parallelism
+    from kha_megatron.mcore.settings import named_config, publish
 
 Spec = ModuleSpec | TransformerBlockSubmodules
+
+_LOCAL: dict[type, type] = {
+    WrappedTorchNorm: TorchNorm,
+    DotProductAttention: GatheredDotProductAttention,
+}
+"""Modules without Transformer Engine that refuse a parallelism, and those that accept it."""
 
 
 def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     """A copy of ``spec`` whose self-attention knocks.
 
-    Every ``SelfAttention`` becomes :class:`~kha_megatron.mcore.attention.KHASelfAttention` and
-    every ``WrappedTorchNorm`` one that sequence parallelism accepts; the rest, the experts and
-    the backend's linear layers included, stays as it was. ``spec`` is not changed.
+    Every ``SelfAttention`` becomes :class:`~kha_megatron.mcore.attention.KHASelfAttention`. Of the
+    local modules, the norm becomes one that sequence parallelism accepts and the core attention one
+    that context parallelism accepts. The rest, the experts and the backend's linear layers
+    included, stays as it was. ``spec`` is not changed.
 
     Raises:
         ConfigError: there is no ``SelfAttention`` in it (MLA and linear attention have others).
@@ -43,11 +57,11 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
 
     def rewrite(node: Any) -> Any:
         nonlocal found
-        if node is WrappedTorchNorm:
-            return TorchNorm
+        if isinstance(node, type):
+            return _LOCAL.get(node, node)
         if isinstance(node, list):
             return [rewrite(item) for item in node]
-        if not is_dataclass(node) or isinstance(node, type):
+        if not is_dataclass(node):
             return node
         if id(node) not in rewritten:
             changed = {f.name: rewrite(getattr(node, f.name)) for f in fields(node) if f.init}
@@ -67,7 +81,9 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     return result
 
 
-def kha_layer_spec(config: Any, kha: KHAConfig, vp_stage: int | None = None) -> Spec:
+def kha_layer_spec(
+    config: Any, kha: KHAConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> Spec:
     """What ``GPTModel(transformer_layer_spec=...)`` takes, for this pipeline stage, with KHA.
 
     Args:
@@ -76,11 +92,11 @@ def kha_layer_spec(config: Any, kha: KHAConfig, vp_stage: int | None = None) -> 
             and ``moe_layer_freq`` the MoE layers.
         kha: what is knocked.
         vp_stage: virtual pipeline stage, if any.
+        pp_rank: pipeline stage; None is that of Megatron's ``parallel_state``.
 
     Raises:
         ConfigError: the model cannot carry KHA as configured; the message says why.
     """
-    check_version()
     transformer: TransformerConfig = getattr(config, "transformer", config)
     check_config(transformer, kha)
     if kha.variants and transformer.mtp_num_layers:
@@ -89,16 +105,29 @@ def kha_layer_spec(config: Any, kha: KHAConfig, vp_stage: int | None = None) -> 
             "prediction layers without the layer spec, so they would train plain attention: "
             "remove --mtp-num-layers, or use the baseline preset"
         )
-    return with_kha(_stock_spec(config, transformer, vp_stage), kha)
+    return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
 
 
-def _stock_spec(config: Any, transformer: TransformerConfig, vp_stage: int | None) -> Spec:
+def _stock_spec(
+    config: Any, transformer: TransformerConfig, vp_stage: int | None, pp_rank: int | None
+) -> Spec:
     use_te = transformer.transformer_impl == "transformer_engine"
     if config is not transformer and use_te:
         # Megatron's own choice, which also reads options that only its training package has
         from megatron.training.models.gpt import default_layer_spec
 
         return default_layer_spec(config, vp_stage)
+    fused_mlp = use_te and not transformer.num_moe_experts
+    for option, applies in (
+        ("heterogeneous_block_specs", True),
+        ("use_transformer_engine_op_fuser", fused_mlp),
+    ):
+        if applies and getattr(transformer, option, False):
+            raise ConfigError(
+                f"{option}=True asks for layers that a TransformerConfig does not describe: leave "
+                "it out, or train a GPT model with `-m kha_megatron.training` and "
+                "--transformer-impl transformer_engine"
+            )
     # a whole block rather than one layer, because a layer spec leaves the choice of the final norm
     # to Megatron, and without Transformer Engine that one refuses sequence parallelism
     return get_gpt_decoder_block_spec(
@@ -107,29 +136,84 @@ def _stock_spec(config: Any, transformer: TransformerConfig, vp_stage: int | Non
         normalization=transformer.normalization,
         qk_l2_norm=transformer.qk_l2_norm,
         vp_stage=vp_stage,
+        pp_rank=pp_rank,
     )
 
 
-def _named(preset: str) -> Callable[..., Spec]:
-    kha = KHAConfig.from_preset(preset)
+class KHATransformerLayer(BaseTransformerLayer):
+    """Builds the ``TransformerLayer`` with KHA that ``config`` asks for at this layer number.
 
-    def spec(config: Any, vp_stage: int | None = None) -> Spec:
-        # Megatron answers a mistyped --spec with plain attention, so the right one speaks up
-        if vp_stage in (None, 0) and (
-            not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        ):
-            print(f"kha_megatron: spec {preset} knocks {kha}", flush=True)
-        return kha_layer_spec(config, kha, vp_stage)
+    A stock script hands on what ``--spec`` names before there is a configuration, to old builders
+    as it is. So the named object is a spec of one layer, and which layer that is (local or
+    Transformer Engine, dense or MoE) is decided here, where Megatron repeats it over the stage.
+    """
 
-    spec.__name__ = spec.__qualname__ = preset
-    spec.__doc__ = f"``--spec kha_megatron.mcore.specs {preset}``: knocks {kha}."
-    return spec
+    def __new__(
+        cls,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        spec_name: str,
+        **kwargs: Any,
+    ) -> TransformerLayer:
+        """Build a layer as ``TransformerBlock`` does.
+
+        Args:
+            layer_number: within this stage, from 1.
+            spec_name: a preset, or ``kha``.
+
+        Raises:
+            ConfigError: see :func:`kha_layer_spec` and ``settings.named_config``.
+        """
+        kha = named_config(spec_name)
+        pp_rank = get_pg_rank(pg_collection.pp) if pg_collection else None
+        block = kha_layer_spec(config, kha, vp_stage, pp_rank)
+        layer = build_module(
+            block.layer_specs[layer_number - 1],
+            config=config,
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **kwargs,
+        )
+        if layer_number == 1:
+            publish(spec_name, kha, layer.pg_collection, speak=layer.layer_number == 1)
+        return layer
+
+
+def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
+    """What ``HybridModel(hybrid_stack_spec=...)`` takes.
+
+    Args:
+        kha: what is knocked, or the name of a preset, resolved when the model is built.
+    """
+    # by its path, because importing Megatron's hybrid layers is of no use to a GPTModel
+    stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
+    return ModuleSpec(module=stack, params={"kha": kha})
+
+
+accept_sequence_parallelism()
+
+
+def _layer(name: str) -> ModuleSpec:
+    return ModuleSpec(module=KHATransformerLayer, params={"spec_name": name})
 
 
 # `--spec MODULE NAME` looks the name up in the module's own attributes
-baseline = _named("baseline")
-kha_mlp = _named("kha_mlp")
-kha_linear = _named("kha_linear")
-kha_linear_v = _named("kha_linear_v")
-kha_gate_v = _named("kha_gate_v")
-kha_mlp_qkv = _named("kha_mlp_qkv")
+kha = _layer("kha")
+baseline = _layer("baseline")
+kha_mlp = _layer("kha_mlp")
+kha_linear = _layer("kha_linear")
+kha_linear_v = _layer("kha_linear_v")
+kha_gate_v = _layer("kha_gate_v")
+kha_mlp_qkv = _layer("kha_mlp_qkv")
+
+kha_hybrid = kha_hybrid_stack_spec("kha")
+baseline_hybrid = kha_hybrid_stack_spec("baseline")
+kha_mlp_hybrid = kha_hybrid_stack_spec("kha_mlp")
+kha_linear_hybrid = kha_hybrid_stack_spec("kha_linear")
+kha_linear_v_hybrid = kha_hybrid_stack_spec("kha_linear_v")
+kha_gate_v_hybrid = kha_hybrid_stack_spec("kha_gate_v")
+kha_mlp_qkv_hybrid = kha_hybrid_stack_spec("kha_mlp_qkv")

@@ -1,41 +1,24 @@
-"""Layer specs: by name, for both backends, and what they leave alone."""
+"""Layer specs for both backends, and what they leave alone. `test_named_specs.py` has the names."""
 
 import importlib.util
+import json
+import os
+from unittest import mock
 
 import pytest
 
-from kha_megatron.config import PRESETS, KHAConfig
+from kha_megatron.config import KHAConfig
 from tests.distributed.launcher import RankPool
-
-
-def named_specs():
-    """Which attention each preset's named spec builds, resolved as Megatron's --spec does."""
-    from megatron.core.transformer.spec_utils import import_module
-
-    from tests.distributed import models
-
-    models.initialize()
-    config = models.transformer_config()
-    found = {}
-    for preset in PRESETS:
-        spec = import_module(("kha_megatron.mcore.specs", preset))
-        model = models.gpt_model(config, None, layer_spec=spec(config, vp_stage=None))
-        attention = model.decoder.layers[1].self_attention
-        built = {p: getattr(attention, f"knock_{p}") for p in ("query", "key", "value")}
-        found[preset] = {p: m.variant for p, m in built.items() if m is not None}
-    return found
-
-
-def test_every_preset_is_a_named_spec(ranks):
-    assert ranks(named_specs, 1)[0] == {name: dict(PRESETS[name]) for name in PRESETS}
 
 
 def rewritten_spec():
     """with_kha changes attention and norms only, keeps shared objects shared, and its input."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from kha_megatron.mcore.attention import KHASelfAttention
+    from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
     from kha_megatron.mcore.specs import with_kha
     from tests.distributed import models
 
@@ -49,9 +32,10 @@ def rewritten_spec():
     assert all(s.submodules.self_attention.module is KHASelfAttention for s in ours.layer_specs)
     assert ours.layer_specs[1] is ours.layer_specs[2]
     for before, after in zip(stock.layer_specs, ours.layer_specs, strict=True):
-        assert after.submodules.mlp is before.submodules.mlp
-        core = before.submodules.self_attention.submodules.core_attention
-        assert after.submodules.self_attention.submodules.core_attention is core
+        assert after.submodules.mlp == before.submodules.mlp
+        assert before.submodules.self_attention.submodules.core_attention is DotProductAttention
+        core = after.submodules.self_attention.submodules.core_attention
+        assert core is GatheredDotProductAttention
     return True
 
 
@@ -89,10 +73,11 @@ te = pytest.mark.skipif(
 )
 
 
-def transformer_engine_model(moe):
+def transformer_engine_model(moe, named):
     """Construct (no forward without a GPU) and describe the Transformer Engine form."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    from kha_megatron.mcore import specs
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=2)
@@ -106,7 +91,9 @@ def transformer_engine_model(moe):
         ffn_hidden_size=64,
         **overrides,
     )
-    model = models.gpt_model(config, KHAConfig(query="linear", key="gate", value="mlp"))
+    kha = KHAConfig(query="linear", key="gate", value="mlp")
+    with mock.patch.dict(os.environ, KHA_CONFIG=json.dumps(kha.to_dict())):
+        model = models.gpt_model(config, kha, layer_spec=specs.kha if named else None)
     attention = model.decoder.layers[0].self_attention
     sharded = model.sharded_state_dict()
     return {
@@ -128,8 +115,9 @@ def transformer_engine_model(moe):
 @te
 @pytest.mark.te
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-def test_transformer_engine_spec_constructs(ranks_with_te, moe):
-    found = ranks_with_te(transformer_engine_model, 2, moe)[0]
+@pytest.mark.parametrize("named", [False, True])
+def test_transformer_engine_spec_constructs(ranks_with_te, moe, named):
+    found = ranks_with_te(transformer_engine_model, 2, moe, named)[0]
     assert found["linear_qkv"] == "TELayerNormColumnParallelLinear"
     assert found["norm"] in ("RMSNorm", "TENorm")
     names = ["knock_query.weight", "knock_key.weight", "knock_value.weight"]

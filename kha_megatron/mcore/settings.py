@@ -1,0 +1,130 @@
+"""What a spec that was chosen by its name knocks, in a script that knows nothing of KHA.
+
+A name carries the variants. What it cannot carry comes from the environment variable
+``KHA_CONFIG``: a JSON object of :class:`~kha_megatron.config.KHAConfig` fields, or the path of a
+file that holds one::
+
+    KHA_CONFIG='{"value": "mlp", "init_seed": 5}' ... --spec kha_megatron.mcore.specs kha
+    KHA_CONFIG=/shared/kha.json ...                   --spec kha_megatron.mcore.specs kha_mlp
+
+The spec ``kha`` takes all of it. A preset's name takes ``init`` and ``init_seed``, and refuses
+variants that contradict it.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank
+
+from kha_megatron.config import CONFIG_VARIABLE, PROJECTIONS, KHAConfig
+from kha_megatron.errors import ConfigError
+
+FROM_ENVIRONMENT = "kha"
+"""Name of the spec that has no variants of its own."""
+
+
+def named_config(name: str) -> KHAConfig:
+    """What the spec of this name knocks, ``KHA_CONFIG`` included.
+
+    Args:
+        name: a preset, or ``kha``.
+
+    Raises:
+        ConfigError: ``KHA_CONFIG`` cannot be read, has an unknown key or value, contradicts the
+            preset, or says nothing of the variants that ``kha`` needs.
+    """
+    text = os.environ.get(CONFIG_VARIABLE, "")
+    given = _read(text) if text else {}
+    if name != FROM_ENVIRONMENT:
+        preset = KHAConfig.from_preset(name).to_dict()
+        for projection in PROJECTIONS:
+            if given.get(projection, preset[projection]) != preset[projection]:
+                raise ConfigError(
+                    f"--spec {name} knocks {projection}={preset[projection] or 'none'}, and "
+                    f"{CONFIG_VARIABLE} says {given[projection] or 'none'}: use --spec "
+                    f"kha_megatron.mcore.specs {FROM_ENVIRONMENT}, or leave {projection} out"
+                )
+        given = preset | given
+    elif not set(PROJECTIONS) & set(given):
+        raise ConfigError(
+            f"--spec {name} takes its variants from {CONFIG_VARIABLE}, which "
+            + (f"names none of {', '.join(PROJECTIONS)}" if text else "is not set")
+            + f': export {CONFIG_VARIABLE}=\'{{"value": "mlp"}}\', or use a preset\'s name'
+        )
+    try:
+        return KHAConfig.from_dict(given)
+    except ConfigError as error:
+        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
+
+
+@functools.cache  # every layer asks
+def _read(text: str) -> dict[str, Any]:
+    """The fields that the variable, or the file that it names, holds."""
+    source = CONFIG_VARIABLE
+    if not text.lstrip().startswith("{"):
+        source = f"{CONFIG_VARIABLE}={text}"
+        try:
+            text = Path(text).read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{source} is neither a JSON object nor a file that can be read: {error}"
+            ) from error
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source} holds {given!r} instead of a JSON object of KHA settings")
+    # null and "none" both leave a projection alone
+    return {key: None if value == "none" else value for key, value in given.items()}
+
+
+def publish(name: str, kha: KHAConfig, groups: ProcessGroupCollection, *, speak: bool) -> None:
+    """Check a named spec's configuration against the other ranks', store it, and print it.
+
+    It is stored among the arguments of Megatron's training loop, if that is what runs, so that
+    they carry it into every checkpoint.
+
+    Args:
+        groups: of the model being built.
+        speak: whether this pipeline stage prints; its first rank does.
+
+    Raises:
+        ConfigError: another rank has another configuration.
+    """
+    _check_same_everywhere(name, kha)
+    for field, value in kha.to_dict().items():
+        setattr(_training_arguments(), f"kha_{field}", value)
+    if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
+        # Megatron answers a --spec that it cannot import with plain attention, so this one speaks
+        print(f"kha_megatron: spec {name} knocks {kha}", flush=True)
+
+
+def _training_arguments() -> Any:
+    """The arguments of Megatron's training loop; a stand-in where it does not run."""
+    training = sys.modules.get("megatron.training.global_vars")
+    try:
+        return training.get_args() if training else SimpleNamespace()
+    except AssertionError:  # Megatron's answer before it has any
+        return SimpleNamespace()
+
+
+def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
+    if not torch.distributed.is_initialized():
+        return
+    # the store, not a collective: pipeline stages build their layers at different times, or none
+    store = torch.distributed.distributed_c10d._get_default_store()
+    mine = json.dumps(kha.to_dict(), sort_keys=True)
+    first = store.compare_set(f"kha_megatron/{name}", "", mine).decode()
+    if first != mine:
+        raise ConfigError(
+            f"--spec {name} is {mine} on rank {torch.distributed.get_rank()} and {first} on the "
+            f"rank that came first: export the same {CONFIG_VARIABLE} on all nodes"
+        )

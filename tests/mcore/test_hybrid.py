@@ -1,0 +1,277 @@
+"""HybridModel with KHA equals the GPTModel it is made of: same weights, same numbers.
+
+Tolerance: float32, and the same operations in the same order, so differences come from fused or
+reordered sums only; 1e-5 relative (of norms) is far above them and far below any mistake.
+"""
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from tests.versions import needs_hybrid_models
+
+TOLERANCE = 1e-5
+MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+TP = {"tensor_model_parallel_size": 2}
+LAYERS = 3
+
+CASES = {
+    "dense": (1, {}, {}, "*-*-*-"),
+    "dense without QK-norm": (1, {}, {"qk_layernorm": False}, "*-*-*-"),
+    "experts after a dense layer": (1, {}, MOE | {"moe_layer_freq": [0, 1, 1]}, "*-*E*E"),
+    "tensor parallel": (2, TP, TP, "*-*-*-"),
+    "sequence parallel": (2, TP, TP | {"sequence_parallel": True}, "*-*-*-"),
+    "experts and sequence parallel": (
+        2,
+        TP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        TP
+        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        | {"sequence_parallel": True, "moe_token_dispatcher_type": "alltoall"}
+        | MOE,
+        "*E*E*E",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _where_there_are_hybrid_models():
+    needs_hybrid_models()
+
+
+def hybrid_model(models, config, spec, pattern, **overrides):
+    """A HybridModel in the sizes of ``models.gpt_model``."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(
+        config,
+        spec,
+        vocab_size=models.VOCAB,
+        max_sequence_length=models.SEQUENCE,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope",
+        **overrides,
+    )
+
+
+def gpt_name(name):
+    """The GPTModel's name of a HybridModel's tensor, for patterns of attention and MLP in turn."""
+    head, layers, rest = name.partition("decoder.layers.")
+    if not layers:
+        return name.replace("final_norm", "final_layernorm")
+    number, rest = rest.split(".", 1)
+    return f"{head}{layers}{int(number) // 2}.{rest}"
+
+
+def compared(kha, sizes, overrides, pattern):
+    """Relative errors of the outputs and of every gradient against the GPTModel's."""
+    from megatron.core.distributed import DistributedDataParallel as Ddp
+    from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
+    from megatron.core.distributed import finalize_model_grads
+
+    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
+    from tests.distributed import models
+
+    models.initialize(**sizes)
+    config = models.transformer_config(num_layers=LAYERS, **overrides)
+    gpt = models.gpt_model(config, kha)
+    twice = {"num_layers": len(pattern), "is_hybrid_model": True, "moe_layer_freq": 1}
+    hybrid = hybrid_model(
+        models,
+        models.transformer_config(**overrides | twice),
+        kha_hybrid_stack_spec(kha),
+        pattern,
+    )
+    weights = gpt.state_dict()
+    hybrid.load_state_dict({n: weights[gpt_name(n)] for n in hybrid.state_dict()})
+
+    found = {}
+    for name, model in (("gpt", gpt), ("hybrid", hybrid)):
+        ddp = Ddp(model.config, DdpConfig(), model)
+        ddp.zero_grad_buffer()
+        tokens, positions, mask = models.batch()
+        losses = ddp(tokens, positions, mask, labels=tokens)
+        losses.mean().backward()
+        finalize_model_grads([ddp])
+        found[name] = {"losses": losses.detach()} | {
+            n: p.main_grad.clone() for n, p in model.named_parameters()
+        }
+        ddp.grad_accs.clear()
+    got, want = found["hybrid"], found["gpt"]
+    assert len(got) == len(want)
+    return {n: _error(value, want[gpt_name(n)]) for n, value in got.items()}
+
+
+def _error(got, want):
+    assert want.norm() > 0
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case):
+    n, *settings = CASES[case]
+    for errors in ranks(compared, n, MIXED, *settings):
+        assert sum(".knock_" in name for name in errors) == 3 * LAYERS
+        assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
+
+
+def pipelined(kha, pattern):
+    """Each stage's shared matrices in a checkpoint; the last's loss against that of one stage."""
+    from megatron.core import parallel_state
+
+    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
+    from tests.distributed import models
+
+    tokens, positions, mask = models.batch()
+    models.initialize()
+    config = models.transformer_config(num_layers=4)
+    whole = hybrid_model(models, config, kha_hybrid_stack_spec(kha), pattern.replace("|", ""))
+    models.perturb(whole)
+    weights = {n: t for n, t in whole.state_dict().items() if t is not None}
+    want = whole(tokens, positions, mask, labels=tokens).detach()
+
+    models.initialize(pipeline_model_parallel_size=2)
+    config = models.transformer_config(num_layers=4, pipeline_model_parallel_size=2)
+    first = parallel_state.is_pipeline_first_stage()
+    stage = hybrid_model(
+        models,
+        config,
+        kha_hybrid_stack_spec(kha),
+        pattern,
+        pre_process=first,
+        post_process=not first,
+    )
+    offset = 0 if first else pattern.index("|")
+    held = [n for n, t in stage.state_dict().items() if t is not None]
+    stage.load_state_dict({n: weights[_shifted(n, offset)] for n in held}, strict=False)
+    keys = [e.key for e in stage.sharded_state_dict().values() if ".knock_" in e.key]
+    if first:
+        torch.distributed.send(stage(tokens, positions, mask).detach(), 1)
+        return keys, None
+    hidden = torch.empty(models.SEQUENCE, models.BATCH, config.hidden_size)
+    torch.distributed.recv(hidden, 0)
+    stage.set_input_tensor(hidden)
+    return keys, _error(stage(tokens, positions, mask, labels=tokens).detach(), want)
+
+
+def _shifted(name, offset):
+    head, layers, rest = name.partition("decoder.layers.")
+    if not layers:
+        return name
+    number, rest = rest.split(".", 1)
+    return f"{head}{layers}{int(number) + offset}.{rest}"
+
+
+def test_two_pipeline_stages_of_unequal_length(ranks):
+    (first, _), (second, error) = ranks(pipelined, 2, KHAConfig(value="mlp"), "*|-*-")
+    assert first == ["decoder.layers.0.self_attention.knock_value.weight"]
+    assert second == ["decoder.layers.2.self_attention.knock_value.weight"]
+    assert error < TOLERANCE
+
+
+def named_stack(preset):
+    from megatron.core.transformer.spec_utils import import_module
+
+    from tests.distributed import models
+
+    models.initialize()
+    spec = import_module(("kha_megatron.mcore.specs", f"{preset}_hybrid"))
+    model = hybrid_model(models, models.transformer_config(num_layers=2), spec, "*-")
+    return model.decoder.layers[0].self_attention.kha
+
+
+@pytest.mark.parametrize("preset", ["kha_linear", "baseline"])
+def test_a_named_stack_builds_its_preset(ranks, preset):
+    assert ranks(named_stack, 1, preset)[0] == KHAConfig.from_preset(preset)
+
+
+def refusals(cases):
+    """What each pattern, described as the entry point does, is refused with."""
+    from kha_megatron.mcore.hybrid import check_pattern
+
+    def one(pattern, settings):
+        try:
+            check_pattern(
+                pattern,
+                **{"kha": MIXED, "transformer_impl": "local", "num_experts": None, "stages": 2}
+                | settings,
+            )
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    return [one(*case) for case in cases]
+
+
+TE = {"transformer_impl": "transformer_engine"}
+
+
+def test_patterns_that_cannot_be_built_are_refused(ranks):
+    cases = [
+        ("*-*-", {}, None),
+        ("*-|*E", {"num_experts": 4}, None),
+        ("M-M-", {"kha": KHAConfig()} | TE, "need mamba_ssm, which is not installed"),
+        ("*-*E", {}, "has MoE layers (E): give --num-experts"),
+        ("*-*-/*-", {}, "no multi-token prediction layers: remove / and what follows"),
+        ("*|-|*|-", {}, "4 sections for 2 pipeline stages, and Megatron documents virtual"),
+        ("*-x-", {}, "'x' is not a valid layer symbol"),
+        ("-|-", {}, "has no attention layer (*) for KHA on query=linear"),
+        ("-|-", {"kha": KHAConfig()}, None),
+        ("M*M-", {}, "layers M exist as Transformer Engine modules only"),
+        ("G*", TE, "need fla, which is not installed"),
+        ("D-D-", TE | {"kha": KHAConfig(value="mlp")}, "no attention layer"),
+        ("D-D-", TE | {"stages": None}, "multi-latent attention"),
+        ("D-D-", TE | {"kha": KHAConfig()}, "latent attention (+, D) is not available"),
+    ]
+    answers = ranks(refusals, 1, [case[:2] for case in cases])[0]
+    for (*case, expected), answer in zip(cases, answers, strict=True):
+        assert (answer is None) == (expected is None), f"{case}: {answer}"
+        assert expected is None or expected in answer
+
+
+def refused_stacks():
+    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
+    from tests.distributed import models
+
+    models.initialize()
+    answers = []
+    for overrides in ({"mtp_num_layers": 1}, {"virtual_pipeline_model_parallel_size": 2}):
+        config = models.transformer_config(num_layers=2)
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        try:
+            hybrid_model(models, config, kha_hybrid_stack_spec(MIXED), "*-")
+        except ConfigError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_a_stock_script_meets_the_same_refusals(ranks):
+    prediction, virtual = ranks(refused_stacks, 1)[0]
+    assert "mtp_num_layers=1: a hybrid model with KHA has no multi-token" in prediction
+    assert "virtual_pipeline_model_parallel_size=2: Megatron documents" in virtual
+
+
+def described(asked, built, pattern):
+    from kha_megatron.mcore.monitor import describe_model
+    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(num_layers=len(pattern))
+    model = hybrid_model(models, config, kha_hybrid_stack_spec(built), pattern)
+    try:
+        return describe_model([model], asked)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_only_attention_layers_are_counted(ranks):
+    kha = KHAConfig(value="mlp")
+    (line,) = ranks(described, 1, kha, kha, "*-*--")
+    assert line == f"knocks value=mlp in 2 of 2 layers: {2 * 3 * 6**2} parameters added"
+    (line,) = ranks(described, 1, kha, KHAConfig(), "*-*--")
+    assert line.startswith("2 of 2 layers were built without the asked-for KHA on value=mlp")
+    (line,) = ranks(described, 1, kha, kha, "--")
+    assert line.startswith("0 of 0 layers were built without the asked-for KHA on value=mlp")
