@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kha_megatron.config import MATRICES, PRESETS, PROJECTIONS, KHAConfig, Projection
+from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig, Projection
 from kha_megatron.errors import CheckpointError
-from kha_megatron.mcore.torch_dist import Record, TorchDistFolder, load_plain, reason
+from kha_megatron.files import flush
+from kha_megatron.mcore.manifest import MANIFEST, check_file, read_manifest
+from kha_megatron.mcore.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMIT_MARK = "metadata.json"
 """Megatron writes this file last: a folder without it was never completed."""
+
+LEGACY_COMMON = "common.pt"
+"""Where Megatron-Core kept what all ranks have in common before 0.19."""
 
 LAYERS = "decoder.layers."
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
@@ -45,19 +50,24 @@ class MegatronCheckpoint:
         self._folder = folder
 
     @classmethod
-    def open(cls, path: str | Path) -> "MegatronCheckpoint":
+    def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
         """Open a ``--save`` folder at its latest iteration, or one ``iter_0000123`` folder.
 
-        Every shard is checked to exist and to be long enough; no tensor is read.
+        Every shard is checked to exist and to be long enough; no tensor is read. With ``verify``
+        a file that the checkpoint's manifest lists is hashed before anything is read from it, the
+        shards when their first tensor is.
 
         Raises:
             CheckpointError: there is no complete ``torch_dist`` checkpoint; the message names the
                 file that is missing or damaged.
         """
-        path = _iteration_folder(Path(path))
+        path = iteration_folder(Path(path))
         mark = path / COMMIT_MARK
         if not mark.is_file():
             raise CheckpointError(_without_commit_mark(path))
+        digests = (read_manifest(path) or {}) if verify else {}
+        for name in {COMMIT_MARK, METADATA, LEGACY_COMMON} & set(digests):
+            check_file(path / name, digests[name])
         try:
             backend = json.loads(mark.read_bytes())["sharded_backend"]
         except (ValueError, TypeError, KeyError) as error:
@@ -67,7 +77,7 @@ class MegatronCheckpoint:
                 f"{mark} names the format {backend!r}, and only torch_dist can be read: save with "
                 "--ckpt-format torch_dist"
             )
-        return cls(path, TorchDistFolder.open(path))
+        return cls(path, TorchDistFolder.open(path, digests))
 
     def keys(self) -> dict[str, TensorInfo]:
         """Names of the model's tensors as Megatron stores them, with whole shapes and dtypes.
@@ -125,7 +135,7 @@ class MegatronCheckpoint:
     @cached_property
     def _common(self) -> dict[str, Any]:
         """What every rank had in common: arguments, iteration, scheduler."""
-        legacy = self.path / "common.pt"  # where Megatron-Core kept it before 0.19
+        legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
                 common = load_plain(legacy)
@@ -177,17 +187,11 @@ class MegatronCheckpoint:
     def kha(self) -> KHAConfig | None:
         """What is knocked, as the arguments record it; None for a model of plain Megatron.
 
-        Training with ``--spec kha_megatron.mcore.specs NAME`` records it by the preset's name.
-
         Raises:
             CheckpointError: the record and the tensors contradict each other.
             ConfigError: the record names a variant that does not exist.
         """
         kha = KHAConfig.from_entries(self.args)
-        if kha is None:
-            module, name = (*(self.args.get("spec") or ()), None, None)[:2]
-            if module == "kha_megatron.mcore.specs" and name in PRESETS:
-                kha = KHAConfig.from_preset(name)
         recorded = kha.variants if kha else {}
         for projection in PROJECTIONS:
             stored = {
@@ -227,11 +231,51 @@ def knock_suffix(projection: Projection) -> str:
     return f"self_attention.knock_{projection}.weight"
 
 
+_OF_A_SAVE = (MANIFEST, COMMIT_MARK, f".{MANIFEST}.partial-*", f"{METADATA}*", "*.distcp")
+"""The files of a save. The manifest goes before the mark: alone it would tell of damage."""
+
+
+def is_committed(path: Path) -> bool:
+    """Whether the save of an ``iter_0000123`` folder ended, be it damaged since or not.
+
+    Megatron writes the mark after all shards, not atomically, and the manifest after the mark.
+    """
+    if (path / MANIFEST).is_file():
+        return True
+    try:
+        return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def clear_for_overwriting(path: str | Path) -> None:
+    """Remove an earlier save from a folder that is about to be written, its commit marks first.
+
+    A kill in between or during the new save then leaves a folder that looks as incomplete as it
+    is, without shards of another layout. What is no part of a save stays.
+    """
+    path = Path(path)
+    held = [file for pattern in _OF_A_SAVE for file in path.glob(pattern)]
+    if not held:
+        return
+    what = "a checkpoint" if is_committed(path) else "a save that was cut short"
+    print(f"kha_megatron: {path} holds {what}, which is replaced", flush=True)
+    for file in held:
+        file.unlink()
+        if file.name in (MANIFEST, COMMIT_MARK):
+            flush(path)
+
+
 def _count(stored: set[int]) -> str:
     return " and ".join(map(str, sorted(stored))) + " matrices" if stored else "none"
 
 
-def _iteration_folder(path: Path) -> Path:
+def iteration_folder(path: Path) -> Path:
+    """The latest iteration in a ``--save`` folder, by its tracker file, or ``path`` if it is one.
+
+    Raises:
+        CheckpointError: the tracker file is missing or torn, or names a folder that is not there.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder: name a --save folder or iter_0000123 in it")
     tracker = path / TRACKER

@@ -2,6 +2,7 @@
 
 import torch
 from megatron.core import mpu
+from megatron.core.transformer.attention import Attention
 
 from kha_megatron.config import PROJECTIONS, KHAConfig, Projection, Variant
 from kha_megatron.errors import ConfigError
@@ -17,26 +18,27 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
 
     Returns:
         For example ``knocks value=mlp in 12 of 12 layers: 589,824 parameters added``, counted over
-        all pipeline stages.
+        all pipeline stages. Layers of a hybrid model without attention do not count.
 
     Raises:
         ConfigError: a requested matrix is missing, or one is there that was not requested. Raised
             on every rank, whichever pipeline stage the layer is on.
     """
     layers = [layer for model in models for layer in model.decoder.layers]
-    attentions = [a for layer in layers if isinstance(a := layer.self_attention, KHASelfAttention)]
-    wrong = sum(_built(layer) != kha.variants for layer in layers)
+    every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
+    attentions = [attention for attention in every if isinstance(attention, KHASelfAttention)]
+    wrong = sum(_built(attention) != kha.variants for attention in every)
     added = sum(
         p.numel() for a in attentions for n, p in a.named_parameters() if n.startswith("knock_")
     )
     totals = torch.tensor(
-        [len(attentions) if kha.variants else 0, len(layers), added, wrong],
+        [len(attentions) if kha.variants else 0, len(every), added, wrong],
         dtype=torch.int64,
         device=torch.cuda.current_device(),
     )
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, total, added, wrong = totals.tolist()
-    if wrong:
+    if wrong or (kha.variants and not total):
         raise ConfigError(
             f"{wrong} of {total} layers were built without the asked-for KHA on {kha}: another "
             "layer spec was used (check --spec and pre-wrap hooks)"
@@ -44,7 +46,7 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
     return f"knocks {kha} in {knocked} of {total} layers: {added:,} parameters added"
 
 
-def _built(layer: torch.nn.Module) -> dict[Projection, Variant]:
-    """The variants that a layer really has, as in ``KHAConfig.variants``."""
-    knocking = {p: getattr(layer.self_attention, f"knock_{p}", None) for p in PROJECTIONS}
+def _built(attention: Attention) -> dict[Projection, Variant]:
+    """The variants that an attention really has, as in ``KHAConfig.variants``."""
+    knocking = {p: getattr(attention, f"knock_{p}", None) for p in PROJECTIONS}
     return {p: module.variant for p, module in knocking.items() if module is not None}

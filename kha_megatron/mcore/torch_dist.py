@@ -9,16 +9,18 @@ refused, and tensors are read with ``weights_only=True``.
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kha_megatron.errors import CheckpointError
+from kha_megatron.mcore.manifest import check_file
 
 METADATA = ".metadata"
 
@@ -126,12 +128,17 @@ class TorchDistFolder:
         self, path: Path, tensors: dict[str, StoredTensor], objects: dict[str, Chunk]
     ) -> None:
         self.path = path
+        self._unverified: dict[str, str] = {}
         self.tensors = tensors
         self.objects = objects
 
     @classmethod
-    def open(cls, path: Path) -> "TorchDistFolder":
+    def open(cls, path: Path, digests: Mapping[str, str] = MappingProxyType({})) -> Self:
         """Read the index of a folder and compare it with the shards, without loading them.
+
+        Args:
+            path: the folder.
+            digests: SHA-256 by shard, checked when a shard is first read from.
 
         Raises:
             CheckpointError: ``.metadata`` is missing, damaged or hostile, or a shard is missing or
@@ -151,6 +158,7 @@ class TorchDistFolder:
                 f"{file} is damaged or hostile ({reason(error)}): take another checkpoint"
             ) from error
         folder._check_shards()
+        folder._unverified = dict(digests)
         return folder
 
     def read(self, key: str, row: int | None = None) -> Tensor:
@@ -196,6 +204,9 @@ class TorchDistFolder:
         return self._load(key, self.objects[key])
 
     def _load(self, key: str, chunk: Chunk) -> Any:
+        if chunk.file in self._unverified:
+            check_file(self.path / chunk.file, self._unverified[chunk.file])
+            del self._unverified[chunk.file]
         try:
             with (self.path / chunk.file).open("rb") as stream:
                 stream.seek(chunk.start)

@@ -1,6 +1,7 @@
 """Entry point: ``torchrun --nproc-per-node 8 -m kha_megatron.training --kha-preset kha_mlp ...``.
 
-Exit code 2 and one line on stderr for input that cannot be honoured.
+Exit code 2 and one line on stderr for input that cannot be honoured; 17, as in Megatron, when NaN
+or infinity stopped the training.
 """
 
 import os
@@ -21,6 +22,9 @@ def main() -> None:
 
     try:
         choose_device(sys.argv)
+        from kha_megatron.mcore.compat import check_training_package
+
+        check_training_package()
         from kha_megatron.training.pretrain import run
 
         run(PROGRAM_START)
@@ -28,7 +32,7 @@ def main() -> None:
         # one rank of each machine: a file may be missing on one machine only
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,16 @@ import os
 
 from kha_megatron import cpu
 from kha_megatron.config import (
+    CONFIG_VARIABLE,
     INITS,
     MATRICES,
     PRESETS,
     KHAConfig,
-    check_head_layout,
     parse_variant,
 )
 from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.training.layout import check_args_layout
 
 DEVICES = ("cuda", "cpu")
 
@@ -24,11 +25,12 @@ _NOT_HERE = {
     "--spec kha_megatron.mcore.specs NAME for --sft",
     "fim_data": "this entry point pre-trains on plain sequences: run Megatron's pretrain_gpt.py "
     "with --spec kha_megatron.mcore.specs NAME for --fim-data",
+    "flash_decode": "this entry point trains, and flash decode is for inference: remove "
+    "--flash-decode",
     "dataloader_inter_document_masking": "this entry point does not pack documents: remove "
     "--dataloader-inter-document-masking, or use --reset-attention-mask",
     "hybrid_context_parallel": "hybrid context parallelism needs packed sequences, which this "
     "entry point does not make: remove --hybrid-context-parallel",
-    "hybrid_layer_pattern": "this entry point builds GPTModel: remove --hybrid-layer-pattern",
     "inprocess_restart": "this entry point does not restart in process: remove "
     "--inprocess-restart, and let the launcher restart the job",
     "logits_load_dir": "this entry point does not distil: remove --logits-load-dir",
@@ -37,17 +39,40 @@ _NOT_HERE = {
 
 
 def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``kha`` group to Megatron's parser (its ``extra_args_provider``)."""
-    group = parser.add_argument_group(
-        "kha",
-        "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
-        "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
-    )
+    """Add what this entry point takes to Megatron's parser (its ``extra_args_provider``)."""
+    group = parser.add_argument_group("kha training")
     group.add_argument(
         "--device",
         choices=DEVICES,
         default="cuda",
         help="cpu runs Megatron on the CPU with gloo: correct, and slow.",
+    )
+    group.add_argument(
+        "--kha-upcycle",
+        action="store_true",
+        help="Start a new run from a checkpoint without KHA in --pretrained-checkpoint; the shared "
+        "matrices start at the identity. Once --load holds a checkpoint of the run, it goes on "
+        "from there.",
+    )
+    parser.set_defaults(verify_integrity=True)
+    group.add_argument(
+        "--no-verify-integrity",
+        dest="verify_integrity",
+        action="store_false",
+        help="Do not hash torch_dist checkpoints when saving, nor check the hashes when loading.",
+    )
+    if parser.get_default("kha_stock"):  # a patched Megatron has added the group already
+        parser.set_defaults(kha_stock=False)
+        return parser
+    return add_model_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``kha`` group, which says what is knocked."""
+    group = parser.add_argument_group(
+        "kha",
+        "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
+        "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
     group.add_argument("--kha-preset", metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
     for projection in ("query", "key", "value"):
@@ -115,8 +140,14 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
     """The KHA configuration that the command line asks for.
 
     Raises:
-        ConfigError: nothing was asked for, or a name is unknown.
+        ConfigError: nothing was asked for, a name is unknown, or ``KHA_CONFIG`` is set, which only
+            stock scripts need.
     """
+    if os.environ.get(CONFIG_VARIABLE):
+        raise ConfigError(
+            f"{CONFIG_VARIABLE} is for --spec in stock scripts: unset it, and give --kha-* "
+            "arguments"
+        )
     given = {
         name: parse_variant(value)
         for name in ("query", "key", "value")
@@ -136,16 +167,15 @@ def check_args(args: argparse.Namespace) -> None:
     """Refuse what cannot train, before Megatron starts: layout, data and unsupported options.
 
     Raises:
-        ConfigError: the heads do not fit the tensor-parallel size, or an option is not for here.
+        ConfigError: the model or the batch cannot be divided as asked, or an option is not for
+            here.
         DataError: the dataset or the tokenizer is missing. What lies in an object store
             (``s3://``, ``msc://``) is not looked at.
     """
     for name, why in _NOT_HERE.items():
         if getattr(args, name, None):
             raise ConfigError(why)
-    if args.num_attention_heads and not args.use_checkpoint_args:
-        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        check_head_layout(args.num_attention_heads, groups, args.tensor_model_parallel_size)
+    check_args_layout(args)
     if args.mock_data:
         return
     _check_data(args)

@@ -1,4 +1,4 @@
-"""GPT pre-training with KHA, on ``megatron.training.pretrain``: model, data, one step.
+"""Pre-training with KHA, on ``megatron.training.pretrain``: GPT or hybrid model, data, one step.
 
 Import only after :func:`kha_megatron.training.arguments.choose_device`.
 """
@@ -26,6 +26,7 @@ from megatron.training import get_args, get_timers, pretrain, set_startup_timest
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args, parse_args
@@ -33,12 +34,17 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron import cpu
-from kha_megatron.config import PROJECTIONS, KHAConfig, check_latent_attention
+from kha_megatron.config import KHAConfig, check_latent_attention
 from kha_megatron.mcore import compat
+from kha_megatron.mcore.finite import stop_before_non_finite_steps
+from kha_megatron.mcore.hybrid import check_pattern
+from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.monitor import describe_model
-from kha_megatron.mcore.specs import kha_layer_spec
+from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
-from kha_megatron.training.resume import check_same_kha
+from kha_megatron.training.recovery import failures_explained, repair_tracker
+from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
+from kha_megatron.training.upcycle import checkpoint_to_upcycle
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -54,50 +60,86 @@ def run(program_start: float) -> None:
         KHAError: the command line asks for what cannot be honoured.
     """
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
-    compat.check_version()
     compat.use_shipped_dataset_helpers()
     compat.let_torch_adam_resume()
+    compat.guard_checkpoints()
     if cpu.is_installed():
         compat.use_forked_checkpoint_writers()
         compat.skip_fusion_warm_up()
 
     early = parse_args(add_kha_arguments)
     check_args(early)
-    kha = kha_from_args(early)
+    check_saving(early)
+    repair_tracker(early)
+    kha = restored_kha(early) or kha_from_args(early)
     if early.multi_latent_attention:
         check_latent_attention(kha)
-    check_same_kha(early, kha)
+    if pattern := early.hybrid_layer_pattern or early.hybrid_override_pattern:
+        check_pattern(
+            pattern,
+            kha,
+            transformer_impl=early.transformer_impl,
+            num_experts=early.num_experts,
+            stages=early.pipeline_model_parallel_size,
+        )
+    upcycled = checkpoint_to_upcycle(early, kha)
+    if upcycled is None:
+        check_same_kha(early, kha)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
     args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
     # resolved values, so that the checkpoint's own arguments say what was trained
-    for projection in PROJECTIONS:
-        setattr(args, f"kha_{projection}", getattr(kha, projection))
+    for name, value in kha.to_dict().items():
+        setattr(args, f"kha_{name}", value)
 
-    pretrain(
-        pretrain_cfg_container_from_args(args, _model_config(args, kha)),
-        _build_datasets,
-        ModelType.encoder_or_decoder,
-        _forward_step,
-    )
+    model_config = _model_config(args, kha)
+    if upcycled:
+        model_config.pre_wrap_hooks.append(_upcycle)
+        if args.rank == 0:
+            print(
+                f"kha_megatron: a new run with the weights of {upcycled}; the shared matrices "
+                "start at the identity, optimizer and iteration anew",
+                flush=True,
+            )
+    with failures_explained(args):
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            _build_datasets,
+            ModelType.encoder_or_decoder,
+            _forward_step,
+        )
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
 def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """Megatron's GPTModelConfig whose builder asks us for the layer spec."""
-    config = gpt_config_from_args(args, config=core_transformer_config_from_args(args))
-    config.transformer_layer_spec = partial(_layer_spec, kha=kha)
+    """Megatron's configuration of a GPTModel or a HybridModel whose layers we specify."""
+    transformer = core_transformer_config_from_args(args)
+    if args.hybrid_layer_pattern:
+        config = hybrid_config_from_args(args, config=transformer)
+        config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
+    else:
+        config = gpt_config_from_args(args, config=transformer)
+        config.transformer_layer_spec = partial(_layer_spec, kha=kha)
 
     def announce(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         line = describe_model(models, kha)
         if args.rank == 0:
             print(f"kha_megatron: {line}", flush=True)
+        if args.check_for_nan_in_loss_and_grad:
+            stop_before_non_finite_steps(models)
         return models
 
     config.pre_wrap_hooks.append(announce)
     return config
+
+
+def _upcycle(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    for module in (m for model in models for m in model.modules() if isinstance(m, KnockingHeads)):
+        module.keep_at_next_load()
+    return models
 
 
 def _layer_spec(config: Any, vp_stage: int | None = None, *, kha: KHAConfig) -> Any:

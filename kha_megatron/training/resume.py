@@ -1,35 +1,161 @@
-"""Is the checkpoint that training would continue from of the same KHA configuration?"""
+"""Which checkpoint training would continue from, and is it of the same KHA configuration?"""
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError
-from kha_megatron.mcore.checkpoint import TRACKER, MegatronCheckpoint
+from kha_megatron import cpu
+from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.mcore import compat
+from kha_megatron.mcore.checkpoint import (
+    COMMIT_MARK,
+    TRACKER,
+    MegatronCheckpoint,
+    iteration_folder,
+    knock_suffix,
+)
+from kha_megatron.mcore.torch_dist import METADATA, TorchDistFolder
+
+_ATTENTION = "self_attention.linear_proj.weight"
+"""Every attention layer has it, so it tells how the layers of a checkpoint are named."""
+
+
+def check_saving(args: Namespace) -> None:
+    """Refuse ways of saving that would fail, be turned off or escape :func:`check_same_kha`.
+
+    Raises:
+        ConfigError: naming the argument to change.
+    """
+    if args.ckpt_format == "torch":
+        raise ConfigError(
+            "--ckpt-format torch: Megatron loads this format into a model of other tensors, so a "
+            "checkpoint of another KHA configuration would go unnoticed: use torch_dist"
+        )
+    if args.non_persistent_ckpt_type == "local":
+        raise ConfigError(
+            "--non-persistent-ckpt-type local: its files cannot be checked for their KHA "
+            "configuration: use --non-persistent-ckpt-type global"
+        )
+    if not args.async_save:
+        return
+    if not args.use_persistent_ckpt_worker:
+        raise ConfigError(
+            "--async-save alone: Megatron would turn it off: add --use-persistent-ckpt-worker"
+        )
+    if args.async_strategy == "nvrx" and (cpu.is_installed() or not compat.has_nvrx()):
+        why = "works with CUDA only" if cpu.is_installed() else "is not installed"
+        raise ConfigError(
+            f"--async-save uses nvidia-resiliency-ext, which {why}: add --async-strategy mcore"
+        )
+
+
+def checkpoint_to_load(args: Namespace) -> Path | None:
+    """The folder of the iteration that Megatron's ``load_checkpoint`` will choose.
+
+    ``--load`` if it has a tracker file or ``--ckpt-step`` names an iteration in it, else
+    ``--pretrained-checkpoint``; the global non-persistent checkpoint if that is as new. None if
+    training starts from scratch. What lies in an object store is not looked at.
+
+    Raises:
+        CheckpointError: a tracker file is torn, or names a folder that is not there.
+    """
+    folder = args.pretrained_checkpoint if starts_from_pretrained(args) else args.load
+    if folder is None or "://" in str(folder):
+        return None
+    chosen = None
+    if args.ckpt_step:  # as in Megatron, 0 is none
+        chosen = Path(folder) / f"iter_{args.ckpt_step:07d}"
+    elif _is_tracked(folder) or starts_from_pretrained(args):
+        chosen = iteration_folder(Path(folder))
+    if args.non_persistent_ckpt_type == "global":
+        passing = args.non_persistent_global_ckpt_dir or Path(folder) / "non_persistent"
+        if _is_tracked(passing):
+            newest = iteration_folder(Path(passing))
+            if chosen is None or _iteration(newest) >= _iteration(chosen):
+                chosen = newest
+    return chosen
+
+
+def starts_from_pretrained(args: Namespace) -> bool:
+    """Whether Megatron passes over ``--load``, which holds no checkpoint yet."""
+    return bool(args.pretrained_checkpoint) and not _is_tracked(args.load)
+
+
+def restored_kha(args: Namespace) -> KHAConfig | None:
+    """With ``--use-checkpoint-args``, what the checkpoint to be loaded knocks.
+
+    Returns:
+        None if the command line says it, or no checkpoint records it.
+    """
+    asked = (args.kha_preset, *(getattr(args, f"kha_{p}") for p in PROJECTIONS))
+    if not args.use_checkpoint_args or any(asked) or not (path := checkpoint_to_load(args)):
+        return None
+    return _stored(path)[0]
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
     """Refuse to load a checkpoint that was trained with another configuration.
 
-    Looks at ``--load`` (with ``--ckpt-step``) and ``--pretrained-checkpoint`` in the torch_dist
-    format; Megatron itself refuses missing and unknown keys in its other formats. A ``--load``
-    folder without a tracker file starts from scratch, as in Megatron, unless ``--ckpt-step`` names
-    an iteration in it.
-
     Raises:
-        CheckpointError: it was trained with another configuration or without KHA, or it is damaged
-            or incomplete.
+        CheckpointError: it was trained with another configuration or without KHA, with the tensors
+            that differ, or it is damaged or incomplete.
     """
-    if args.ckpt_format != "torch_dist":
+    if (path := checkpoint_to_load(args)) is None:
         return
-    for folder in filter(None, (args.load, args.pretrained_checkpoint)):
-        step = f"iter_{args.ckpt_step:07d}" if args.ckpt_step else None  # as in Megatron, 0 is none
-        if not step and not (Path(folder) / TRACKER).is_file():
-            continue
-        checkpoint = MegatronCheckpoint.open(Path(folder) / step if step else folder)
-        saved = checkpoint.kha or KHAConfig()
-        if saved.variants != kha.variants:
-            raise CheckpointError(
-                f"{checkpoint.path} was trained with KHA on {saved}, and the command line asks for "
-                f"{kha}: resume with the same --kha-* arguments, or start without --load"
-            )
+    stored, shapes = _stored(path)
+    saved = stored or KHAConfig()
+    if saved.variants != kha.variants:
+        remedy = "resume with the same --kha-* arguments, or start without --load"
+        if not saved.variants:
+            remedy += ", or start a new run from it with --kha-upcycle"
+        raise CheckpointError(
+            f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
+            f"{_differences(shapes, kha)}: {remedy}"
+        )
+
+
+def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]]]:
+    """What a checkpoint knocks, and the shapes of its model's tensors."""
+    if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
+        folder = TorchDistFolder.open(path)
+        if "args" in folder.objects:  # of FSDP, which writes PyTorch's own format
+            args = folder.read_object("args").state
+            shapes = {key: tensor.shape for key, tensor in folder.tensors.items()}
+            return KHAConfig.from_entries(args), shapes
+    checkpoint = MegatronCheckpoint.open(path)
+    return checkpoint.kha, {key: info.shape for key, info in checkpoint.keys().items()}
+
+
+def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig) -> str:
+    """The tensors by which a checkpoint differs from a model of this configuration."""
+    wanted = {
+        key.removesuffix(_ATTENTION) + knock_suffix(projection): len(MATRICES[variant])
+        for key in shapes
+        if key.endswith(_ATTENTION)
+        for projection, variant in kha.variants.items()
+    }
+    stored = {key: shape[-3] for key, shape in shapes.items() if ".knock_" in key}
+    kinds = {
+        "missing": wanted.keys() - stored.keys(),
+        "unexpected": stored.keys() - wanted.keys(),
+        "with another number of matrices": {
+            key for key in wanted.keys() & stored.keys() if wanted[key] != stored[key]
+        },
+    }
+    return "".join(f" ({_named(keys)} {kind})" for kind, keys in kinds.items() if keys)
+
+
+def _named(keys: set[str]) -> str:
+    first = sorted(keys)[:3]
+    more = f" and {len(keys) - len(first)} more" if len(keys) > len(first) else ""
+    return f"{len(keys)} tensor{'s' * (len(keys) > 1)} {', '.join(first)}{more}"
+
+
+def _is_tracked(folder: str | Path | None) -> bool:
+    return folder is not None and (Path(folder) / TRACKER).is_file()
+
+
+def _iteration(folder: Path) -> int:
+    digits = folder.name.removeprefix("iter_")
+    return int(digits) if digits.isdecimal() else 0  # a release

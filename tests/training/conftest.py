@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.versions import needs_training_package
+
 LAYERS = 4
 HEAD_DIM = 6
 
@@ -59,6 +61,7 @@ def start(
     words: Sequence[str], ranks: int = 1, *, torchrun: bool = False, program: str | None = None
 ) -> Run:
     """Run the entry point on ``ranks`` processes; ``program`` is Python source to run instead."""
+    needs_training_package()
     python = [sys.executable, *(["-c", program] if program else ["-m", "kha_megatron.training"])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if torchrun:

@@ -1,6 +1,8 @@
 """What the command line may ask for, with Megatron's own parser, and what a refusal looks like."""
 
+import os
 import sys
+from unittest import mock
 
 import pytest
 
@@ -15,13 +17,14 @@ MLP = ["--kha-preset", "kha_mlp"]
 
 
 def _checked(lines):
-    """For each command line, its configuration or the error that refuses it."""
+    """For each command line of a run of 8 ranks, its configuration or the error that refuses it."""
     from megatron.training.arguments import parse_args
 
     from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
 
     def one(words):
-        sys.argv = ["training", *MODEL, *TRAINING, *words]
+        sys.argv = ["training", *MODEL, *TRAINING, "--global-batch-size", "24", *words]
+        os.environ["WORLD_SIZE"] = "8"
         try:
             args = parse_args(add_kha_arguments)
             check_args(args)
@@ -29,11 +32,11 @@ def _checked(lines):
         except KHAError as error:
             return error
 
-    before = sys.argv
+    before = sys.argv, os.environ["WORLD_SIZE"]
     try:
         return [one(words) for words in lines]
     finally:
-        sys.argv = before
+        sys.argv, os.environ["WORLD_SIZE"] = before
 
 
 @pytest.fixture
@@ -54,6 +57,17 @@ def test_a_preset_and_what_overrides_it(checked):
         KHAConfig(key="gate", init="random", init_seed=5),
         KHAConfig(),
     ]
+
+
+def _checked_with_variable(lines):
+    with mock.patch.dict(os.environ, {"KHA_CONFIG": '{"value": "gate"}'}):
+        return _checked(lines)
+
+
+def test_settings_for_stock_scripts_are_not_ignored(ranks):
+    (answer,) = ranks(_checked_with_variable, 1, [[*MOCK, *MLP]])[0]
+    assert isinstance(answer, ConfigError)
+    assert "KHA_CONFIG is for --spec in stock scripts: unset it" in str(answer)
 
 
 def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):

@@ -16,6 +16,7 @@ from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.training import data_prep, tokenization
 from kha_megatron.training.data_prep import prepare
 from kha_megatron.training.data_report import DataReport, verify
+from tests.versions import needs_training_package
 
 pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")
 
@@ -96,6 +97,7 @@ def test_result_does_not_depend_on_workers(prepared, sources, tmp_path):
 
 
 def test_megatron_reads_the_tokenizer(prepared):
+    needs_training_package()
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     out, report = prepared

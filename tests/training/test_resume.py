@@ -1,67 +1,90 @@
 """Stopping and going on: bit for bit the same run, and never from another configuration."""
 
 import json
-import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.mcore import compat
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
-from kha_megatron.training.resume import check_same_kha
+from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from tests.conversion.checkpoints import save_gpt
+from tests.training.comparison import assert_same_bytes
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
 KHA = KHAConfig(value="mlp")
 
 
+ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
+
+
 def test_resumed_training_is_the_same_bit_for_bit(corpus, tmp_path):
-    """Experts with all-gather dispatch, two data-parallel ranks, distributed optimizer, overlap."""
-    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, "--kha-preset", "kha_mlp", *EXPERTS]
+    """Experts with all-gather dispatch, two data-parallel ranks, distributed optimizer, overlap.
+
+    The interrupted run saves asynchronously, while the next iteration changes what is being saved,
+    and goes on with the KHA settings that its checkpoint records.
+    """
+    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *EXPERTS, "--save-interval", "2"]
     words += ["--moe-token-dispatcher-type", "allgather", "--use-distributed-optimizer"]
     words += ["--overlap-grad-reduce", "--overlap-param-gather"]
+    # the default format fills the gaps between parameters with uninitialised memory
+    words += ["--dist-ckpt-optim-fully-reshardable"]
+    preset = ["--kha-preset", "kha_mlp"]
+    recorded = ["--load", str(tmp_path / "half"), "--use-checkpoint-args"]
 
     def folders(name):
         return ["--save", str(tmp_path / name), "--tensorboard-dir", str(tmp_path / f"{name}-tb")]
 
-    whole = start([*words, *folders("whole")], 2)
-    half = start([*words, *folders("half"), "--exit-interval", "4"], 2)
-    rest = start([*words, *folders("rest"), "--load", str(tmp_path / "half")], 2)
+    whole = start([*words, *preset, *folders("whole")], 2)
+    half = start([*words, *preset, *folders("half"), "--exit-interval", "4", *ASYNC], 2)
+    rest = start([*words, *recorded, *folders("rest")], 2)
     for run in (whole, half, rest):
         assert run.codes == [0, 0], run.output[-4000:]
         assert run.knocks == "knocks value=mlp in 4 of 4 layers: 432 parameters added"
+    assert half.output.count("scheduled an async checkpoint save at iteration") == 2
 
+    # the loss of an iteration depends on its very samples: the order of the data is the same
     expected = losses(tmp_path / "whole-tb")
     assert sorted(expected) == list(range(1, 9))
     assert expected[8] < expected[1] - 0.7
     assert losses(tmp_path / "half-tb") == {i: expected[i] for i in range(1, 5)}
     assert losses(tmp_path / "rest-tb") == {i: expected[i] for i in range(5, 9)}
 
-    one, two = (MegatronCheckpoint.open(tmp_path / name) for name in ("whole", "rest"))
-    assert one.keys() == two.keys()
-    assert one.kha == two.kha == KHA
-    for key in one.keys():  # noqa: SIM118, it is a method
-        assert torch.equal(one.tensor(key), two.tensor(key)), key
+    tracker = "latest_checkpointed_iteration.txt"
+    assert [(tmp_path / name / tracker).read_text() for name in ("half", "rest")] == ["4", "8"]
+    for name, iteration in (("half", 2), ("half", 4), ("rest", 6), ("rest", 8)):
+        folder = f"iter_{iteration:07d}"
+        assert_same_bytes(tmp_path / "whole" / folder, tmp_path / name / folder)
+        checkpoint = MegatronCheckpoint.open(tmp_path / name / folder)
+        assert checkpoint.kha == KHA
+        assert checkpoint.iteration == iteration
+        assert checkpoint.args["consumed_train_samples"] == 6 * iteration
 
     other = [*words, "--load", str(tmp_path / "half"), "--kha-value", "gate"]
-    refused = start(other)
-    assert refused.codes == [2]
-    assert len(refused.errors) == 1
+    refused = start(other, 2)
+    assert refused.codes == [2, 2]
+    assert len(refused.errors) == 1  # both ranks are on one machine
     assert "was trained with KHA on value=mlp" in refused.errors[0]
-    assert "asks for value=gate: resume with the same --kha-* arguments" in refused.errors[0]
+    assert (
+        "asks for value=gate (1 tensor decoder.layers.self_attention.knock_value.weight with "
+        in refused.errors[0]
+    )
     assert "Traceback" not in refused.output
 
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A checkpoint with KHA-MLP, and one of plain Megatron."""
+    """A checkpoint with KHA-MLP, and two of plain Megatron."""
     folder = tmp_path_factory.mktemp("resume")
-    for name, kha in (("kha", KHA), ("plain", None)):
-        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, {})
+    mixed = {"moe_layer_freq": [0, 1], "num_moe_experts": 2, "moe_ffn_hidden_size": 8}
+    for name, kha, config in (("kha", KHA, {}), ("plain", None, {}), ("experts", None, mixed)):
+        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2, **config}, {})
     return folder
 
 
@@ -71,9 +94,19 @@ def copy(saved, tmp_path) -> Path:
     return shutil.copytree(saved / "kha", tmp_path / "save")
 
 
+def arguments(folder: Path | None, **changes) -> Namespace:
+    args = {
+        "load": folder,
+        "pretrained_checkpoint": None,
+        "ckpt_step": None,
+        "non_persistent_ckpt_type": None,
+        "non_persistent_global_ckpt_dir": None,
+    }
+    return Namespace(**args | changes)
+
+
 def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
-    args = {"load": folder, "pretrained_checkpoint": None, "ckpt_step": None}
-    check_same_kha(Namespace(**args | {"ckpt_format": "torch_dist"} | changes), kha)
+    check_same_kha(arguments(folder, **changes), kha)
 
 
 def test_the_same_configuration_is_let_through(saved, tmp_path):
@@ -82,19 +115,119 @@ def test_the_same_configuration_is_let_through(saved, tmp_path):
     check(saved / "plain", KHAConfig())
     check(None, KHA)
     check(tmp_path, KHA)  # no tracker file: Megatron starts from scratch
+    # a run with checkpoints of its own no longer looks at what it started from
+    check(saved / "kha", KHA, pretrained_checkpoint=saved / "plain")
 
 
-def test_another_configuration_is_refused(saved):
-    for folder, asked, trained in (
-        ("kha", KHAConfig(), "value=mlp"),
-        ("kha", KHAConfig(query="linear", value="mlp"), "value=mlp"),
-        ("plain", KHA, r"nothing \(baseline\)"),
+VALUE = "decoder.layers.self_attention.knock_value.weight"
+
+
+@pytest.mark.parametrize(
+    ("folder", "asked", "message"),
+    [
+        ("kha", KHAConfig(), rf"value=mlp.* nothing \(baseline\) \(1 tensor {VALUE} unexpected\)"),
+        (
+            "kha",
+            KHAConfig(query="linear", value="mlp"),
+            rf"value=mlp.* value=mlp \(1 tensor {VALUE.replace('value', 'query')} missing",
+        ),
+        (
+            "kha",
+            KHAConfig(value="gate"),
+            rf"value=mlp.* value=gate \(1 tensor {VALUE} with another",
+        ),
+        ("plain", KHA, rf"nothing \(baseline\).* value=mlp \(1 tensor {VALUE} missing\).*--kha-up"),
+        (
+            "experts",
+            KHAConfig(query="linear", key="linear"),
+            r"nothing.*4 tensors decoder.layers.0.self_attention.knock_key.weight, .* and 1 more",
+        ),
+    ],
+)
+def test_another_configuration_is_refused_with_the_tensors(saved, folder, asked, message):
+    for args in ({}, {"load": None, "pretrained_checkpoint": saved / folder}):
+        with pytest.raises(CheckpointError, match=f"{folder}.*was trained with KHA on {message}"):
+            check(saved / folder, asked, **args)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["in a folder of its own", "below --load"])
+def test_a_non_persistent_checkpoint_does_not_slip_through(saved, tmp_path, named):
+    """Megatron prefers it to a persistent one that is not newer."""
+    run = shutil.copytree(saved / "kha", tmp_path / "run")
+    passing = tmp_path / "passing" if named else run / "non_persistent"
+    shutil.copytree(saved / "plain", passing)
+    words = {"non_persistent_ckpt_type": "global"}
+    if named:
+        words["non_persistent_global_ckpt_dir"] = passing
+    check(run, KHA)  # Megatron does not look there without the argument
+    with pytest.raises(CheckpointError, match="was trained with KHA on nothing"):
+        check(run, KHA, **words)
+    (run / "iter_0000007").rename(run / "iter_0000008")
+    (run / "latest_checkpointed_iteration.txt").write_text("8")
+    check(run, KHA, **words)
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(CheckpointError, match="was trained with KHA on nothing"):
+        check(run, KHA, **words)
+
+
+def test_checkpoints_of_fsdp_are_checked_as_well(tmp_path):
+    """They are in PyTorch's own format: no metadata.json, the arguments beside the tensors."""
+    folder = tmp_path / "save" / "iter_0000005"
+    layer = "model.module.decoder.layers.0.self_attention."
+    state = {
+        f"{layer}linear_proj.weight": torch.ones(4, 4),
+        f"{layer}knock_value.weight": torch.ones(1, 2, 2),
+        "args": Namespace(kha_query=None, kha_key=None, kha_value="linear"),
+    }
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("5")
+    check(tmp_path / "save", KHAConfig(value="linear"))
+    for asked, tensors in (
+        (KHAConfig(), rf"\(1 tensor {layer}knock_value.weight unexpected\)"),
+        (KHAConfig(value="gate"), "value=gate: resume"),
     ):
-        words = f"{folder}.*was trained with KHA on {trained}, and the command line asks for "
-        with pytest.raises(CheckpointError, match=words + re.escape(str(asked))):
-            check(saved / folder, asked)
-    with pytest.raises(CheckpointError, match="was trained with KHA on value=mlp"):
-        check(None, KHAConfig(), pretrained_checkpoint=saved / "kha")
+        with pytest.raises(CheckpointError, match=f"KHA on value=linear.*{tensors}"):
+            check(tmp_path / "save", asked)
+
+
+def test_the_settings_come_from_the_checkpoint_if_the_command_line_has_none(saved, tmp_path):
+    def restored(folder, **changes):
+        none = dict.fromkeys(("kha_preset", "kha_query", "kha_key", "kha_value"))
+        return restored_kha(arguments(folder, **none | {"use_checkpoint_args": True} | changes))
+
+    assert restored(saved / "kha") == KHA
+    assert restored(None, pretrained_checkpoint=saved / "kha") == KHA
+    assert restored(saved / "kha", use_checkpoint_args=False) is None
+    assert restored(saved / "kha", kha_value="gate") is None  # the command line says it
+    assert restored(saved / "plain") is None  # it says nothing: Megatron's own
+    assert restored(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"ckpt_format": "torch"}, "--ckpt-format torch.*use torch_dist"),
+        ({"non_persistent_ckpt_type": "local"}, "use --non-persistent-ckpt-type global"),
+        ({"async_save": True}, "add --use-persistent-ckpt-worker"),
+        (
+            {"async_save": True, "use_persistent_ckpt_worker": True},
+            "which is not installed: add --async-strategy mcore",
+        ),
+    ],
+)
+def test_ways_of_saving_that_would_fail_are_refused(monkeypatch, words, message):
+    args = {
+        "ckpt_format": "torch_dist",
+        "non_persistent_ckpt_type": None,
+        "async_save": False,
+        "async_strategy": "nvrx",
+        "use_persistent_ckpt_worker": False,
+    }
+    monkeypatch.setattr(compat, "has_nvrx", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        check_saving(Namespace(**args | words))
+    good = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+    check_saving(Namespace(**args | good))
 
 
 def test_an_iteration_that_is_named_is_checked_without_a_tracker_file(copy):

@@ -1,0 +1,174 @@
+"""Stop before the optimizer step when something is not finite, and say where it began.
+
+Megatron's own check (``--check-for-nan-in-loss-and-grad``) looks at the loss and at whole gradient
+buckets, names neither layer nor tensor, and is off in the first iteration of every run, resumed
+ones included. Here each layer leaves the largest magnitude of its output on the device; once a
+step, between backward and the optimizer, one number that also covers all gradients is read.
+Only if it is not finite are tensors searched.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from kha_megatron.errors import NonFiniteError
+from kha_megatron.mcore.knocking import KnockingHeads
+
+Model = torch.nn.Module
+_FIRST, _LAST = -1.0, math.inf  # before and after all layers
+
+
+class Finding(NamedTuple):
+    """Something that is not finite; the smallest of all ranks is where it began.
+
+    A damaged parameter explains bad activations, and those explain bad gradients. What is bad
+    spreads forward through activations and backward through gradients.
+    """
+
+    kind: int
+    order: tuple[float, int]
+    text: str
+
+
+class _Site(NamedTuple):
+    order: tuple[float, int]
+    name: str
+
+
+def stop_before_non_finite_steps(models: list[Model]) -> None:
+    """Watch the virtual pipeline stages of this rank. Call it on every rank, before training.
+
+    Sets ``config.finalize_model_grads_func``, which Megatron's schedules call between backward and
+    the optimizer step; one that is already set is called as well.
+
+    A step that is not finite anywhere raises ``NonFiniteError`` on every rank. Costs one pass over
+    the layers' outputs and one over the gradients, one all-reduce of a number, and one wait for the
+    device. With ``overlap_grad_reduce`` gradients are seen after their sum over data-parallel
+    ranks, so that a rank whose gradient alone is bad cannot be told from the others of its group.
+    With CUDA graphs the layers' outputs are not watched: a bad one is named by its gradients.
+    """
+    sites: list[_Site] = []
+    outputs = [_watched(model) for model in models]
+    count = sum(map(len, outputs))
+    largest = torch.zeros(count, dtype=torch.float32, device=torch.cuda.current_device())
+    for site, module in (pair for watched in outputs for pair in watched):
+        module.register_forward_hook(_recorder(largest, len(sites)))
+        sites.append(site)
+
+    config = get_model_config(models[0])
+    finalize = config.finalize_model_grads_func or finalize_model_grads
+
+    def checked(chunks: list[Model], *args: Any, **kwargs: Any) -> None:
+        reduced = any(_overlaps_reduction(chunk) for chunk in chunks)
+        if reduced:  # until then the gradients may be on their way
+            finalize(chunks, *args, **kwargs)
+        _check(models, sites, largest, reduced)
+        largest.zero_()
+        if not reduced:
+            finalize(chunks, *args, **kwargs)
+
+    config.finalize_model_grads_func = checked
+
+
+def _watched(model: Model) -> list[tuple[_Site, Model]]:
+    """Embedding, knocked heads, layers, final norm and the output of one stage."""
+    found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
+    for layer in model.decoder.layers:
+        number, name = layer.layer_number - 1, f"decoder.layers.{layer.layer_number - 1}"
+        for inner, module in layer.named_modules():
+            if isinstance(module, KnockingHeads):
+                found.append(((number, 0), f"{name}.{inner}", module))
+        found.append(((number, 1), name, layer))
+    norm = getattr(model.decoder, "final_layernorm", None)
+    found.append(((_LAST, 0), "decoder.final_layernorm", norm))
+    if getattr(model.config, "cuda_graph_impl", "none") != "none":
+        found = []  # a module that is captured must not have hooks
+    if model.post_process:
+        found.append(((_LAST, 1), "the loss or the logits", model))
+    return [(_Site(order, name), module) for order, name, module in found if module is not None]
+
+
+def _recorder(largest: Tensor, index: int) -> Callable:
+    def record(module: Model, inputs: Any, output: Any) -> None:
+        if not module.training:
+            return
+        output = output[0] if isinstance(output, tuple) else output
+        with torch.no_grad():
+            peak = torch.linalg.vector_norm(output, math.inf).float()
+            largest[index] = torch.maximum(largest[index], peak)  # keeps a NaN
+
+    return record
+
+
+def _overlaps_reduction(chunk: Model) -> bool:
+    return getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)
+
+
+def _check(models: list[Model], sites: list[_Site], largest: Tensor, reduced: bool) -> None:
+    gradients = [g for _, _, p in _parameters(models) if (g := _gradient(p)) is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, math.inf).to(largest)
+    bad = (~torch.isfinite(torch.cat([largest, norm.view(1)])).all()).int()
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    if not bad.item():
+        return
+    findings: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, _first_finding(models, sites, largest, reduced))
+    first = min(filter(None, findings))
+    ranks = [rank for rank, finding in enumerate(findings) if finding == first]
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    raise NonFiniteError(
+        f"{first.text} on {where}: training stopped before the optimizer step, no weight was "
+        "changed and nothing saved: start again to resume from the last checkpoint; if it comes "
+        "back, look at that layer and lower --lr"
+    )
+
+
+def _first_finding(
+    models: list[Model], sites: list[_Site], largest: Tensor, reduced: bool
+) -> Finding | None:
+    found = []
+    parameters = list(_parameters(models))
+    for order, name, parameter in parameters:
+        if not torch.isfinite(parameter).all():
+            found.append(Finding(0, order, f"{_amount(parameter)} parameter {name}"))
+    for site, peak in zip(sites, largest.tolist(), strict=True):
+        if not math.isfinite(peak):
+            what = "NaN" if math.isnan(peak) else "Inf"
+            found.append(Finding(1, site.order, f"{what} in the output of {site.name}"))
+    note = ", summed over data-parallel ranks (--overlap-grad-reduce)," if reduced else ""
+    for (layer, position), name, parameter in parameters:
+        gradient = _gradient(parameter)
+        if gradient is not None and not torch.isfinite(gradient).all():
+            text = f"{_amount(gradient)} the gradient of {name}{note}"
+            found.append(Finding(2, (-layer, -position), text))
+    return min(found, default=None)
+
+
+def _parameters(models: Iterable[Model]) -> Iterator[tuple[tuple[float, int], str, Tensor]]:
+    """Forward order, name as in a checkpoint (layers counted from 0 over all stages), parameter."""
+    for model in models:
+        layers = model.decoder.layers
+        offset = layers[0].layer_number - 1 if len(layers) else 0
+        for position, (name, parameter) in enumerate(model.named_parameters()):
+            order = _FIRST if name.startswith("embedding.") else _LAST
+            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
+                order = int(local[1]) + offset
+                name = f"decoder.layers.{order}.{name[local.end() :]}"
+            yield (order, position), name, parameter
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    gradient = getattr(parameter, "main_grad", None)
+    return parameter.grad if gradient is None else gradient
+
+
+def _amount(tensor: Tensor) -> str:
+    kind = "NaN" if tensor.isnan().any() else "Inf"
+    return f"{kind} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements of"

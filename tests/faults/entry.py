@@ -1,0 +1,197 @@
+"""Whole runs of the training entry point, forked from a process that has imported Megatron once.
+
+A run is what ``python -m kha_megatron.training`` does, in processes of its own that a test may
+kill; only the import is shared.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import inspect
+import multiprocessing as mp
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GRACE = 4.0
+"""Seconds that ranks live on after one has ended badly; a launcher would kill them as well."""
+
+_IMPORTED_ONCE = (
+    "kha_megatron.training.pretrain",
+    "megatron.core.tokenizers.text",  # Megatron imports these two when it first needs them
+    "torch._dynamo",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: exit codes (negative: killed by a signal), and what its ranks printed."""
+
+    codes: list[int]
+    output: str
+    overdue: list[int]
+    """Ranks that still ran when the grace was over."""
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines by which the entry point refuses."""
+        return [line for line in self.output.splitlines() if line.startswith("error:")]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the entry point said of itself."""
+        return [line for line in self.output.splitlines() if line.startswith("kha_megatron: ")]
+
+
+class Entry:
+    """``entry(words, ranks)`` runs the entry point; its server lives as long as the tests."""
+
+    def __init__(self) -> None:
+        self._connection: Any = None
+
+    def __call__(
+        self,
+        words: Sequence[str],
+        ranks: int = 1,
+        *,
+        before: Callable[[int], None] | None = None,
+        kill_after: Callable[[], float] | None = None,
+        timeout: float = 120,
+    ) -> Ended:
+        """Run on ``ranks`` processes.
+
+        Args:
+            before: called with the rank in each process, before anything else.
+            kill_after: called in the server when the run has started; all ranks are killed that
+                many seconds after it returns.
+        """
+        if self._connection is None:
+            self._start()
+        self._connection.send((list(words), ranks, before, kill_after, timeout))
+        answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        """End the server."""
+        if self._connection is not None:
+            self._connection.close()
+            self._process.join()
+
+
+def _serve(connection: Any) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    from kha_megatron import cpu
+
+    cpu.install(despite_cuda=True, quiet=True)
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
+    # Megatron reads the help texts of its arguments from its own source, three times a run
+    inspect.getsource = functools.cache(inspect.getsource)
+    importlib.import_module("megatron.training.arguments").add_megatron_arguments(
+        argparse.ArgumentParser(allow_abbrev=False)
+    )
+
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(_run(*request))
+        except Exception as error:
+            connection.send(error)
+
+
+def _run(
+    words: list[str],
+    ranks: int,
+    before: Callable[[int], None] | None,
+    kill_after: Callable[[], float] | None,
+    timeout: float,
+) -> Ended:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    with tempfile.TemporaryFile() as log:
+        pids: list[int] = []
+        for rank in range(ranks):
+            if (pid := os.fork()) == 0:
+                group = pids[0] if pids else 0
+                os.setpgid(0, group)
+                os.environ |= world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                _rank(words, rank, log.fileno(), before)
+            os.setpgid(pid, pids[0] if pids else pid)  # whoever comes first
+            pids.append(pid)
+        if kill_after is not None:
+            time.sleep(kill_after())
+            os.killpg(pids[0], signal.SIGKILL)
+        codes, overdue = _wait(pids, timeout)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pids[0], signal.SIGKILL)  # helpers that a killed rank left behind
+        log.seek(0)
+        return Ended(codes, log.read().decode(errors="replace"), overdue)
+
+
+def _wait(pids: list[int], timeout: float) -> tuple[list[int], list[int]]:
+    deadline = time.monotonic() + timeout
+    codes: dict[int, int] = {}
+    overdue: list[int] = []
+    while len(codes) < len(pids):
+        for rank, pid in enumerate(pids):
+            if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(ended[1])
+                if codes[rank]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline and not overdue:
+            overdue = [rank for rank in range(len(pids)) if rank not in codes]
+            for rank in overdue:
+                os.kill(pids[rank], signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[rank] for rank in range(len(pids))], overdue
+
+
+def _rank(words: list[str], rank: int, log: int, before: Callable[[int], None] | None) -> None:
+    """The life of a rank; never returns."""
+    code: Any = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        sys.argv = ["kha_megatron.training", "--device", "cpu", *words]
+        if before is not None:
+            before(rank)
+        from kha_megatron.training.__main__ import main
+
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mp.util._exit_function()  # ends the manager process of Megatron's writer
+        finally:
+            os._exit(code or 0)

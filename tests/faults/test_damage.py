@@ -1,0 +1,202 @@
+"""Damaged, hostile and unreadable checkpoints: named in one line, on every rank, never executed."""
+
+import functools
+import io
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from kha_megatron.errors import CheckpointError
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from kha_megatron.mcore.manifest import MANIFEST, read_manifest, verify_manifest, write_manifest
+from tests.faults.jobs import arguments, iteration_folder, resumed, until
+
+
+@pytest.fixture(scope="module")
+def saved(entry, tmp_path_factory):
+    """Two checkpoints, as the entry point writes them by default."""
+    folder = tmp_path_factory.mktemp("damage") / "save"
+    run = entry(arguments(folder, *until(2)), 2)
+    assert run.codes == [0, 0], run.output[-3000:]
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "save")
+
+
+def flip(file, place):
+    """One bit, at a fraction of the file."""
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 1 << 3
+    file.write_bytes(content)
+
+
+def key_in(checkpoint, shard):
+    """A tensor that is stored in that shard."""
+    tensors = checkpoint._folder.tensors
+    return next(k for k, t in tensors.items() if any(c.file == shard for c in t.chunks))
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.98])
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"])
+def test_a_flipped_bit_is_found_before_anything_is_read_from_its_file(copy, name, place):
+    folder = iteration_folder(copy, 2)
+    key = key_in(MegatronCheckpoint.open(folder), name) if "distcp" in name else None
+    flip(folder / name, place)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256") as caught:
+        MegatronCheckpoint.open(folder)._folder.read(key)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256"):
+        verify_manifest(folder)
+
+
+def test_without_the_manifest_a_flipped_bit_is_another_weight(copy):
+    """What the hashes are for: neither PyTorch's format nor its reader notices."""
+    folder = iteration_folder(copy, 2)
+    checkpoint = MegatronCheckpoint.open(folder)
+    key = "embedding.word_embeddings.weight"
+    chunk, good = checkpoint._folder.tensors[key].chunks[0], checkpoint.tensor(key)
+    shard = folder / chunk.file
+    stored = good[: chunk.sizes[0]].numpy().tobytes()
+    content = shard.read_bytes()
+    place = content.index(stored, chunk.start)
+    shard.write_bytes(content[: place + 3] + bytes([content[place + 3] ^ 1]) + content[place + 4 :])
+    assert not torch.equal(MegatronCheckpoint.open(folder, verify=False).tensor(key), good)
+    with pytest.raises(CheckpointError, match=f"{chunk.file} is damaged"):
+        MegatronCheckpoint.open(folder).tensor(key)
+
+
+def test_the_manifest_itself(copy):
+    folder = iteration_folder(copy, 2)
+    digests = read_manifest(folder)
+    assert set(digests) == {file.name for file in folder.iterdir()} - {MANIFEST}
+    for bad in ("", "{}", '{"files": 3}', '{"files": {"../x": "0"}, "algorithm": "sha256"}'):
+        (folder / MANIFEST).write_text(bad)
+        with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged: copy it again"):
+            MegatronCheckpoint.open(folder)
+    (folder / MANIFEST).unlink()
+    MegatronCheckpoint.open(folder).tensor("embedding.word_embeddings.weight")  # older versions
+    write_manifest(folder)
+    assert read_manifest(folder) == digests
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp cannot be read .*copy it again"):
+        verify_manifest(folder)
+
+
+def _both_ways(folder, name):
+    """On two ranks: Megatron's own check, ours, and ours of a damaged file."""
+    from pathlib import Path
+
+    from megatron.core.dist_checkpointing import validation
+
+    folder = Path(folder)
+    validation.verify_integrity_manifest(str(folder))
+    verify_manifest(folder)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        flip(folder / name, 0.5)
+    torch.distributed.barrier()
+    try:
+        verify_manifest(folder)
+    except CheckpointError as error:
+        answer = str(error)
+    else:
+        answer = "not found"
+    try:
+        validation.verify_integrity_manifest(str(folder))
+    except validation.CheckpointingException as error:
+        return answer, name in str(error)
+    return answer, False
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_megatron_agrees_and_every_rank_hears_of_the_damage(ranks, copy, name):
+    for answer, megatron in ranks(_both_ways, 2, str(iteration_folder(copy, 2)), name):
+        assert f"{name} is damaged" in answer
+        assert megatron
+
+
+def test_the_entry_point_refuses_damage_on_every_rank(entry, copy):
+    flip(iteration_folder(copy, 2) / "__1_0.distcp", 0.4)
+    before = sorted(path.name for path in copy.iterdir())
+    run = entry(arguments(copy), 2)
+    assert run.codes == [2, 2], run.output[-3000:]
+    assert not run.overdue
+    assert "Traceback" not in run.output
+    (error,) = run.errors
+    assert "iter_0000002/__1_0.distcp is damaged: its SHA-256 begins with" in error
+    assert error.endswith("copy it again, or take another checkpoint")
+    assert sorted(path.name for path in copy.iterdir()) == before
+
+
+class _Bomb:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.file}'",)
+
+
+def _hostile_index(folder, bomb):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = bomb
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _hostile_common(folder, bomb):
+    torch.save({"args": bomb, "iteration": 2}, folder / "common.pt")
+
+
+def _hostile_object(name, folder, bomb):
+    """Put a bomb where ``.metadata`` says that an object is, at the end of its shard."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    found = [index for index in metadata.storage_data if index.fqn.startswith(name)]
+    assert found
+    buffer = io.BytesIO()
+    torch.save([bomb], buffer)
+    for index in found:
+        place = metadata.storage_data[index]
+        with (folder / place.relative_path).open("ab") as shard:
+            place.offset, place.length = shard.tell(), len(buffer.getvalue())
+            shard.write(buffer.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+HOSTILE = {
+    "index": (_hostile_index, r".metadata is damaged or hostile"),
+    "common.pt": (_hostile_common, "common.pt holds no readable training state"),
+    "common state": (functools.partial(_hostile_object, "common_state"), "hostile"),
+    "random state": (functools.partial(_hostile_object, "rng_state"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("where", HOSTILE)
+def test_a_hostile_pickle_never_runs(entry, copy, tmp_path, where):
+    """The entry point reads through the allow-list before Megatron, which would run the first."""
+    spoil, message = HOSTILE[where]
+    file, folder = tmp_path / "pwned", iteration_folder(copy, 2)
+    spoil(folder, _Bomb(file))
+    write_manifest(folder)  # whoever can write the checkpoint can write its hashes
+    run = entry(arguments(copy), 2)
+    assert not file.exists()
+    assert run.codes == [2, 2], run.output[-3000:]
+    assert not run.overdue
+    assert "Traceback" not in run.output
+    (error,) = run.errors
+    assert message in error
+    assert "posix.system" in error
+    assert resumed(run.output) == (2 if where == "random state" else 0), "who read it"
+
+
+def test_the_bomb_works(saved, tmp_path):
+    file, folder = tmp_path / "pwned", shutil.copytree(saved / "iter_0000002", tmp_path / "copy")
+    _hostile_index(folder, _Bomb(file))
+    from torch.distributed.checkpoint import FileSystemReader
+
+    FileSystemReader(folder).read_metadata()
+    assert file.exists(), "PyTorch's own reader runs it"

@@ -1,0 +1,127 @@
+"""``kill -9`` in the middle of a save: the next run takes the last complete checkpoint, by itself.
+
+One job that is killed and queued again, over and over, in the same folder. Each run resumes, trains
+one iteration and is killed at another step of the save that follows.
+"""
+
+import functools
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from kha_megatron.mcore.checkpoint import COMMIT_MARK, TRACKER, MegatronCheckpoint
+from tests.faults import writes
+from tests.faults.jobs import arguments, iteration_folder, resumed, until
+
+MARK, TRACK, INDEX = "*/metadata.json", TRACKER, "*/.metadata.tmp"
+PLACES = [
+    # rank, all ranks or one, step of that rank, which of its kind; whether the save is complete
+    (0, "one", ("mkdir", "iter_*"), 1, False),
+    (0, "all", ("open", "*.distcp"), 1, False),
+    (1, "one", ("open", "*.distcp"), 1, False),
+    (0, "one", ("half", "*.distcp"), 1, False),
+    (1, "all", ("half", "*.distcp"), 4, False),
+    (0, "all", ("write", "*.distcp"), 9, False),
+    (1, "one", ("write", "*.distcp"), 12, False),
+    (0, "one", ("half", "*.distcp"), 15, False),
+    (1, "all", ("fsync", "*.distcp"), 1, False),
+    (0, "one", ("fsync", "*.distcp"), 1, False),
+    (1, "one", ("close", "*.distcp"), 1, False),
+    (0, "all", ("close", "*.distcp"), 1, False),
+    (0, "all", ("open", INDEX), 1, False),
+    (0, "one", ("half", INDEX), 1, False),
+    (0, "all", ("fsync", INDEX), 1, False),
+    (0, "one", ("rename", "*/.metadata"), 1, False),
+    (0, "all", ("open", MARK), 1, False),
+    (0, "all", ("half", MARK), 1, False),
+    (0, "one", ("write", MARK), 1, True),
+    (0, "all", ("close", MARK), 1, True),
+    (0, "all", ("half", "*/.integrity.json.*"), 1, True),
+    (0, "one", ("fsync", "*/.integrity.json.*"), 1, True),
+    (0, "all", ("rename", "*/integrity.json"), 1, True),
+    (0, "all", ("open", TRACK), 1, True),  # emptied
+    (0, "one", ("open", TRACK), 1, True),
+    (0, "all", ("half", TRACK), 1, True),
+    (0, "one", ("close", TRACK), 1, True),
+]
+RANDOM = 3
+"""Runs that are killed as a whole at a random time of their last second."""
+
+
+def _once_saving(saved: Path, delay: float) -> float:
+    """Wait for the first file of a save; the kill comes ``delay`` seconds later."""
+    start, deadline = time.time(), time.monotonic() + 100
+    while not (saved.exists() and saved.stat().st_mtime > start) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return delay
+
+
+def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(entry, tmp_path):
+    folder, note = tmp_path / "save", tmp_path / "killed"
+    last = 0
+    resumes = []
+    for rank, whom, step, count, complete in PLACES:
+        note.unlink(missing_ok=True)
+        fault = functools.partial(writes.kill_at, folder, step, count, rank, whom == "all", note)
+        run = entry(arguments(folder), 2, before=fault)
+        where = f"{whom} of the ranks at {step} {count} of rank {rank}"
+        assert note.exists(), f"never came to {where}: {run.output[-3000:]}"
+        assert run.codes[rank] == -9
+        assert 0 not in run.codes, where
+        assert resumed(run.output) == last, where
+        resumes.append(last)
+        last += complete
+        broken = (iteration_folder(folder, last + 1)).exists()
+        assert (iteration_folder(folder, last) / COMMIT_MARK).exists() or last == 0
+        assert complete or broken, where
+
+    source = random.Random(5)
+    for _ in range(RANDOM):
+        saved = iteration_folder(folder, last + 1)
+        moment = functools.partial(_once_saving, saved, source.uniform(0, 0.1))
+        run = entry(arguments(folder), 2, kill_after=moment)
+        assert run.codes == [-9, -9]
+        assert resumed(run.output) == last
+        marks = [path for path in folder.glob(MARK) if path.stat().st_size]
+        last = max(int(path.parent.name[5:]) for path in marks)
+
+    # nothing was lost, and nothing was made up: as if it had never been killed
+    rest = entry(arguments(folder, *until(last + 2)), 2)
+    assert rest.codes == [0, 0], rest.output[-3000:]
+    assert resumed(rest.output) == last
+    whole = tmp_path / "whole"
+    never = entry(arguments(whole, *until(last + 2)), 2)
+    assert never.codes == [0, 0]
+    for number in range(1, last + 3):
+        one, two = (MegatronCheckpoint.open(f / f"iter_{number:07d}") for f in (folder, whole))
+        assert one.iteration == number
+        # the optimizer's flat buffers end in padding, whose content is nobody's
+        for key in one.keys():  # noqa: SIM118, it is a method
+            assert torch.equal(one.tensor(key), two.tensor(key)), (number, key)
+
+
+def test_a_kill_while_an_old_checkpoint_is_replaced_leaves_no_mixture(entry, tmp_path):
+    """A run that was rolled back reaches an iteration again; Megatron would keep its old mark."""
+    folder, note = tmp_path / "save", tmp_path / "killed"
+    assert entry(arguments(folder, *until(2)), 2).codes == [0, 0]
+    fault = functools.partial(
+        writes.kill_at, folder, ("half", "iter_0000002/*.distcp"), 3, 1, True, note
+    )
+    run = entry(arguments(folder, "--ckpt-step", "1"), 2, before=fault)
+    assert run.codes == [-9, -9], run.output[-3000:]
+    assert resumed(run.output) == 1
+    assert "iter_0000002 holds a checkpoint, which is replaced" in "".join(run.remarks)
+    assert (folder / TRACKER).read_text() == "2"
+    assert not iteration_folder(folder, 2).joinpath(COMMIT_MARK).exists()
+
+    rest = entry(arguments(folder, *until(2)), 2)
+    assert rest.codes == [0, 0], rest.output[-3000:]
+    assert resumed(rest.output) == 1
+    (line,) = [line for line in rest.remarks if "resuming" in line]
+    assert line.endswith(
+        f"resuming from iter_0000001: {TRACKER} names 2, whose save never completed; "
+        "ignoring iter_0000002: the save was cut short"
+    )
+    assert MegatronCheckpoint.open(folder).iteration == 2

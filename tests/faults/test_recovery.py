@@ -1,0 +1,159 @@
+"""Which checkpoint is taken, decided from files alone: no Megatron is needed to see it."""
+
+import json
+import os
+import threading
+from argparse import Namespace
+
+import pytest
+
+from kha_megatron.errors import CheckpointError, OutputError
+from kha_megatron.mcore.checkpoint import COMMIT_MARK, TRACKER, clear_for_overwriting
+from kha_megatron.mcore.manifest import MANIFEST
+from kha_megatron.training import recovery
+
+PARTIAL, COMPLETE, TORN_MARK = "partial", "complete", "torn mark"
+
+
+def make(folder, tracker, *saves):
+    """Folders of iterations 1, 2, ... in the order they were saved, and the tracker file last."""
+    for number, state in enumerate(saves, 1):
+        save = folder / f"iter_{number:07d}"
+        save.mkdir(parents=True)
+        (save / "__0_0.distcp").write_bytes(b"shard")
+        if state != PARTIAL:
+            mark = json.dumps({"sharded_backend": "torch_dist"})
+            (save / COMMIT_MARK).write_text(mark if state == COMPLETE else mark[:9])
+            os.utime(save / COMMIT_MARK, (number, number))
+    if tracker is not None:
+        (folder / TRACKER).write_text(tracker)
+    return folder
+
+
+def args(folder, **changes):
+    same = {"load": str(folder), "save": str(folder), "ckpt_step": None}
+    return Namespace(**same | {"ckpt_format": "torch_dist"} | changes)
+
+
+def tracker(folder):
+    return (folder / TRACKER).read_text()
+
+
+@pytest.mark.parametrize(
+    ("found", "saves", "resume", "why"),
+    [
+        ("", (COMPLETE, COMPLETE), "2", "holds '' instead of an iteration"),
+        ("\0\0", (COMPLETE, COMPLETE), "2", "instead of an iteration"),
+        ("-1", (COMPLETE, COMPLETE), "2", "holds '-1' instead of an iteration"),
+        ("²", (COMPLETE, COMPLETE), "2", "holds '²' instead of an iteration"),
+        (None, (COMPLETE,), "1", "is missing"),
+        ("3", (COMPLETE, COMPLETE), "2", "names 3, whose save never completed"),
+        ("3", (COMPLETE, COMPLETE, PARTIAL), "2", "names 3, whose save never completed"),
+        ("3", (COMPLETE, COMPLETE, TORN_MARK), "2", "names 3, whose save never completed"),
+        ("", (COMPLETE, PARTIAL, TORN_MARK), "1", "instead of an iteration"),
+    ],
+)
+def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, why):
+    make(tmp_path, found, *saves)
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == resume
+    (line,) = capsys.readouterr().out.splitlines()
+    start = f"kha_megatron: {tmp_path}: resuming from iter_000000{resume}: {TRACKER} "
+    assert line.startswith(start)
+    assert why in line
+    for number, state in enumerate(saves, 1):
+        ignored = line.partition("; ignoring ")[2]
+        assert (f"iter_000000{number}" in ignored) == (state != COMPLETE)
+        assert (tmp_path / f"iter_000000{number}" / "__0_0.distcp").exists(), "nothing is deleted"
+    recovery.repair_tracker(args(tmp_path))
+    assert "resuming" not in capsys.readouterr().out, "once"
+
+
+def test_a_checkpoint_that_was_completed_after_the_tracker_file_is_not_lost(tmp_path, capsys):
+    make(tmp_path, "1", COMPLETE, COMPLETE, PARTIAL)
+    os.utime(tmp_path / TRACKER, (1.5, 1.5))  # written before the mark of iteration 2
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "2"
+    assert "names 1, and iter_0000002 was completed after it" in capsys.readouterr().out
+
+
+def test_a_run_that_was_rolled_back_stays_so(tmp_path, capsys):
+    """Somebody wrote an older iteration into the tracker file, as Megatron's users do."""
+    make(tmp_path, "1", COMPLETE, COMPLETE)
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "1"
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("found", "saves"),
+    [("2", (COMPLETE, COMPLETE)), ("release", (COMPLETE,)), (None, ()), ("", (PARTIAL,))],
+)
+def test_what_needs_no_repair_is_left_alone(tmp_path, capsys, found, saves):
+    make(tmp_path, found, *saves)
+    recovery.repair_tracker(args(tmp_path))
+    assert (tmp_path / TRACKER).exists() == (found is not None)
+    assert found is None or tracker(tmp_path) == found
+    assert "resuming" not in capsys.readouterr().out
+
+
+def test_only_the_folder_that_the_run_saves_into_is_repaired(tmp_path):
+    make(tmp_path, "", COMPLETE)
+    for other in ({"save": str(tmp_path / "other")}, {"save": None}, {"load": None}):
+        recovery.repair_tracker(args(tmp_path, **other))
+    recovery.repair_tracker(args(tmp_path, ckpt_format="torch"))
+    assert tracker(tmp_path) == ""
+    recovery.repair_tracker(args(tmp_path, save=f"{tmp_path}/../{tmp_path.name}/"))
+    assert tracker(tmp_path) == "1"
+
+
+def test_a_named_iteration_is_left_to_the_user(tmp_path):
+    """But for a tracker file on which Megatron exits with code 0 before it looks at the name."""
+    make(tmp_path, "3", COMPLETE, COMPLETE, PARTIAL)
+    recovery.repair_tracker(args(tmp_path, ckpt_step=1))
+    assert tracker(tmp_path) == "3"
+    (tmp_path / TRACKER).write_text("")
+    recovery.repair_tracker(args(tmp_path, ckpt_step=1))
+    assert tracker(tmp_path) == "2"
+
+
+def test_a_manifest_tells_damage_from_a_save_that_was_cut_short(tmp_path):
+    """It is written last: the mark was whole once, so going back in silence would hide a fault."""
+    make(tmp_path, "2", COMPLETE, TORN_MARK)
+    (tmp_path / "iter_0000002" / MANIFEST).write_text("{}")
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "2"
+
+
+def test_the_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
+    make(tmp_path, "", COMPLETE)
+    monkeypatch.setenv("RANK", "1")
+    repair = threading.Timer(0.3, lambda: (tmp_path / TRACKER).write_text("1"))
+    repair.start()
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "1"
+
+    (tmp_path / TRACKER).write_text("")
+    monkeypatch.setattr(recovery, "_WAIT", 0.2)
+    with pytest.raises(CheckpointError, match=r"rank 0 did not repair it .*: write 1 into it"):
+        recovery.repair_tracker(args(tmp_path))
+
+
+def test_a_tracker_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    make(tmp_path, "", COMPLETE)
+    monkeypatch.setattr(recovery.os, "fsync", lambda descriptor: os.write(-1, b""))
+    with pytest.raises(OutputError, match=rf"cannot write .*{TRACKER}"):
+        recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == ""
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["iter_0000001", TRACKER]
+
+
+def test_what_is_no_part_of_a_save_survives_its_replacement(tmp_path, capsys):
+    save = make(tmp_path, None, COMPLETE) / "iter_0000001"
+    for name in (MANIFEST, f".{MANIFEST}.partial-7", ".metadata", ".metadata.tmp", "notes.txt"):
+        (save / name).write_text("x")
+    clear_for_overwriting(save)
+    assert [file.name for file in save.iterdir()] == ["notes.txt"]
+    assert "iter_0000001 holds a checkpoint, which is replaced" in capsys.readouterr().out
+    clear_for_overwriting(save)
+    assert not capsys.readouterr().out
