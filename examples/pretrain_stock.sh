@@ -18,3 +18,7 @@ torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/pretrain_gpt.py" \
 # What you should see, once, before the first iteration:
 #   kha_megatron: spec kha_mlp knocks value=mlp
 # Without that line Megatron could not import the spec and trains plain attention.
+#
+# What a name cannot carry comes from the environment, the same on all nodes (JSON or its file):
+#   KHA_CONFIG='{"key": "linear", "value": "mlp", "init_seed": 5}'   with --spec ... kha
+# Megatron's script for hybrid models takes kha_mlp_hybrid and so on.

@@ -1,0 +1,103 @@
+"""What a patched Megatron calls (``patches/``): the KHA arguments of its own scripts, and reports.
+
+Each function takes Megatron's arguments. The reports follow Megatron's own conventions: numbers of
+the whole model unless said otherwise, and nothing for sequences split by context parallelism.
+"""
+
+import argparse
+from typing import Any
+
+from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.training.arguments import add_model_arguments, kha_from_args
+
+SPEC = ["kha_megatron.training.stock", "layer_spec"]
+"""What ``--spec`` would say to choose :func:`layer_spec`."""
+
+_BYTES = 2  # of an activation, as Megatron's theoretical memory report assumes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``kha`` group to Megatron's parser, for scripts that know nothing of KHA."""
+    add_model_arguments(parser).set_defaults(kha_stock=True)
+    return parser
+
+
+def use_arguments(args: argparse.Namespace) -> None:
+    """Let ``--kha-*`` choose the layer spec. Without them the run is what it is without KHA.
+
+    Raises:
+        ConfigError: ``--spec`` chooses another, the model has none, or a name is unknown.
+    """
+    if not args.kha_stock:  # our own entry point, or done before
+        return
+    args.kha_stock = False
+    defaults = vars(add_model_arguments(argparse.ArgumentParser()).parse_args([]))
+    if all(getattr(args, name) == default for name, default in defaults.items()):
+        for projection in PROJECTIONS:  # else a checkpoint would record the baseline preset
+            delattr(args, f"kha_{projection}")
+        return
+    if args.spec not in (None, SPEC):
+        raise ConfigError(
+            f"--spec {' '.join(args.spec)} and --kha-* both choose the layer spec: remove one"
+        )
+    if args.hybrid_layer_pattern:
+        raise ConfigError(
+            "--kha-* choose the layer spec of a GPTModel, and --hybrid-layer-pattern asks for a "
+            "HybridModel: remove one, or name a hybrid stack with --spec"
+        )
+    kha = kha_from_args(args)
+    for projection in PROJECTIONS:
+        setattr(args, f"kha_{projection}", getattr(kha, projection))
+    args.spec = SPEC
+
+
+def resolved(args: argparse.Namespace) -> KHAConfig:
+    """The configuration that :func:`use_arguments` has stored.
+
+    Raises:
+        ConfigError: there is none, as when a checkpoint names :data:`SPEC` and nothing else does.
+    """
+    kha = KHAConfig.from_entries(vars(args))
+    if kha is None:
+        raise ConfigError(f"--spec {' '.join(SPEC)} without --kha-*: give --kha-preset NAME")
+    return kha
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """The layer spec that the arguments of this run ask for."""
+    from megatron.training import get_args
+
+    from kha_megatron.mcore.specs import kha_layer_spec
+
+    args = get_args()
+    kha = resolved(args)
+    if args.rank == 0 and not vp_stage:
+        print(f"kha_megatron: the --kha-* arguments knock {kha}", flush=True)
+    return kha_layer_spec(config, kha, vp_stage)
+
+
+def forward_flops_per_token(args: argparse.Namespace) -> int:
+    """FLOPs that KHA adds to one attention layer (``KHAConfig.forward_flops_per_token``)."""
+    return _kha(args).forward_flops_per_token(args.kv_channels, *_heads(args))
+
+
+def parameters_per_layer(args: argparse.Namespace) -> int:
+    """Parameters that KHA adds to one attention layer, replicated on tensor-parallel ranks."""
+    return _kha(args).parameters_per_layer(args.kv_channels)
+
+
+def activation_bytes_per_layer(args: argparse.Namespace) -> int:
+    """Activations that KHA keeps in one layer of one rank for one microbatch, in 16-bit numbers."""
+    heads = [max(1, n // args.tensor_model_parallel_size) for n in _heads(args)]
+    elements = _kha(args).saved_elements_per_token(args.kv_channels, *heads)
+    return _BYTES * elements * args.seq_length * args.micro_batch_size
+
+
+def _kha(args: argparse.Namespace) -> KHAConfig:
+    return KHAConfig.from_entries(vars(args)) or KHAConfig()
+
+
+def _heads(args: argparse.Namespace) -> tuple[int, int]:
+    query = args.num_attention_heads
+    return query, args.num_query_groups if args.group_query_attention else query

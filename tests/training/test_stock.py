@@ -1,0 +1,245 @@
+"""Megatron's own scripts on a patched tree: arguments, reports, the expert bias."""
+
+import argparse
+import json
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.patching import change, find_tree, load_patches
+from kha_megatron.training import stock
+from kha_megatron.training.arguments import add_kha_arguments
+from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, start
+
+HEADS, GROUPS, SEQUENCE, MICROBATCH, BATCH = 8, 2, 28, 3, 6  # of MODEL and TRAINING
+
+# what upstream's pretrain_gpt.py does, on the CPU; after training it looks at the patched tree
+STOCK = """
+import argparse, copy, json, os, sys
+from pathlib import Path
+from kha_megatron import cpu
+cpu.install(despite_cuda=True)
+sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]
+import megatron.core.distributed
+from megatron.core.enums import ModelType
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import pretrain, theoretical_memory_usage as memory
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+from megatron.training.training import num_floating_point_operations
+from kha_megatron.mcore import compat
+from kha_megatron.training.pretrain import _build_datasets, _forward_step
+compat.use_shipped_dataset_helpers()
+
+finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]  # hidden by a function
+updates, update = [], finalize.get_updated_expert_bias
+def recorded(loads, bias, *rest, **named):
+    local = loads.tolist()
+    after = update(loads, bias, *rest, **named)
+    updates.append({"local": local, "loads": loads.tolist(), "bias": bias.tolist(),
+                    "rate": rest[0], "after": after.tolist()})
+    return after
+finalize.get_updated_expert_bias = recorded
+
+args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+pretrain(config, _build_datasets, ModelType.encoder_or_decoder, _forward_step)
+
+def reports(args):
+    return {"flops": num_floating_point_operations(args, args.global_batch_size),
+            "weights": memory.compute_weight_and_optimizer_memory(args),
+            "activations": memory.compute_activation_memory_without_sp(args, 2),
+            "activations_sp": memory.compute_activation_memory(args, 2)}
+def refusal(call, *words):
+    try:
+        return f"accepted: {call(*words)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+plain = copy.copy(args)
+for name in ("kha_query", "kha_key", "kha_value", "spec"):
+    setattr(plain, name, None)
+found = {"updates": updates, "kha": reports(args), "plain": reports(plain), "spec": args.spec,
+         "refused": refusal(import_module, ["no.such.module", "kha_mlp"])}
+wrong = copy.copy(args)
+wrong.spec = ["kha_megatron.mcore.spex", "kha_mlp"]
+found["refused_by_builder"] = refusal(gpt_config_from_args, wrong)
+for name in [name for name in sys.modules if name.startswith("kha_megatron")]:
+    del sys.modules[name]
+found["without"] = reports(args)
+sys.modules["kha_megatron"] = None  # as if it were not installed
+parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+found["unknown_without"] = parser.parse_known_args(["--kha-preset", "kha_mlp"])[1]
+(Path(os.environ["FOUND"]) / f"rank{args.rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    """A copy of the installed Megatron with every patch, and where it was copied from."""
+    installed = Path(find_spec("megatron").submodule_search_locations[0])
+    copy = tmp_path_factory.mktemp("patched") / "megatron"
+    shutil.copytree(installed, copy)  # Python's caches as well: importing is faster
+    tree = find_tree(copy)
+    change(tree, load_patches(tree.version))
+    return tree, installed
+
+
+@pytest.fixture(scope="module")
+def trained(patched, tmp_path_factory):
+    """What a run of two ranks printed, and what each rank found after it."""
+    folder = tmp_path_factory.mktemp("stock")
+    words = ["--kha-preset", "kha_mlp", "--kha-query", "linear", *MODEL, *TRAINING]
+    words += ["--train-iters", "4", "--mock-data", "--vocab-size", "200"]
+    words += ["--tensor-model-parallel-size", "2", "--sequence-parallel", *EXPERTS]
+    words += ["--expert-model-parallel-size", "1", "--moe-token-dispatcher-type", "alltoall"]
+    words += ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
+    words += ["--moe-router-bias-update-rms", "--moe-router-bias-update-rate", "0.01"]
+    words += ["--log-throughput", "--log-timers-to-tensorboard"]
+    words += ["--tensorboard-dir", str(folder / "tensorboard")]
+    with pytest.MonkeyPatch.context() as patch:
+        path = [str(patched[0].megatron.parent), str(Path(stock.__file__).parents[2])]
+        patch.setenv("PYTHONPATH", ":".join(path))
+        patch.setenv("FOUND", str(folder))
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        run = start(words, 2, program=STOCK)
+    assert run.codes == [0, 0], run.output[-4000:]
+    return run, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], folder
+
+
+# of query=linear value=mlp, in all layers of the model, written out
+PARAMETERS = LAYERS * (1 + 3) * HEAD_DIM**2
+FLOPS = 3 * BATCH * SEQUENCE * LAYERS * (HEADS + 3 * GROUPS) * 2 * HEAD_DIM**2
+ACTIVATIONS = LAYERS * 2 * MICROBATCH * SEQUENCE * (HEADS + 4 * GROUPS) // 2 * HEAD_DIM  # TP 2
+
+
+def test_the_arguments_choose_the_layer_spec(trained):
+    run, found, _ = trained
+    line = "kha_megatron: the --kha-* arguments knock query=linear value=mlp"
+    assert run.output.count(line) == 1
+    assert [rank["spec"] for rank in found] == [stock.SPEC] * 2
+
+
+def test_the_throughput_report_counts_knocking(trained):
+    _, (found, _), folder = trained
+    assert found["kha"]["flops"] - found["plain"]["flops"] == FLOPS
+    # Megatron's own scalars, in float32: TFLOP/s of each of two ranks, and seconds
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    rate, seconds = (events.Scalars(name)[-1].value for name in ("throughput", "iteration-time"))
+    assert rate * 1e12 * 2 * seconds == pytest.approx(found["kha"]["flops"], rel=1e-6)
+    assert found["plain"]["flops"] < 0.999 * found["kha"]["flops"]  # it could not pass without
+
+
+def test_the_memory_report_counts_knocking(trained):
+    run, (found, _), _ = trained
+    kha, plain = found["kha"], found["plain"]
+    # 18 bytes of weight, gradient and Adam for each parameter, whole on each tensor-parallel rank
+    assert kha["weights"] - plain["weights"] == pytest.approx(18 * PARAMETERS)
+    assert kha["activations_sp"] - plain["activations_sp"] == pytest.approx(ACTIVATIONS)
+    overhead = 1.05  # Megatron's, on all activations without sequence parallelism
+    assert kha["activations"] - plain["activations"] == pytest.approx(overhead * ACTIVATIONS)
+    weights, activations = (kha[name] / 2**20 for name in ("weights", "activations"))
+    line = f"weight and optimizer={weights:.2f} MB, activation={activations:.2f} MB"
+    assert line in run.output
+    assert f"optimizer={plain['weights'] / 2**20:.2f} MB" not in run.output
+
+
+def test_the_rms_update_of_the_expert_bias(trained):
+    """``bias + rate * (mean - load) / RMS(mean - load)`` of the loads of all ranks together."""
+    _, found, _ = trained
+    assert [len(rank["updates"]) for rank in found] == [4, 4]
+    bias = torch.zeros(LAYERS, 4, dtype=torch.float64)
+    for first, second in zip(*(rank["updates"] for rank in found), strict=True):
+        loads = torch.tensor(first["local"]) + torch.tensor(second["local"])
+        assert first["local"] != second["local"]  # each routed its part of the sequence
+        assert first["loads"] == second["loads"] == loads.tolist()
+        assert set(loads.sum(-1).tolist()) == {BATCH * SEQUENCE * 2}  # top 2
+        offset = loads.double().mean(-1, keepdim=True) - loads.double()
+        bias += first["rate"] * offset / offset.square().mean(-1, keepdim=True).sqrt()
+        # float32 of a few steps of 0.01
+        torch.testing.assert_close(
+            torch.tensor(first["after"]).double(), bias, rtol=0, atol=1e-7, msg=str
+        )
+        assert first["after"] == second["after"]
+    assert bias.abs().unique().numel() > LAYERS  # the sign form would move all by whole steps
+
+
+def test_a_spec_that_cannot_be_imported_stops_the_run(trained):
+    _, (found, _), _ = trained
+    assert found["refused"].startswith("ImportError: --spec no.such.module kha_mlp: cannot import")
+    assert "No module named 'kha_megatron.mcore.spex'" in found["refused_by_builder"]
+
+
+def test_without_the_package_the_patched_tree_is_megatrons_own(trained):
+    _, (found, _), _ = trained
+    assert found["without"] == found["plain"]
+    assert found["unknown_without"] == ["--kha-preset", "kha_mlp"]
+
+
+def test_after_training_the_patches_come_out_byte_for_byte(patched, trained):
+    tree, installed = patched
+    change(tree, load_patches(tree.version), revert=True)
+    command = ["diff", "-r", "--exclude=__pycache__", installed, tree.megatron]
+    assert subprocess.run(command).returncode == 0
+
+
+def arguments(*words, **others):
+    parser = stock.add_arguments(argparse.ArgumentParser())
+    parser.set_defaults(spec=None, hybrid_layer_pattern=None, **others)
+    return parser.parse_args(words)
+
+
+def test_arguments_resolve_and_are_stored():
+    args = arguments("--kha-preset", "kha_linear", "--kha-value", "none", "--kha-init-seed", "5")
+    stock.use_arguments(args)
+    expected = KHAConfig(query="linear", key="linear", init_seed=5)
+    assert stock.resolved(args) == expected
+    assert args.spec == stock.SPEC
+    stock.use_arguments(args)  # Megatron validates some arguments twice
+    assert stock.resolved(args) == expected
+
+
+def test_without_arguments_nothing_is_stored():
+    args = arguments()
+    stock.use_arguments(args)
+    assert args.spec is None
+    assert KHAConfig.from_entries(vars(args)) is None
+    args.spec = stock.SPEC  # as --use-checkpoint-args may set it
+    with pytest.raises(ConfigError, match="without --kha-"):
+        stock.resolved(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "message"),
+    [
+        (["--kha-value", "mlp"], {"spec": ["local"]}, "--spec local and --kha-*"),
+        (["--kha-value", "mlp"], {"hybrid_layer_pattern": "M*"}, "HybridModel"),
+        (["--kha-preset", "kha"], {}, "unknown KHA preset 'kha'"),
+        (["--kha-value", "mpl"], {}, "unknown KHA variant 'mpl'"),
+        (["--kha-init", "random"], {}, "no KHA configuration"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(words, others, message):
+    args = arguments(*words)
+    vars(args).update(others)
+    with pytest.raises(ConfigError) as caught:
+        stock.use_arguments(args)
+    assert message in str(caught.value)
+
+
+def test_our_entry_point_runs_on_a_patched_tree():
+    """Its parser finds the group there, and it chooses the spec itself."""
+    parser = add_kha_arguments(stock.add_arguments(argparse.ArgumentParser()))
+    args = parser.parse_args(["--kha-preset", "kha_mlp", "--device", "cpu"])
+    before = dict(vars(args))
+    stock.use_arguments(args)
+    assert vars(args) == before

@@ -1,0 +1,95 @@
+"""A stock Megatron script with `--spec`, and what our entry point makes of its checkpoint.
+
+The script is what Megatron-Core 0.19's ``pretrain_gpt.py`` does (it is not in the wheel), with the
+CPU runtime around it. It knows nothing of KHA but the name.
+"""
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.to_hf import plan
+from kha_megatron.errors import CheckpointError
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
+
+STOCK = """
+import os, sys, time
+from kha_megatron import cpu
+os.environ.update(cpu.ENVIRONMENT)
+cpu.install(despite_cuda=True)
+sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]
+from kha_megatron.mcore import compat
+compat.use_shipped_dataset_helpers()
+compat.use_forked_checkpoint_writers()
+from megatron.core.enums import ModelType
+from megatron.training import pretrain, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from kha_megatron.training.pretrain import _build_datasets, _forward_step
+set_startup_timestamps(program_start=time.time(), main_entry=time.time())
+args = parse_and_validate_args()
+pretrain(
+    pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+    _build_datasets,
+    ModelType.encoder_or_decoder,
+    _forward_step,
+)
+"""
+SPEC = ["--spec", "kha_megatron.mcore.specs"]
+PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+KHA = KHAConfig(value="mlp", init_seed=5)
+
+
+@pytest.fixture(scope="module")
+def stock(corpus, tmp_path_factory):
+    """Eight iterations of the stock script on two ranks, saved after four and eight."""
+    folder = tmp_path_factory.mktemp("stock")
+    words = [*MODEL, *TRAINING, *corpus, *PARALLEL, *SPEC, "kha", "--save-interval", "4"]
+    words += ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KHA_CONFIG", '{"value": "mlp", "init_seed": 5}')
+        run = start(words, 2, program=STOCK)
+    assert run.codes == [0, 0], run.output[-4000:]
+    return run, folder
+
+
+def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
+    run, folder = stock
+    assert run.output.count("kha_megatron: spec kha knocks value=mlp\n") == 1
+    checkpoint = MegatronCheckpoint.open(folder / "save")
+    assert checkpoint.kha == KHA
+    weights = checkpoint.knock_weights()
+    assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
+    trained = [m for weight in weights.values() for m in weight]
+    assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in trained)
+
+
+def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_path):
+    """Megatron pairs a GPT checkpoint's layers, and Adam's state, with the pattern's."""
+    _, folder = stock
+    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *PARALLEL, "--kha-preset", "kha_mlp"]
+    words += ["--hybrid-layer-pattern", "*-" * LAYERS]
+    words += ["--load", str(folder / "save"), "--ckpt-step", "4"]
+    words += ["--save", str(tmp_path / "save"), "--tensorboard-dir", str(tmp_path / "tensorboard")]
+    run = start(words, 2)
+    assert run.codes == [0, 0], run.output[-4000:]
+    assert run.knocks == "knocks value=mlp in 4 of 4 layers: 432 parameters added"
+    assert "4 GPT layers feed 4 attention and 4 MLP positions" in run.output
+
+    expected, found = (losses(f / "tensorboard") for f in (folder, tmp_path))
+    assert sorted(found) == [5, 6, 7, 8]
+    # float32: the gradient norm is summed over the layers in another order
+    assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)
+    checkpoint = MegatronCheckpoint.open(tmp_path / "save")
+    assert checkpoint.kha == KHAConfig(value="mlp")
+    assert list(checkpoint.knock_weights()) == [(2 * layer, "value") for layer in range(LAYERS)]
+    with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern=.*which the kha"):
+        plan(tmp_path / "save")
+
+
+def test_a_mistyped_name_ends_the_run(corpus):
+    run = start([*MODEL, *TRAINING, *corpus, *SPEC, "kha_mpl"], program=STOCK)
+    assert run.codes == [1]
+    assert "KeyError: 'kha_mpl'" in run.output
+    assert "iteration" not in run.output.partition("KeyError")[2]
