@@ -5,9 +5,40 @@ import pytest
 from tests.distributed.launcher import RankPool
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("kha_megatron")
+    group.addoption("--whole", action="store_true", help="every case of the parallelism grid")
+    group.addoption("--parallelism-table", metavar="FILE", help="write the grid's table there")
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = [item for item in items if item.get_closest_marker("whole")]
+    if left_out and not config.getoption("--whole"):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def whole(request) -> bool:
+    """Whether to run what ``make test`` leaves out for want of time."""
+    return request.config.getoption("--whole")
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Run a function on n gloo ranks: ``ranks(case, n, *args) -> [result of each rank]``."""
     pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks():
+    """The same on NCCL, one GPU each; skips where there are fewer than two."""
+    import torch
+
+    if (found := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs two GPUs and NCCL, {found} found")
+    pool = RankPool(device="cuda")
     yield pool
     pool.close()

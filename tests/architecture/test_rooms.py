@@ -11,7 +11,7 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "datasets", "errors", "files"}
+EVERYONE = {"config", "datasets", "errors", "files", "layout", "layout_rules"}
 FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "cli"}
 ARROWS = {
     "": set(),
@@ -20,14 +20,17 @@ ARROWS = {
     "datasets": set(),
     "errors": set(),
     "files": set(),
+    "layout": set(),
+    "layout_rules": set(),
+    "patching": set(),
     "ops": set(),
-    "mcore": {"ops"},
+    "mcore": {"ops", "patching"},
     "training": {"mcore", "cpu"},
     "cpu": set(),
     "hf": {"ops"},
     "conversion": {"hf", "mcore", "ops", "cpu"},
     "recipes": {"cpu"},
-    "cli": FREE - {"cli"},
+    "cli": FREE - {"cli"} | {"patching"},
 }
 OUTSIDE = {
     "ops": {"torch", "triton"},
@@ -36,6 +39,9 @@ OUTSIDE = {
     "datasets": set(),
     "errors": set(),
     "files": set(),
+    "layout": set(),
+    "layout_rules": set(),
+    "patching": set(),
     "": set(),
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},

@@ -1,8 +1,8 @@
 """Ranks that live through many test cases.
 
 Importing Megatron costs seconds, so a case must not start processes of its own. The pool spawns its
-workers once; every case makes and destroys a gloo process group among the first ``n`` of them. The
-CPU runtime is installed in the workers only, never in pytest's own process.
+workers once; every case makes and destroys a process group among the first ``n`` of them: gloo on
+the CPU runtime, which is installed in the workers only, never in pytest's own process, or NCCL.
 """
 
 import contextlib
@@ -16,16 +16,23 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
+_START = 300  # seconds for a new rank
+
 
 class RankError(AssertionError):
     """A rank raised, died or did not answer in time; the message holds the traceback."""
 
 
 class RankPool:
-    """Worker processes that act as ranks 0 to ``n - 1`` of one case after another."""
+    """Worker processes that act as ranks 0 to ``n - 1`` of one case after another.
 
-    def __init__(self, *, hide_cuda_only: bool = True) -> None:
-        self._hide_cuda_only = hide_cuda_only
+    Args:
+        device: ``cpu``, or ``cuda`` for one GPU and NCCL a rank.
+        hide_cuda_only: as in ``kha_megatron.cpu.install``.
+    """
+
+    def __init__(self, *, device: str = "cpu", hide_cuda_only: bool = True) -> None:
+        self._settings = device, hide_cuda_only
         self._store: Any = None
         self._cases = 0
         self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
@@ -44,8 +51,10 @@ class RankPool:
         Raises:
             RankError: with the traceback of the first rank that failed.
         """
-        while len(self._workers) < n:
-            self._spawn()
+        new = [self._spawn() for _ in range(len(self._workers), n)]
+        for connection in new:  # a busy machine may take a minute to import torch and Megatron
+            if not connection.poll(_START) or connection.recv() != "ready":
+                raise RankError(f"a rank did not start within {_START} s")
         self._cases += 1
         for rank, (_, connection) in enumerate(self._workers[:n]):
             connection.send((case, args, kwargs, rank, n, f"case {self._cases}"))
@@ -75,18 +84,19 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + 3)
         return results
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> Any:
         if self._store is None:  # one for all cases: a file store makes ranks poll a locked file
             from torch.distributed import TCPStore
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_worker, args=(theirs, self._store.port, self._hide_cuda_only), daemon=True
+            target=_worker, args=(theirs, self._store.port, *self._settings), daemon=True
         )
         process.start()
         theirs.close()
         self._workers.append((process, ours))
+        return ours
 
     def close(self) -> None:
         """Kill the workers; the next case starts new ones."""
@@ -97,33 +107,45 @@ class RankPool:
         self._workers.clear()
 
 
-def _worker(connection: Any, port: int, hide_cuda_only: bool) -> None:
+def _worker(connection: Any, port: int, device: str, hide_cuda_only: bool) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
-    from kha_megatron import cpu
+    if device == "cpu":
+        from kha_megatron import cpu
 
-    cpu.install(despite_cuda=True, hide_cuda_only=hide_cuda_only, quiet=True)
+        cpu.install(despite_cuda=True, hide_cuda_only=hide_cuda_only, quiet=True)
+    import megatron.core.parallel_state  # noqa: F401, so that no case has to wait for it
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", port, is_master=False)
+    connection.send("ready")
     while True:
         try:
             case, args, kwargs, rank, world_size, name = connection.recv()
         except EOFError:
             return
-        connection.send(_run(case, args, kwargs, rank, world_size, PrefixStore(name, store)))
+        named = PrefixStore(name, store)
+        connection.send(_run(case, args, kwargs, rank, world_size, named, device))
 
 
 def _run(
-    case: Callable[..., Any], args: tuple, kwargs: dict, rank: int, world_size: int, store: Any
+    case: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    rank: int,
+    world_size: int,
+    store: Any,
+    device: str,
 ) -> tuple[bool, Any]:
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
+        torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else "nccl",
             store=store,
             rank=rank,
             world_size=world_size,

@@ -1,0 +1,383 @@
+"""One description of a parallel training run, and the run.
+
+A :class:`Case` names a layout, a model and an optimizer. :func:`train` runs it on the ranks of
+``launcher.py`` with Megatron's own schedules, data parallelism and optimizer, and keeps what
+``pieces.py`` compares with the unsharded twin.
+
+Legend: ``s`` sequence, ``b`` microbatch, ``h`` hidden; a microbatch has a global number, and
+data-parallel rank ``r`` of ``dp`` takes the ``r``-th run of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kha_megatron.config import KHAConfig
+from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
+
+VOCAB, SEQUENCE, MICROBATCH = 56, 12, 2
+MICROBATCHES = 6, 2
+"""Over all ranks: of the first step, whose gradients are looked at, and of each one after it."""
+CLIP = 0.1  # far below the norm of every case, so that clipping acts
+
+DENSE: dict[str, Any] = {}
+MOE: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 20,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel sizes as in Megatron's arguments."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks; expert parallelism lives within them."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        """For example ``tp2 sp ep2``."""
+        words = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                words.append(f.name if value is True else f"{f.name}{value}")
+        return " ".join(words) or "unsharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run. ``khas`` are trained one after the other in the same process groups."""
+
+    layout: Layout
+    khas: tuple[KHAConfig, ...]
+    model: str = "dense"
+    groups: int = 4
+    tied: bool = False
+    bf16: bool = False
+    per_token_loss: bool = False
+    layers: int = 2
+    steps: int = 3
+    fsdp: str = ""
+    """``torch`` (FSDP2 in Megatron's wrapper) or ``megatron``, in place of Megatron's DDP."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the TransformerConfig that make another model."""
+    savings: dict[str, Any] = field(default_factory=dict)
+    """Fields of it that save memory or time and must not change a result."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of the DistributedDataParallelConfig."""
+
+    def twin(self) -> "Case":
+        """The same model and data in one process, with nothing that saves memory or time."""
+        return replace(self, layout=Layout(), fsdp="", savings={}, ddp={})
+
+    def __str__(self) -> str:
+        """For example ``tp2 sp, moe, recompute_granularity=full``."""
+        words = [str(self.layout), self.model]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in ("layout", "khas", "model", "steps") and value not in (f.default, {}):
+                words.append(f.name if value is True else f"{f.name}={value}")
+        words = [word for word in words if "{" not in word]
+        for options in (self.config, self.savings, self.ddp):
+            words += [k if v is True else f"{k}={v}" for k, v in options.items()]
+        return ", ".join(words)
+
+
+def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
+    """Run on this rank; ``mutate`` returns a context manager that breaks something."""
+    from tests.distributed import models
+
+    layout = case.layout
+    models.initialize(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    with ExitStack() as stack:
+        if mutate is not None:
+            stack.enter_context(mutate())
+        return [_Run(case, kha).result() for kha in case.khas]
+
+
+class _Run:
+    def __init__(self, case: Case, kha: KHAConfig) -> None:
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
+        self.case = case
+        self.config = _transformer_config(case)
+        self.chunks = _build(self.config, case, kha)
+        self.initial = [p for p in pieces(self.chunks) if ".knock_" in p.name]
+        fill(self.chunks)
+        wrapped = [Float16Module(self.config, c) if case.bf16 else c for c in self.chunks]
+        settings = {"grad_reduce_in_fp32": True, "bucket_size": 3000} | case.ddp
+        ddp_config = DistributedDataParallelConfig(**settings)
+        wrapper = _data_parallel(case)
+        self.ddp = [
+            wrapper(self.config, ddp_config, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(wrapped)
+        ]
+        self.optimizer = _optimizer(case, self.ddp)
+        self._connect(ddp_config)
+        self.kept: dict[tuple[str, int], Tensor] = {}
+        self.microbatch = 0
+
+    def _connect(self, ddp_config: Any) -> None:
+        """What Megatron's training loop does before its first step."""
+        from megatron.core.distributed import finalize_model_grads
+
+        def one_or_all(functions: list[Any]) -> Any:
+            return functions if len(functions) > 1 else functions[0]
+
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        if ddp_config.overlap_grad_reduce:
+            self.config.no_sync_func = one_or_all([m.no_sync for m in self.ddp])
+            self.config.grad_sync_func = one_or_all([m.start_grad_sync for m in self.ddp])
+        if ddp_config.overlap_param_gather:
+            self.config.param_sync_func = one_or_all([m.start_param_sync for m in self.ddp])
+
+    def result(self) -> Result:
+        hooks = [hook for chunk in self.chunks for hook in self._keep_activations(chunk)]
+        self._accumulate(MICROBATCHES[0])
+        for hook in hooks:
+            hook.remove()
+        activations = list(self._activations())
+        self.kept.clear()
+        self._complete_gradients()
+        filled = list(pieces(self.chunks, gathered))
+        gradients = list(pieces(self.chunks, lambda p: gathered(getattr(p, "main_grad", p.grad))))
+        norms = [float(self.optimizer.step()[1])]
+        self._gather_parameters()
+        stepped = list(pieces(self.chunks, gathered))
+        for _ in range(self.case.steps - 1):
+            self._accumulate(MICROBATCHES[1])
+            norms.append(float(self.optimizer.step()[1]))
+        self._gather_parameters()
+        trained = list(pieces(self.chunks, gathered))
+        # autograd's hooks close over the model where the garbage collector cannot see: without this
+        # it would live on, and with it the threads of its process groups
+        for ddp in self.ddp:
+            getattr(ddp, "grad_accs", []).clear()
+        return Result(self.initial, activations, filled, gradients, stepped, trained, norms)
+
+    def _accumulate(self, microbatches: int) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for ddp in self.ddp:
+            ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mine = _my_microbatches(self.case, microbatches)
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=[iter(mine) for _ in self.ddp] if len(self.ddp) > 1 else iter(mine),
+            model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
+            num_microbatches=len(mine),
+            seq_length=SEQUENCE,
+            micro_batch_size=MICROBATCH,
+            forward_only=False,
+        )
+
+    def _forward_step(self, numbers: Iterator[int], model: Any) -> Any:
+        self.microbatch = next(numbers)
+        batch = _batch(self.microbatch, self.case.per_token_loss)
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, partial(self._loss, self.microbatch, batch["loss_mask"])
+
+    def _loss(self, microbatch: int, mask: Tensor, losses: Tensor) -> Any:
+        self.kept.setdefault(("loss", microbatch), losses)
+        total = (losses.float() * mask).sum()
+        return total, mask.sum().int(), {"loss": total.detach()}
+
+    def _keep_activations(self, chunk: Any) -> Iterator[Any]:
+        def keep(name: str, module: Any, inputs: Any, output: Tensor) -> None:
+            output.retain_grad()
+            self.kept[name, self.microbatch] = output
+
+        if chunk.pre_process:
+            yield chunk.embedding.register_forward_hook(partial(keep, "input"))
+        if chunk.post_process:
+            yield chunk.decoder.register_forward_hook(partial(keep, "output"))
+
+    def _activations(self) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+        """Losses ``[b, s]`` turned to ``[s, b]``, and hidden states ``[s, b, h]`` of this rank."""
+        layout = self.case.layout
+        # a rank's loss is a mean over its own tokens, and these ranks are averaged afterwards
+        share = 1 if self.case.per_token_loss else layout.cp * layout.dp
+        whole, mine = _positions(layout)
+        for (name, microbatch), x in self.kept.items():
+            if name == "loss":
+                yield name, microbatch, whole, as_array(x.detach().transpose(0, 1))
+            if name == "output":
+                yield name, microbatch, mine, as_array(x.detach())
+            if name == "input":
+                yield "input gradient", microbatch, mine, as_array(x.grad / share)
+
+    def _complete_gradients(self) -> None:
+        """With the distributed optimizer, each rank has reduced its own part of a bucket only."""
+        if not self.case.ddp.get("use_distributed_optimizer"):
+            return
+        for ddp in self.ddp:
+            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                ranks = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets:
+                    mine = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=ranks)
+
+    def _gather_parameters(self) -> None:
+        if self.case.ddp.get("overlap_param_gather"):
+            for ddp in self.ddp:
+                ddp.start_param_sync(force_sync=True)
+
+
+def _transformer_config(case: Case) -> Any:
+    from tests.distributed import models
+
+    layout = case.layout
+    settings: dict[str, Any] = {
+        "num_layers": case.layers,
+        "num_query_groups": case.groups,
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "calculate_per_token_loss": case.per_token_loss,
+    }
+    if layout.vpp:  # Megatron's own command line insists on it: without it losses are wrong
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if case.model == "moe":
+        settings |= MOE | {"moe_layer_freq": [0] + [1] * (case.layers - 1)}
+    if case.bf16:
+        dtype = torch.bfloat16
+        settings |= {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
+    return models.transformer_config(**settings | case.config | case.savings)
+
+
+def _build(config: Any, case: Case, kha: KHAConfig) -> list[Any]:
+    """The model chunks of this rank, one for each virtual stage."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.enums import ModelType
+
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+
+    chunks = []
+    for stage in range(case.layout.vpp) if case.layout.vpp else [None]:
+        chunk = models.gpt_model(
+            config,
+            kha,
+            layer_spec=kha_layer_spec(config, kha, stage),
+            perturbed=False,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=case.tied,
+            vp_stage=stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunks.append(chunk.cuda())
+    return chunks
+
+
+def _data_parallel(case: Case) -> Any:
+    from megatron.core import distributed
+
+    if case.fsdp == "megatron":
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        return FullyShardedDataParallel
+    if case.fsdp:
+        return distributed.TorchFullyShardedDataParallel
+    return distributed.DistributedDataParallel
+
+
+def _optimizer(case: Case, ddp: list[Any]) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    precision = {"bf16": True, "params_dtype": torch.bfloat16} if case.bf16 else {}
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=0.01,
+            # without a floor of the size of the gradients, Adam turns the rounding of the smallest
+            # ones into whole steps
+            adam_eps=1e-3,
+            clip_grad=CLIP,
+            use_distributed_optimizer=case.ddp.get("use_distributed_optimizer", False),
+            overlap_param_gather=case.ddp.get("overlap_param_gather", False),
+            **precision,
+        ),
+        ddp,
+    )
+
+
+def _my_microbatches(case: Case, microbatches: int) -> list[int]:
+    from megatron.core import parallel_state as ps
+
+    each = microbatches // case.layout.dp
+    first = ps.get_data_parallel_rank() * each
+    return list(range(first, first + each))
+
+
+def _batch(microbatch: int, ragged: bool) -> dict[str, Tensor]:
+    """This context-parallel rank's share of a microbatch; ``ragged`` masks some of its tokens."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(microbatch)
+    text = torch.randint(0, VOCAB, (MICROBATCH, SEQUENCE + 1), generator=generator)
+    mask = torch.ones(MICROBATCH, SEQUENCE)
+    if ragged:
+        mask = (torch.rand(MICROBATCH, SEQUENCE, generator=generator) < 0.7).float()
+    batch = {
+        "tokens": text[:, :-1].contiguous().cuda(),
+        "labels": text[:, 1:].contiguous().cuda(),
+        "loss_mask": mask.cuda(),
+        "position_ids": torch.arange(SEQUENCE).expand(MICROBATCH, -1).contiguous().cuda(),
+        "cu_seqlens": None,
+    }
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=ps.get_context_parallel_group()
+    )
+
+
+def _positions(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """The places of this rank's tokens in the sequence: before and after sequence parallelism."""
+    from megatron.core import parallel_state as ps
+
+    rank = ps.get_context_parallel_rank()
+    chunks = np.arange(SEQUENCE).reshape(2 * layout.cp, -1)
+    whole = chunks[[rank, 2 * layout.cp - 1 - rank]].reshape(-1)
+    if not layout.sp:
+        return whole, whole
+    return whole, whole.reshape(layout.tp, -1)[ps.get_tensor_model_parallel_rank()]

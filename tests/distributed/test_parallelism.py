@@ -1,0 +1,316 @@
+"""Every parallelism equals the unsharded run, with knocking heads in every layer.
+
+Tolerance: in float32, sharding only reorders sums of a few dozen terms. 1e-5 relative (of norms) is
+several times what is seen after ten optimizer steps, and a thousandth of any real mistake. In
+bfloat16 the sums of a row-parallel layer are rounded on each rank before they are added: 2^-8 on
+every activation, a few percent of a gradient or of a routed output after two layers.
+
+``make test`` runs every parallelism with one configuration that has all three variants;
+``make test-all`` also every variant on query, key and value at once, and every number of key/value
+heads with every variant in every place; all take ten steps, where ``make test`` has the time for
+three of most. It writes ``benchmarks/parallelism.md``.
+"""
+
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from tests.distributed.parallelism import Case, Layout, train
+from tests.distributed.pieces import errors, quantities
+
+FP32 = 1e-5
+BF16 = {"grad norm": 0.01, "loss": 0.02, "": 0.1}
+
+MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+RANDOM = replace(MIXED, init="random")
+"""Each layer starts with matrices of its own, so that one in a wrong place is seen."""
+EVERYWHERE = tuple(KHAConfig(query=v, key=v, value=v) for v in MATRICES)
+EVERY_PLACE = tuple(KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS)
+
+ZERO = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True}
+OVERLAP_ALL = ZERO | OVERLAP | {"overlap_param_gather": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+
+def case(*, khas=(MIXED,), **fields):
+    names = Layout.__dataclass_fields__
+    layout = Layout(**{name: value for name, value in fields.items() if name in names})
+    rest = {name: value for name, value in fields.items() if name not in names}
+    return Case(layout=layout, khas=khas, **rest)
+
+
+def tensor_parallel():
+    yield case(tp=2, steps=10)
+    yield case(tp=2, sp=True, groups=1)
+    yield case(tp=4, groups=2)
+    yield case(tp=4, sp=True, groups=8)
+    yield case(tp=2, groups=2, config={"qk_layernorm": False})
+
+
+def every_number_of_groups():
+    for tp, sp in ((2, False), (2, True), (4, False), (4, True)):
+        for groups in (8, 4, 2, 1):  # more key/value heads than ranks, as many, and fewer
+            yield case(tp=tp, sp=sp, groups=groups, khas=(MIXED, *EVERY_PLACE))
+    yield case(tp=4, sp=True, groups=2, config={"qk_layernorm": False})
+
+
+def data_parallel():
+    yield case(dp=2)  # three microbatches each
+    yield case(dp=2, per_token_loss=True)
+    for options in (OVERLAP, ZERO, ZERO | OVERLAP, OVERLAP_ALL):
+        yield case(dp=2, ddp=options, steps=10 if options is OVERLAP_ALL else 3)
+    yield case(dp=2, fsdp="torch")
+    yield case(tp=2, dp=2, groups=1, ddp=OVERLAP_ALL)
+    yield case(tp=2, sp=True, dp=2, ddp=OVERLAP_ALL, per_token_loss=True)
+
+
+def pipeline_parallel():
+    for tied in (False, True):
+        yield case(khas=(RANDOM,), pp=2, tied=tied)
+        yield case(khas=(RANDOM,), pp=2, vpp=2, tied=tied, layers=4)
+    yield case(khas=(RANDOM,), pp=4, layers=4)
+    yield case(khas=(RANDOM,), pp=2, model="moe", steps=10)
+    yield case(khas=(RANDOM,), tp=2, pp=2)
+    yield case(khas=(RANDOM,), tp=2, sp=True, pp=2, vpp=2, groups=1, layers=4)
+    yield case(khas=(RANDOM,), pp=2, dp=2, tied=True, ddp=OVERLAP_ALL)
+
+
+def context_parallel():
+    yield case(cp=2, steps=10)
+    yield case(cp=2, per_token_loss=True)
+    yield case(cp=2, groups=1, ddp=ZERO)
+    yield case(tp=2, cp=2)
+    yield case(tp=2, sp=True, cp=2, groups=1)
+    yield case(cp=2, pp=2)
+
+
+def expert_parallel():
+    alltoall = {"moe_token_dispatcher_type": "alltoall"}
+    allgather = {"moe_token_dispatcher_type": "allgather"}
+    for dispatcher in (alltoall, allgather):
+        yield case(dp=2, ep=2, model="moe", savings=dispatcher, steps=10)
+        yield case(tp=2, sp=True, ep=2, model="moe", savings=dispatcher)
+        yield case(tp=2, sp=True, etp=2, model="moe", savings=dispatcher)
+    yield case(dp=2, ep=2, model="moe", ddp=OVERLAP_ALL)
+    yield case(dp=2, model="moe", ddp=ZERO)
+    yield case(tp=2, sp=True, dp=2, ep=2, etp=2, model="moe")
+    yield case(tp=2, sp=True, dp=2, ep=2, model="moe", ddp=OVERLAP_ALL)
+    yield case(pp=2, dp=2, ep=2, model="moe")
+    yield case(pp=2, dp=2, ep=2, model="moe", groups=1, ddp=ZERO)
+    yield case(cp=2, ep=2, model="moe")
+
+
+def recompute():
+    for options in (FULL, SELECTIVE):
+        yield case(savings=options)
+        yield case(tp=2, sp=True, groups=2, savings=options)
+        yield case(pp=2, savings=options)
+    block = FULL | {"recompute_method": "block"}
+    yield case(tp=2, groups=1, savings=block)
+    experts = SELECTIVE | {"recompute_modules": ["core_attn", "moe"]}
+    yield case(tp=2, sp=True, ep=2, model="moe", savings=experts)
+
+
+def bfloat16():
+    yield case(bf16=True, tp=2)
+    yield case(bf16=True, tp=2, sp=True, groups=2)
+    yield case(bf16=True, dp=2, ddp=OVERLAP_ALL)
+    yield case(bf16=True, pp=2, tied=True)
+    yield case(bf16=True, cp=2)
+    yield case(bf16=True, tp=2, sp=True, ep=2, model="moe")
+
+
+CASES = [
+    *tensor_parallel(),
+    *data_parallel(),
+    *pipeline_parallel(),
+    *context_parallel(),
+    *expert_parallel(),
+    *recompute(),
+    *bfloat16(),
+]
+WHOLE = [c for c in every_number_of_groups() if str(c) not in map(str, CASES)]
+
+
+@pytest.fixture(scope="module")
+def unsharded(ranks):
+    """Quantities of the run in one process, one for each configuration; computed once."""
+    known = {}
+
+    def run(case):
+        twin = case.twin()
+        if repr(twin) not in known:
+            known[repr(twin)] = [quantities([result]) for result in ranks(train, 1, twin)[0]]
+        return known[repr(twin)]
+
+    return run
+
+
+def bound(name, case):
+    """What a quantity may differ by."""
+    if not case.bf16:
+        return FP32
+    limit = next(limit for start, limit in BF16.items() if name.startswith(start))
+    # a token at the border between two experts goes to the other one
+    return 2.5 * limit if case.model == "moe" else limit
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)],
+    ids=str,
+)
+def test_equals_the_unsharded_run(ranks, unsharded, table, whole, case):
+    if whole:
+        case = replace(case, khas=(*case.khas, *EVERYWHERE), steps=10)
+    results = ranks(train, case.layout.world, case, timeout=600)
+    for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
+        found = errors(quantities(got), want, 2**-8 if case.bf16 else 2**-23)
+        table.add(case, kha, found)
+        wrong = {name: e for name, e in found.items() if not e <= bound(name, case)}
+        assert not wrong, f"{kha}: {wrong}"
+
+
+MEGATRON_FSDP = {
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "use_distributed_optimizer": True,
+    "use_megatron_fsdp": True,
+}
+
+
+@pytest.mark.gpu
+def test_megatron_fsdp_equals_the_unsharded_run(gpu_ranks):
+    """Its backward overlaps coalesced collectives, which gloo pairs up wrongly and dies of."""
+    sharded = case(dp=2, fsdp="megatron", ddp=MEGATRON_FSDP)
+    (want,) = (quantities([result]) for result in gpu_ranks(train, 1, sharded.twin())[0])
+    found = errors(quantities([result for (result,) in gpu_ranks(train, 2, sharded)]), want)
+    wrong = {name: e for name, e in found.items() if not e <= FP32}
+    assert not wrong
+
+
+def megatron_fsdp_losses():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config()
+    model = models.gpt_model(config, MIXED)
+    tokens, positions, mask = models.batch()
+    with torch.no_grad():
+        plain = model(tokens, positions, mask, labels=tokens)
+        ddp_config = DistributedDataParallelConfig(**MEGATRON_FSDP)
+        wrapped = FullyShardedDataParallel(config, ddp_config, model)
+        return plain.numpy(), wrapped(tokens, positions, mask, labels=tokens).numpy()
+
+
+def test_megatron_fsdp_shards_and_gathers_the_shared_matrices(ranks):
+    """What of it runs without a GPU: every weight in shards, and a forward pass."""
+    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
+    for plain, sharded in ranks(megatron_fsdp_losses, 2):
+        np.testing.assert_array_equal(plain, sharded)
+
+
+def test_no_case_is_there_twice():
+    every = [str(case) for case in (*CASES, *WHOLE)]
+    assert len(set(every)) == len(every)
+
+
+# The mutations that these comparisons must catch. Each runs where the rule it takes out is needed.
+
+
+@contextmanager
+def without_the_sum_over_tensor_parallel_ranks():
+    from kha_megatron.mcore import knocking
+
+    rule = knocking.copy_to_tensor_model_parallel_region
+    knocking.copy_to_tensor_model_parallel_region = lambda weight, group=None: weight
+    try:
+        yield
+    finally:
+        knocking.copy_to_tensor_model_parallel_region = rule
+
+
+@contextmanager
+def with_the_layers_of_a_stage_counted_from_one():
+    from megatron.core import parallel_state
+
+    from kha_megatron.mcore.attention import KHASelfAttention
+
+    build = KHASelfAttention._knocking
+
+    def counted_from_one(self, projection):
+        placed = self.layer_number
+        each = self.config.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
+        self.layer_number = (placed - 1) % each + 1
+        try:
+            return build(self, projection)
+        finally:
+            self.layer_number = placed
+
+    KHASelfAttention._knocking = counted_from_one
+    try:
+        yield
+    finally:
+        KHASelfAttention._knocking = build
+
+
+@contextmanager
+def with_shared_matrices_reduced_like_experts():
+    from kha_megatron.mcore.knocking import KnockingHeads
+
+    reset = KnockingHeads.reset_parameters
+
+    def marked(self):
+        reset(self)
+        self.weight.allreduce = False
+
+    KnockingHeads.reset_parameters = marked
+    try:
+        yield
+    finally:
+        KnockingHeads.reset_parameters = reset
+
+
+def mutated(ranks, unsharded, case, mutation):
+    """The quantities that are wrong, or what the comparison of replicas says."""
+    results = ranks(train, case.layout.world, case, mutation)
+    (want,) = unsharded(case)
+    try:
+        found = errors(quantities([result for (result,) in results]), want)
+    except AssertionError as difference:
+        return str(difference)
+    return {name for name, e in found.items() if not e <= FP32}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_without_the_tensor_parallel_rule_replicas_drift(ranks, unsharded, sp):
+    wrong = mutated(ranks, unsharded, case(tp=2, sp=sp), without_the_sum_over_tensor_parallel_ranks)
+    assert re.match(r"replicas of .*\.knock_\w+\.weight differ", wrong), wrong
+
+
+def test_without_the_pipeline_placement_matrices_start_in_the_wrong_layer(ranks, unsharded):
+    wrong = mutated(
+        ranks, unsharded, case(pp=2, khas=(RANDOM,)), with_the_layers_of_a_stage_counted_from_one
+    )
+    initial = {name for name in wrong if name.startswith("initial")}
+    assert len(initial) == 3, wrong
+    assert all(".knock_" in name for name in initial)
+
+
+def test_without_the_reduction_outside_of_experts_replicas_drift(ranks, unsharded):
+    wrong = mutated(
+        ranks,
+        unsharded,
+        case(dp=2, ep=2, model="moe"),
+        with_shared_matrices_reduced_like_experts,
+    )
+    assert re.match(r"replicas of .*\.knock_\w+\.weight differ", wrong), wrong
