@@ -2,8 +2,10 @@
 VENV ?= .venv
 PYTHON_IN_VENV = $(VENV)/bin/python
 export VENV
+# Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test lint
+.PHONY: help setup quickstart test test-all test-matrix lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -16,6 +18,12 @@ quickstart: setup ## Text to trained model to Hugging Face to pictures, on this 
 
 test: setup lint ## Everything that needs no GPU
 	@$(PYTHON_IN_VENV) -m pytest
+
+test-all: setup lint ## The same with every case of the parallelism grid, about half an hour more; writes its table
+	@$(PYTHON_IN_VENV) -m pytest --whole --parallelism-table benchmarks/parallelism.md
+
+test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one)
+	@tools/test_matrix.sh
 
 lint: setup ## Style and formatting
 	@$(VENV)/bin/ruff check .
