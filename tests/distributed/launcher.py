@@ -16,7 +16,10 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
+
 _START = 300  # seconds for a new rank
+_THREADS = 400  # of a rank: each gloo group that anything still refers to keeps some
 
 
 class RankError(AssertionError):
@@ -65,7 +68,10 @@ class RankPool:
         if failures or len(results) < n:
             silent = sorted(set(range(n)) - set(results))
             raise RankError("\n".join([*failures, f"ranks without an answer: {silent}"]))
-        return [results[rank][1] for rank in range(n)]
+        answers = [results[rank][1] for rank in range(n)]
+        if any(psutil.Process(worker.pid).num_threads() > _THREADS for worker, _ in self._workers):
+            self.close()  # before the machine's limit is felt, by whatever test comes then
+        return answers
 
     def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
         """What the ranks that answered in time said: whether the case passed, and its result."""

@@ -150,7 +150,7 @@ class Training:
     def outputs(self):
         """What :func:`summary` takes, for a model that makes no step."""
         output = self.run(8, forward_only=True)
-        self.ddp.grad_accs.clear()
+        vars(self.ddp).clear()
         return self.rank, output, 0.0, {}
 
     def go_on(self, folder):
@@ -164,5 +164,5 @@ class Training:
             for name, parameter in self.model.named_parameters()
             if ".knock_" in name
         }
-        self.ddp.grad_accs.clear()
+        vars(self.ddp).clear()
         return self.rank, output, norm, shared

@@ -186,7 +186,7 @@ class _Run:
         # autograd's hooks close over the model where the garbage collector cannot see: without this
         # it would live on, and with it the threads of its process groups
         for ddp in self.ddp:
-            getattr(ddp, "grad_accs", []).clear()
+            vars(ddp).clear()
         return Result(self.initial, activations, filled, gradients, stepped, trained, norms)
 
     def _accumulate(self, microbatches: int) -> None:

@@ -97,7 +97,7 @@ def train(fault, culprit, layout, ddp, config, bad_step=0, variant="mlp"):
         return None
     finally:
         for chunk in wrapped:
-            chunk.grad_accs.clear()
+            vars(chunk).clear()
 
 
 def _forward(data, model):

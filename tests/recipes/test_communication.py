@@ -88,7 +88,7 @@ def counted(layout, overrides, microbatches, step):
         finalize_model_grads([ddp])
         if optimizer is not None:
             optimizer.step()
-    ddp.grad_accs.clear()
+    vars(ddp).clear()
     return counter.sent, model, stage
 
 

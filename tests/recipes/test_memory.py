@@ -69,7 +69,7 @@ def sizes(world, layout, overrides):
         ),
     }
     for ddp in wrapped:
-        ddp.grad_accs.clear()
+        vars(ddp).clear()
     return found, model
 
 

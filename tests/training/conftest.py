@@ -9,13 +9,18 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.versions import needs_training_package
+
+_TIMEOUT = 300  # seconds; the longest run takes 40 on two cores
 
 LAYERS = 4
 HEAD_DIM = 6
@@ -77,18 +82,28 @@ def start(
             environment | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             for rank in range(ranks)
         ]
-    processes = [
-        subprocess.Popen(
-            [*python, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for env in environments
-    ]
-    try:
-        outputs = [process.communicate(timeout=180)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return Run([process.returncode for process in processes], "\n".join(outputs))
+    with ExitStack() as stack:
+        # files, not pipes: a rank whose pipe is full would wait for a reader that waits for another
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in environments]
+        processes = [
+            subprocess.Popen([*python, *words], env=env, stdout=file, stderr=subprocess.STDOUT)
+            for env, file in zip(environments, outputs, strict=True)
+        ]
+        deadline = time.monotonic() + _TIMEOUT
+        try:
+            codes = [process.wait(deadline - time.monotonic()) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = None
+        finally:
+            for process in processes:
+                process.kill()
+        for file in outputs:
+            file.seek(0)
+        texts = [file.read() for file in outputs]
+    if codes is None:
+        ends = "\n---\n".join(text[-3000:] for text in texts)
+        pytest.fail(f"the ranks did not end within {_TIMEOUT} s; they said last\n{ends}")
+    return Run(codes, "\n".join(texts))
 
 
 def losses(folder: Path) -> dict[int, float]:

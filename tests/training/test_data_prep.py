@@ -249,6 +249,8 @@ def test_interrupted_work_leaves_what_was_there(stage, prepared, sources, tmp_pa
 
 def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
     """Ctrl-C comes to the main thread, which only waits while the library works in another."""
+    # a shell starts what it runs in the background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text(f"text number {number}")
     counted = []
@@ -260,8 +262,11 @@ def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare([tmp_path], tmp_path / "out", on_progress=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            prepare([tmp_path], tmp_path / "out", on_progress=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert 1 <= len(counted) < 30
     assert not list(tmp_path.glob("*out*"))
 
