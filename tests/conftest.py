@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.launcher import RankPool
+from tests.versions import needs_training_package
 
 
 def pytest_addoption(parser):
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(config, items):
 def whole(request) -> bool:
     """Whether to run what ``make test`` leaves out for want of time."""
     return request.config.getoption("--whole")
+
+
+@pytest.fixture
+def training_package() -> None:
+    """Skips where Megatron's training package is of a version that we do not run."""
+    needs_training_package()
 
 
 @pytest.fixture(scope="session")

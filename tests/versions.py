@@ -1,5 +1,7 @@
 """Skipping, loudly, what the installed Megatron-Core is too old for."""
 
+from typing import Any
+
 import pytest
 
 from kha_megatron.mcore.compat import HYBRID, installed_version, release, training_refusal
@@ -15,3 +17,20 @@ def needs_hybrid_models() -> None:
     """Skip where Megatron-Core has no HybridModel."""
     if release(found := installed_version()) < HYBRID:
         pytest.skip(f"NOT TESTED: megatron-core {found} has no HybridModel")
+
+
+def needs_fsdp2() -> None:
+    """Skip where Megatron-Core's wrapper of torch's FSDP2 cannot be trained with."""
+    if release(found := installed_version()) < (0, 19):
+        pytest.skip(
+            f"NOT TESTED: the FSDP2 wrapper of megatron-core {found} does not take what its own "
+            "finalize_model_grads passes"
+        )
+
+
+def on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+    """Megatron's ``get_batch_on_this_cp_rank`` for a plain batch, whatever the version asks for."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    plain = {} if release(installed_version()) < (0, 18) else {"is_hybrid_cp": False}
+    return get_batch_on_this_cp_rank(batch, cp_group=cp_group, **plain)

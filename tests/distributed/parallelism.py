@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
+from tests.versions import on_this_cp_rank
 
 VOCAB, SEQUENCE, MICROBATCH = 56, 12, 2
 MICROBATCHES = 6, 2
@@ -352,7 +353,6 @@ def _my_microbatches(case: Case, microbatches: int) -> list[int]:
 def _batch(microbatch: int, ragged: bool) -> dict[str, Tensor]:
     """This context-parallel rank's share of a microbatch; ``ragged`` masks some of its tokens."""
     from megatron.core import parallel_state as ps
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(microbatch)
     text = torch.randint(0, VOCAB, (MICROBATCH, SEQUENCE + 1), generator=generator)
@@ -366,9 +366,7 @@ def _batch(microbatch: int, ragged: bool) -> dict[str, Tensor]:
         "position_ids": torch.arange(SEQUENCE).expand(MICROBATCH, -1).contiguous().cuda(),
         "cu_seqlens": None,
     }
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=ps.get_context_parallel_group()
-    )
+    return on_this_cp_rank(batch, ps.get_context_parallel_group())
 
 
 def _positions(layout: Layout) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,8 @@ from kha_megatron.mcore.torch_dist import TorchDistFolder
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
 
+pytestmark = pytest.mark.usefixtures("training_package")
+
 FIRST_IMPORT = 400
 """Seconds for a case: the first one imports all of megatron.training on each rank."""
 

@@ -22,6 +22,7 @@ import torch
 from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
+from tests.versions import needs_fsdp2
 
 FP32 = 1e-5
 BF16 = {"grad norm": 0.01, "loss": 0.02, "": 0.1}
@@ -168,6 +169,8 @@ def bound(name, case):
     ids=str,
 )
 def test_equals_the_unsharded_run(ranks, unsharded, table, whole, case):
+    if case.fsdp:
+        needs_fsdp2()
     if whole:
         case = replace(case, khas=(*case.khas, *EVERYWHERE), steps=10)
     results = ranks(train, case.layout.world, case, timeout=600)

@@ -7,6 +7,8 @@ data loader gives, and what is refused.
 import numpy as np
 import pytest
 
+from tests.versions import on_this_cp_rank
+
 SEQUENCE = 12
 
 
@@ -16,7 +18,6 @@ def attended(cp, window=None):
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
     from tests.distributed import models
@@ -43,9 +44,7 @@ def attended(cp, window=None):
         "places": torch.arange(SEQUENCE).expand(2, -1).contiguous(),
         "cu_seqlens": None,
     }
-    batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
+    batch = on_this_cp_rank(batch, parallel_state.get_context_parallel_group())
     q, k, v = (batch[name].transpose(0, 1) for name in ("query", "key", "value"))
     output = attention(q, k.contiguous(), v.contiguous(), batch["attention_mask"])
     return output.numpy(), batch["places"][0].numpy()

@@ -12,6 +12,8 @@ from kha_megatron.errors import ConfigError, DataError, KHAError
 from kha_megatron.training.arguments import choose_device
 from tests.training.conftest import MODEL, TRAINING, start
 
+pytestmark = pytest.mark.usefixtures("training_package")
+
 MOCK = ["--mock-data"]
 MLP = ["--kha-preset", "kha_mlp"]
 

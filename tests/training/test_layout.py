@@ -7,8 +7,12 @@ read the way Megatron reads it.
 import os
 import sys
 
+import pytest
+
 from kha_megatron.errors import ConfigError
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, start
+
+pytestmark = pytest.mark.usefixtures("training_package")
 
 MOCK = ["--mock-data", "--kha-preset", "kha_mlp"]
 
