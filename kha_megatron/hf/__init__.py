@@ -5,20 +5,20 @@
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.hf.modeling_kha import KHAForCausalLM, KHAModel, KHAPreTrainedModel
+from kha_megatron.hf.modelling_files import write_modelling_files
 
 AutoConfig.register(KHAModelConfig.model_type, KHAModelConfig, exist_ok=True)
 AutoModel.register(KHAModelConfig, KHAModel, exist_ok=True)
 AutoModelForCausalLM.register(KHAModelConfig, KHAForCausalLM, exist_ok=True)
-# Experts are 3-D in memory and one tensor per expert and matrix on disk, as in qwen3_moe files.
-register_checkpoint_conversion_mapping(
-    KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
-)
+KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
-__all__ = ["KHAForCausalLM", "KHAModel", "KHAModelConfig", "KHAPreTrainedModel"]
+__all__ = [
+    "KHAForCausalLM",
+    "KHAModel",
+    "KHAModelConfig",
+    "KHAPreTrainedModel",
+    "write_modelling_files",
+]

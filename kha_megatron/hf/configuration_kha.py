@@ -5,6 +5,10 @@ Megatron run mixes both in one model (``moe_layer_freq``). Fields that stock tra
 share keep their stock names, so that other tools read them.
 """
 
+import os
+from collections.abc import Callable
+from typing import ClassVar
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -64,6 +68,11 @@ class KHAModelConfig(PreTrainedConfig):
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
     }
+
+    write_code: ClassVar[Callable[[str | os.PathLike], dict[str, str]] | None] = None
+    """Writes the files that define this architecture into a folder and returns their ``auto_map``.
+    ``kha_megatron.hf`` sets it. A copy of this file beside a model has none: transformers itself
+    copies on what it loaded from a folder."""
 
     vocab_size: int = 32000
     """Rows of the embedding."""
@@ -144,6 +153,13 @@ class KHAModelConfig(PreTrainedConfig):
             self.mlp_layer_types = [kind] * self.num_hidden_layers
         self._check()
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        """``config.json``, and the modelling files beside it. Every model's save comes here."""
+        if self.write_code is not None:
+            os.makedirs(save_directory, exist_ok=True)
+            self.auto_map = self.write_code(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
     def kha(self) -> KHAConfig:

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import (
@@ -33,6 +37,11 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from kha_megatron.config import MATRICES, Variant
 from kha_megatron.hf.configuration_kha import KHAModelConfig, matrix_name
+
+# Experts are 3-D in memory and one tensor per expert and matrix on disk, as in qwen3_moe files.
+register_checkpoint_conversion_mapping(
+    KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
+)
 
 
 class HeadSharedLinear(nn.Linear):

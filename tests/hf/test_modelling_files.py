@@ -1,0 +1,159 @@
+"""A saved folder brings its own code, and that code works where this package is not installed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kha_megatron.hf import KHAForCausalLM, write_modelling_files
+from kha_megatron.hf.modelling_files import AUTO_MAP, MODULES
+from tests.hf.conftest import MOE, make_config, make_model, tokens
+
+MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
+FILES = {f"{name}.py" for name in MODULES.values()}
+
+# Runs where kha_megatron cannot be imported. The user chose to trust the folder: the only place in
+# this project that does.
+STRANGER = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "kha_megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+torch.set_num_threads(1)
+folder, again = sys.argv[1:]
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    print("untrusted:", str(error).splitlines()[0])
+trust = {"trust_remote_code": True, "output_loading_info": True}
+model, info = AutoModelForCausalLM.from_pretrained(folder, **trust)
+assert not any(info.values()), info
+base, info = AutoModel.from_pretrained(folder, **trust)
+assert info.pop("unexpected_keys") == {"lm_head.weight"}
+assert not any(info.values()), info
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+ids = load_file(folder + "/ids.safetensors")["ids"]
+with torch.no_grad():
+    logits = model(ids).logits
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+save_file({"logits": logits, "new": new}, folder + "/seen.safetensors")
+model.save_pretrained(again)
+print("variants:", config.kha.variants)
+print("classes:", *(type(x).__module__.split(".")[0] for x in (model, base, config)))
+assert not [name for name in sys.modules if name.split(".")[0] == "kha_megatron"]
+"""
+
+
+def run_stranger(folder, again, cache):
+    """The program above in a process of its own, offline, with its own cache of modules."""
+    return subprocess.run(
+        [sys.executable, "-c", STRANGER, folder, again],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cache,
+        env={**os.environ, "HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """A saved MoE model, what a process without this package made of it, and what that saved."""
+    torch.manual_seed(0)
+    folder, again, cache = (tmp_path_factory.mktemp(name) for name in ("model", "again", "cache"))
+    model = make_model(MIXED, initializer_range=0.5, **MOE)
+    model.save_pretrained(folder)
+    save_file({"ids": tokens()}, folder / "ids.safetensors")
+    return model, folder, again, run_stranger(folder, again, cache)
+
+
+def test_code_and_auto_map_lie_beside_every_saved_model(tmp_path):
+    make_model(MIXED).save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.py")} == FILES
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP
+    assert set(AUTO_MAP) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+
+
+def test_saving_the_configuration_alone_is_enough(tmp_path):
+    """As the converter does, which writes the tensors by itself."""
+    make_config(MIXED).save_pretrained(tmp_path / "new")
+    assert {file.name for file in (tmp_path / "new").glob("*.py")} == FILES
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+def test_the_files_are_the_packages_own_but_for_their_imports(tmp_path):
+    write_modelling_files(tmp_path)
+    for module, name in MODULES.items():
+        header, *written = (tmp_path / f"{name}.py").read_text().splitlines()
+        assert module in header
+        own = Path(sys.modules[module].__file__).read_text().splitlines()
+        differing = [(a, b) for a, b in zip(own, written, strict=True) if a != b]
+        for ours, theirs in differing:
+            assert re.match(r"from kha_megatron[\w.]* import", ours)
+            assert re.match(r"from \.\w+ import", theirs)
+            assert ours.split(" import ")[1] == theirs.split(" import ")[1]
+        assert not re.search(r"^\s*(from|import) kha_megatron", "\n".join(written), re.MULTILINE)
+
+
+def test_a_stranger_who_trusts_the_folder_gets_the_same_model(stranger):
+    model, folder, _, result = stranger
+    assert result.returncode == 0, result.stderr
+    assert (
+        "classes: transformers_modules transformers_modules transformers_modules" in result.stdout
+    )
+    assert "variants: {'query': 'linear', 'key': 'gate', 'value': 'mlp'}" in result.stdout
+    seen = load_file(folder / "seen.safetensors")
+    ids = load_file(folder / "ids.safetensors")["ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert expected.abs().max() > 1
+    # loaded tensors lie unaligned in their file, for which the CPU rounds products differently
+    torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=1e-5)
+    assert seen["new"].shape == (2, ids.shape[1] + 4)
+
+
+def test_a_stranger_who_does_not_trust_it_is_told_so(stranger):
+    *_, result = stranger
+    assert re.search("untrusted: .*custom code", result.stdout)
+
+
+def test_what_the_stranger_saves_is_whole_again(stranger):
+    model, _, again, result = stranger
+    assert result.returncode == 0, result.stderr
+    assert {file.name for file in again.glob("*.py")} == FILES
+    assert json.loads((again / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in load_file(again / "model.safetensors")
+    # and this package loads it with its own code, untrusted
+    ours, info = AutoModelForCausalLM.from_pretrained(
+        again, trust_remote_code=False, output_loading_info=True
+    )
+    assert type(ours) is KHAForCausalLM
+    assert not any(info.values())
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_the_installed_package_comes_before_the_folders_code(stranger, tmp_path):
+    """With this package imported nothing in a folder is executed, whatever its files say."""
+    _, folder, *_ = stranger
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    for file in copy.glob("*.py"):
+        file.write_text("raise SystemExit('executed')\n")
+    assert type(AutoModelForCausalLM.from_pretrained(copy, trust_remote_code=False)) is (
+        KHAForCausalLM
+    )
