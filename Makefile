@@ -5,7 +5,7 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-matrix lint
+.PHONY: help setup harness quickstart test test-all test-matrix lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -13,13 +13,16 @@ help: ## Show this list
 setup: ## Make .venv with the pinned versions (skipped when nothing changed)
 	@tools/bootstrap.sh
 
+harness: setup # lm-evaluation-harness: 0.4 GB that only `kha-megatron eval` and its tests need
+	@$(VENV)/bin/uv pip install --quiet --python $(PYTHON_IN_VENV) --constraint constraints.txt --requirements pyproject.toml --extra eval
+
 quickstart: setup ## Text to trained model to Hugging Face to pictures, on this machine's CPU
 	@$(VENV)/bin/kha-megatron quickstart
 
-test: setup lint ## Everything that needs no GPU
+test: setup harness lint ## Everything that needs no GPU
 	@$(PYTHON_IN_VENV) -m pytest
 
-test-all: setup lint ## The same with every case of the parallelism grid, about half an hour more; writes its table
+test-all: setup harness lint ## The same with every case of the parallelism grid, about half an hour more; writes its table
 	@$(PYTHON_IN_VENV) -m pytest --whole --parallelism-table benchmarks/parallelism.md
 
 test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one)

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from kha_megatron.cli import console, convert, data, doctor, patch
+from kha_megatron.cli.evaluate import evaluate
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import launch
@@ -44,6 +45,7 @@ app.command()(plan)
 app.command()(doctor.doctor)
 app.command()(inspect)
 app.command()(generate)
+app.command("eval")(evaluate)
 
 
 def main() -> None:

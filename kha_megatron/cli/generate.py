@@ -52,7 +52,7 @@ def generate(
     """
     sampling = _sampling(max_new_tokens, temperature, top_p, seed, greedy)
     check_model_folder(hf_dir)
-    target = _device(device)
+    target = parse_device(device)
     with console.log.status(f"Loading {hf_dir}"):
         tokenizer, model = load(hf_dir, target)
     inputs = _encode(tokenizer, model, prompt, max_new_tokens)
@@ -92,8 +92,13 @@ def check_model_folder(hf_dir: Path) -> None:
         )
 
 
-def load(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
+def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any, Any]:
     """Tokenizer and model in evaluation mode; every weight comes from the folder.
+
+    Args:
+        hf_dir: the model folder.
+        device: where to put the model.
+        dtype: ``auto`` for the stored one, or ``float32``, ``bfloat16``, ``float16``.
 
     Raises:
         CheckpointError: transformers refuses the folder, or the weights do not match the config.
@@ -113,6 +118,7 @@ def load(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
             hf_dir,
             **safe,
             use_safetensors=True,
+            dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to name the weights below; transformers does not
         )
@@ -165,7 +171,12 @@ def _sampling(
     }
 
 
-def _device(name: str) -> "torch.device":
+def parse_device(name: str) -> "torch.device":
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:1`` as a device that this machine has.
+
+    Raises:
+        ConfigError: anything else.
+    """
     import torch
 
     if name == "auto":
