@@ -18,6 +18,9 @@ from kha_megatron.errors import ConfigError
 MLP_LAYER_TYPES = ("dense", "sparse")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
+# What all heads share sees only its rank's heads, so its gradient is a partial sum there.
+_SHARED_BY_HEADS = "replicated_with_grad_allreduce"
+
 
 def matrix_name(matrix: str) -> str:
     """Module name of a shared matrix (a word of ``config.MATRICES``): ``up`` is ``up_proj``."""
@@ -37,21 +40,13 @@ class KHAModelConfig(PreTrainedConfig):
     # The name under which transformers' expert kernels look the number up.
     attribute_map = {"num_local_experts": "num_experts"}  # noqa: RUF012
 
-    # A head-shared matrix sees only its rank's heads, so its gradient is a partial sum: the same
-    # rule as for q_norm, which is shared by the heads too.
+    # `__post_init__` adds the rules of the matrices that this configuration has.
     base_model_tp_plan = {  # noqa: RUF012
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        **{
-            f"layers.*.self_attn.{tensor}_knock.{matrix_name(matrix)}": (
-                "replicated_with_grad_allreduce"
-            )
-            for tensor in "qkv"
-            for matrix in sorted({m for matrices in MATRICES.values() for m in matrices})
-        },
+        "layers.*.self_attn.q_norm": _SHARED_BY_HEADS,
+        "layers.*.self_attn.k_norm": _SHARED_BY_HEADS,
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
@@ -62,6 +57,11 @@ class KHAModelConfig(PreTrainedConfig):
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_ep_plan = {  # noqa: RUF012
+        "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "layers.*.mlp.experts": "ep_dispatch_experts",
     }
     base_model_pp_plan = {  # noqa: RUF012
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -152,6 +152,11 @@ class KHAModelConfig(PreTrainedConfig):
             kind = "sparse" if self.num_experts else "dense"
             self.mlp_layer_types = [kind] * self.num_hidden_layers
         self._check()
+        self.base_model_tp_plan = type(self).base_model_tp_plan | {
+            f"layers.*.self_attn.{projection[0]}_knock.{matrix_name(matrix)}": _SHARED_BY_HEADS
+            for projection, variant in self.kha.variants.items()
+            for matrix in MATRICES[variant]
+        }
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:

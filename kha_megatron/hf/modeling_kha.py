@@ -74,6 +74,8 @@ class KHAKnock(nn.Module):
         Calling the modules keeps quantisation, adapters and tensor parallelism of transformers
         working, which act on modules. The order of the products is that of ``ops.knock``.
         """
+        # One expression each, and the sigmoid no module: vLLM splits over its ranks what looks like
+        # an MLP or like parallel projections, and here every rank holds other heads.
         if self.variant == "linear":
             return self.proj(x)
         if self.variant == "gate":

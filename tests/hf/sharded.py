@@ -1,0 +1,59 @@
+"""What each of two gloo ranks does with a saved model: transformers' own tensor parallelism.
+
+Plain processes, not the ``ranks`` fixture's: those carry the CPU runtime, under which transformers
+takes them for GPUs.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+SEEN = "rank{}.pt"
+
+
+def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path) -> None:
+    """Load each folder sharded over two ranks and write beside it what every rank saw.
+
+    Args:
+        jobs: saved models, and keywords of ``DistributedConfig`` for each.
+        ids: ``[B, S]`` tokens for all of them.
+        store: a file for the ranks to meet.
+    """
+    mp.spawn(_rank, args=(jobs, ids, store), nprocs=2)
+
+
+def _rank(rank: int, jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for folder, plan in jobs:
+        torch.save(_use(folder, ids, plan), folder / SEEN.format(rank))
+    dist.destroy_process_group()
+
+
+def _use(folder: Path, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(**plan), trust_remote_code=False
+    )
+    with torch.no_grad():
+        logits = model(ids).logits
+        new = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.train()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads = {name: _local(p.grad).detach().clone() for name, p in model.named_parameters()}
+    return {"logits": logits, "new": new, "loss": loss.detach(), "grads": grads}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,159 @@
+"""What serving engines ask of a model that they run through transformers.
+
+vLLM and SGLang cannot run here. These tests do to the model what the sources of their Transformers
+backends do: another attention function with arguments of its own, one row of packed sequences,
+other classes for linear layers and experts, and stages with missing layers.
+"""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from kha_megatron.hf import KHAModelConfig
+from kha_megatron.hf.modeling_kha import HeadSharedLinear, KHAKnock
+from tests.hf.conftest import MOE, TOKENS, make_model, tokens
+
+MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
+SEQUENCES = (3, 4)
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling, instances=None, **ignored):
+    """A server's attention: its own state by layer, tokens flattened, ``[tokens, H * D]`` out."""
+    instances[module.layer_idx].append((module, query.shape, key.shape, value.shape, scaling))
+    assert attention_mask is None, "a server knows which tokens belong together"
+    row = torch.arange(len(SEQUENCES)).repeat_interleave(torch.tensor(SEQUENCES))
+    place = torch.arange(len(row))
+    sees = (row[:, None] == row) & (place[:, None] >= place)
+    output = F.scaled_dot_product_attention(query, key, value, sees, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).flatten(2)[0], None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
+def test_another_attention_function_serves_packed_sequences(moe):
+    model = make_model(MIXED, attention="packed", **moe).model
+    twin = make_model(MIXED, **moe).model
+    twin.load_state_dict(model.state_dict())
+    first, second = (tokens(1, n) for n in SEQUENCES)
+    instances = {layer: [] for layer in range(3)}
+    with torch.no_grad():
+        hidden = model(
+            input_ids=torch.cat([first, second], 1),
+            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
+            use_cache=False,
+            return_dict=False,
+            instances=instances,
+        )[0][0]
+        alone = torch.cat([twin(ids).last_hidden_state[0] for ids in (first, second)])
+    torch.testing.assert_close(hidden, alone, rtol=1e-5, atol=1e-5)
+    for layer, calls in instances.items():
+        ((module, query, key, value, scaling),) = calls
+        assert module is model.layers[layer].self_attn
+        assert module.is_causal
+        assert (query, key, value) == ((1, 6, 7, 10), (1, 3, 7, 10), (1, 3, 7, 10))
+        assert scaling == 10**-0.5
+
+
+def test_what_is_looked_up_on_the_classes():
+    model = make_model(MIXED, **MOE)
+    for part in (model, model.model):
+        assert part._supports_attention_backend
+        assert part.supports_tp_plan
+        assert part.supports_pp_plan
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    assert all(hasattr(model.config, name) for name in (*names, "head_dim", "num_key_value_heads"))
+
+
+class OtherLinear(nn.Module):
+    """A server's linear layer: it has a weight, and is no ``nn.Linear``."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.tensor = nn.Parameter(linear.weight.detach().clone())
+
+    def forward(self, x):
+        return F.linear(x, self.tensor)
+
+
+class OtherExperts(nn.Module):
+    """A server's experts, with the arguments that transformers' get."""
+
+    def __init__(self, experts) -> None:
+        super().__init__()
+        self.gate_up, self.down = experts.gate_up_proj.data, experts.down_proj.data
+
+    def forward(self, hidden_states, topk_ids, topk_weights):
+        assert hidden_states.shape == (2 * TOKENS, 22)
+        assert topk_ids.shape == topk_weights.shape == (2 * TOKENS, 2)
+        assert not topk_ids.is_floating_point()
+        assert topk_weights.dtype == torch.float32
+        gate, up = torch.einsum("nc,efc->nef", hidden_states, self.gate_up).chunk(2, -1)
+        every = torch.einsum("nef,ecf->nec", F.silu(gate) * up, self.down)
+        chosen = every.gather(1, topk_ids[..., None].expand(-1, -1, 22))
+        return (chosen * topk_weights[..., None]).sum(1)
+
+
+def test_linear_layers_and_experts_can_be_replaced():
+    model = make_model(MIXED, **MOE)
+    ids = tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, OtherLinear(child))
+                elif name == "experts":
+                    setattr(module, name, OtherExperts(child))
+        assert not any(isinstance(module, nn.Linear) for module in model.modules())
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+class Missing(nn.Identity):
+    """A server's stand-in for a module of another stage: it hands on its first argument."""
+
+    def forward(self, x, *args, **kwargs):
+        return x
+
+
+def test_stages_with_missing_layers_follow_the_plan():
+    whole = make_model(MIXED, **MOE).model
+    plan = KHAModelConfig.base_model_pp_plan
+    assert [name for name in plan if isinstance(getattr(whole, name), nn.ModuleList)] == ["layers"]
+    stages = []
+    for kept in ({0, 1}, {2}):
+        stage = make_model(MIXED, **MOE).model
+        stage.load_state_dict(whole.state_dict())
+        for layer in set(range(3)) - kept:
+            stage.layers[layer] = Missing()
+        stages.append(stage)
+    stages[0].norm, stages[1].embed_tokens = Missing(), Missing()
+    ids = tokens()
+    with torch.no_grad():
+        between = stages[0](ids, use_cache=False).last_hidden_state
+        last = stages[1](inputs_embeds=between, use_cache=False).last_hidden_state
+        assert torch.equal(last, whole(ids).last_hidden_state)
+
+
+def test_a_knock_cannot_be_taken_for_an_mlp():
+    """vLLM merges linear layers that read the same input, and splits the result over its ranks.
+
+    Each rank holds other heads here, so that would be wrong. It looks for ``act(gate(x)) * up(x)``
+    with ``act`` a module, and for projections that are statements of their own: a knock has
+    neither.
+    """
+    knock = KHAKnock("mlp", 10)
+    assert all(isinstance(child, HeadSharedLinear) for child in knock.children())
+    source = ast.parse(textwrap.dedent(inspect.getsource(KHAKnock.forward)))
+    assert not [node for node in ast.walk(source) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    for node in ast.walk(source):
+        if isinstance(node, ast.Return):
+            assert isinstance(node.value, ast.Call | ast.BinOp)
+            assert not isinstance(node.value, ast.Tuple)

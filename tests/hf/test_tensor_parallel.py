@@ -1,0 +1,101 @@
+"""The model split over two ranks by transformers itself, against the whole one: outputs, greedy
+tokens and every gradient."""
+
+import pytest
+import torch
+
+from tests.hf.conftest import MOE, every_projection, make_config, make_model, tokens
+from tests.hf.sharded import SEEN, run_ranks
+
+MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
+# name: the model and how it is split. 37 and 9 features do not divide by two.
+CASES = {
+    "dense": ({**HEADS, "tie_word_embeddings": True}, {"tp_size": 2}),
+    "moe": ({**HEADS, **MOE}, {"tp_size": 2}),
+    "experts": ({**HEADS, **MOE, "num_experts": 6}, {"tp_size": 2, "ep_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """For each case the whole model and what its two ranks saw; one start of the ranks for all."""
+    torch.manual_seed(0)
+    root, ids = tmp_path_factory.mktemp("sharded"), tokens()
+    models, jobs = {}, []
+    for name, (settings, plan) in CASES.items():
+        models[name] = make_model(MIXED, **settings)
+        models[name].save_pretrained(root / name)
+        jobs.append((root / name, plan))
+    run_ranks(jobs, ids, root / "store")
+    return ids, {
+        name: (model, [torch.load(root / name / SEEN.format(rank)) for rank in range(2)])
+        for name, model in models.items()
+    }
+
+
+def joined(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """One gradient from its two shards, or the first of two replicas."""
+    if parts[0].shape == whole.shape:
+        return parts[0]
+    dim = next(d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d])
+    if name.endswith("gate_up_proj") and dim == 1:  # gate and up are split each for itself
+        halves = [part.chunk(2, dim) for part in parts]
+        parts = [half[i] for i in range(2) for half in halves]
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_what_one_does(runs, case):
+    ids, cases = runs
+    model, ranks = cases[case]
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+        new = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert expected.abs().max() > 1
+    for seen in ranks:
+        # sums of two halves round differently
+        torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=2e-5)
+        assert torch.equal(seen["new"], new)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_get_every_gradient_of_one(runs, case):
+    """The shared matrices see half the heads on each rank: their gradients must be summed, once."""
+    ids, cases = runs
+    model, ranks = cases[case]
+    model.zero_grad()
+    model.train()(ids, labels=ids).loss.backward()
+    split = set()
+    for name, parameter in model.named_parameters():
+        parts = [seen["grads"][name] for seen in ranks]
+        whole = joined(name, parts, parameter.grad)
+        error = (whole - parameter.grad).abs().max() / parameter.grad.abs().max()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+        if parts[0].shape == parameter.shape:
+            assert torch.equal(*parts), f"{name}: the ranks drift apart"
+        else:
+            split.add(name.removeprefix("model.layers.1.").removesuffix(".weight"))
+    assert not any("_knock." in name or "_norm" in name for name in split)
+    assert {f"self_attn.{letter}_proj" for letter in "qkvo"} <= split
+    assert ("mlp.experts.gate_up_proj" in split) == (case != "dense")
+
+
+@pytest.mark.parametrize("kha", [{}, {"value": "mlp"}, every_projection("linear"), MIXED])
+def test_the_plan_names_what_this_model_has(kha):
+    """A rule that matches nothing is warned about, which reads like an error."""
+    model = make_model(kha)
+    names = {name.removesuffix(".weight") for name, _ in model.model.named_parameters()}
+    rules = {rule for rule in model.config.base_model_tp_plan if "_knock." in rule}
+    assert rules == {
+        name.replace(f"layers.{layer}.", "layers.*.")
+        for layer in range(3)
+        for name in names
+        if f"layers.{layer}." in name and "_knock." in name
+    }
+
+
+def test_the_plan_is_no_part_of_the_saved_configuration():
+    config = make_config(MIXED)
+    assert "base_model_tp_plan" not in config.to_dict()
+    assert config.__class__(**config.to_dict()).base_model_tp_plan == config.base_model_tp_plan
