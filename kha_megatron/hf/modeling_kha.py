@@ -236,6 +236,26 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     # The parent drops the extra layers of its own releases; here that would lose layers in silence.
     _keys_to_ignore_on_load_unexpected = None
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for a decorator in this file, which is where the experts come from:
+        without this answer they would run as a loop, whatever is asked for."""
+        return True
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        """Whether torch's grouped product, which transformers prefers, takes experts of this size.
+
+        Raises:
+            ValueError: its rows must fill multiples of 16 bytes; the loop is taken then.
+        """
+        sizes = self.config.hidden_size, self.config.moe_intermediate_size
+        if any(size % 8 for size in sizes):
+            raise ValueError(
+                f"experts_implementation='grouped_mm' needs hidden_size and moe_intermediate_size "
+                f"to be multiples of 8, not {sizes[0]} and {sizes[1]}: choose 'eager'"
+            )
+        return super()._grouped_mm_can_dispatch()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range

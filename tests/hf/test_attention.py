@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention as FLEX
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations import flex_attention
 
 from kha_megatron.config import MATRICES, PROJECTIONS
 from kha_megatron.hf.configuration_kha import matrix_name
@@ -110,15 +112,58 @@ def test_linear_folds_into_a_stock_qwen3():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
-def test_eager_and_sdpa_agree():
-    ours = make_model(every_projection("mlp"), attention="sdpa")
-    other = make_model(every_projection("mlp"), attention="eager")
-    other.load_state_dict(ours.state_dict())
+def backend(name: str, monkeypatch) -> str:
+    """A word for ``attn_implementation``; ``flex`` is transformers' code without the compiler.
+
+    The CPU compiler takes a minute for it, which only ``make test-all`` spends.
+    """
+    if name != "flex":
+        return name
+    monkeypatch.setattr(flex_attention.WrappedFlexAttention, "__call__", lambda self: FLEX)
+    return "flex_attention"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "other", ["eager", "flex", pytest.param("flex_attention", marks=pytest.mark.whole)]
+)
+def test_attention_backends_agree(other, monkeypatch):
+    """With and without padding on the left; the flexible one demands 16 features a head."""
+    ours = make_model(every_projection("mlp"), attention="sdpa", head_dim=16)
+    theirs = make_model(every_projection("mlp"), attention=backend(other, monkeypatch), head_dim=16)
+    theirs.load_state_dict(ours.state_dict())
     ids = tokens()
+    full = torch.ones_like(ids)
+    padded = full.clone()
+    padded[0, :3] = 0
+    for mask in (full, padded):
+        with torch.no_grad():
+            logits, others = (
+                model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, theirs)
+            )
+        torch.testing.assert_close(others, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_eager_and_sdpa_agree_on_gradients():
+    """torch's flexible attention has no backward pass on the CPU."""
+    models = [make_model(every_projection("mlp"), attention=name) for name in ("sdpa", "eager")]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = tokens()
+    for model in models:
+        model(ids, labels=ids).loss.backward()
+    for (name, ours), theirs in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        error = (theirs.grad - ours.grad).abs().max() / ours.grad.abs().max()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+def test_eager_gives_the_attention_weights():
+    model = make_model(every_projection("mlp"), attention="eager")
     with torch.no_grad():
-        torch.testing.assert_close(ours(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
-        weights = other(ids, output_attentions=True).attentions
+        weights = model(tokens(), output_attentions=True).attentions
     assert [w.shape for w in weights] == [(2, 6, TOKENS, TOKENS)] * 3
+    torch.testing.assert_close(weights[1].sum(-1), torch.ones(2, 6, TOKENS))
 
 
 def test_partial_rotary_and_biases_reach_the_attention():

@@ -110,3 +110,27 @@ def test_layers_follow_the_pattern_and_router_logits_come_out():
     assert kinds == [False, True, True]
     logits = model.model(tokens(), output_router_logits=True).router_logits
     assert [tensor.shape for tensor in logits] == [(2 * TOKENS, EXPERTS)] * 2
+
+
+def test_every_implementation_of_the_experts_can_be_chosen():
+    """transformers takes the fastest by itself, and only where it is told that it may."""
+    model = make_model(**{**MOE, "hidden_size": 24, "moe_intermediate_size": 16})
+    assert model.config._experts_implementation == "grouped_mm"
+    ids = tokens()
+    logits = {}
+    for name in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(name)
+        with torch.no_grad():
+            logits[name] = model(ids).logits
+    assert not torch.equal(logits["eager"], logits["batched_mm"]), "the same code ran twice"
+    for other in ("batched_mm", "grouped_mm"):
+        torch.testing.assert_close(logits[other], logits["eager"], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_the_grouped_product_cannot_take_run_as_a_loop():
+    model = make_model(**MOE)  # 22 and 14 features: no rows of 16 bytes
+    assert model.config._experts_implementation == "eager"
+    with pytest.raises(ValueError, match="multiples of 8, not 22 and 14: choose 'eager'"):
+        model.set_experts_implementation("grouped_mm")
+    dense = make_model(hidden_size=24)
+    assert dense(tokens()).logits.isfinite().all()

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from tests.hf.conftest import MOE, every_projection, make_model, tokens
+from kha_megatron.ops import fold
+from tests.hf.conftest import MOE, SIZES, every_projection, make_model, tokens
 
 NEW = 6
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
@@ -76,3 +78,75 @@ def test_gradient_checkpointing_gives_the_same_gradients(moe):
     plain, recomputed = gradients
     assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def decoding_step(model, length: int) -> tuple[int, int]:
+    """FLOPs of the token after ``length`` cached ones, and the bytes of the cache then."""
+    cache = DynamicCache(config=model.config)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad():
+        model(tokens(1, length), past_key_values=cache)
+        with counter:
+            model(tokens(1, 1), past_key_values=cache)
+    return counter.get_total_flops(), sum(
+        layer.keys.nbytes + layer.values.nbytes for layer in cache.layers
+    )
+
+
+# The counter knows eager attention's products and not those of the CPU's fused one.
+@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("kha", [{"value": "mlp"}, every_projection("linear"), MIXED])
+def test_a_step_costs_the_knock_of_one_token_more_and_the_cache_nothing(kha, moe):
+    knocked = make_model(kha, attention="eager", **moe)
+    baseline = make_model(attention="eager", **moe)
+    layers, heads, groups = 3, 6, 3
+    added = layers * knocked.config.kha.forward_flops_per_token(10, heads, groups)
+    assert added > 0
+    steps = {length: decoding_step(baseline, length) for length in (5, 40)}
+    assert steps[40][0] > steps[5][0], "attention itself must be counted"
+    for length, (flops, size) in steps.items():
+        assert size == layers * 2 * groups * 10 * 4 * (length + 1)
+        assert decoding_step(knocked, length) == (flops + added, size)
+
+
+def test_folded_linear_matrices_cost_nothing():
+    """As ``kha-megatron convert fold`` leaves them: a stock model, with a stock model's work."""
+    knocked = make_model(every_projection("linear"), attention="eager", rms_norm_eps=1e-6)
+    stock = Qwen3ForCausalLM._from_config(
+        Qwen3Config(**SIZES, rms_norm_eps=1e-6), attn_implementation="eager"
+    ).eval()
+    state = knocked.state_dict()
+    folded = {name: tensor for name, tensor in state.items() if "_knock" not in name}
+    for name in state.keys() - folded.keys():
+        projection = name.replace("_knock.proj", "_proj")
+        folded[projection] = fold(state[projection], state[name].T[None])
+    stock.load_state_dict(folded, strict=True)
+    baseline = make_model(attention="eager")
+    for length in (5, 40):
+        assert decoding_step(stock, length) == decoding_step(baseline, length)
+
+
+@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
+def test_a_decoding_step_is_one_graph(moe):
+    """Nothing in the model breaks the graph; experts by the implementation made for it."""
+    model = make_model(MIXED, **moe)
+    if moe:
+        model.set_experts_implementation("batched_mm")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    prompt, steps = tokens(), tokens(2, 3)
+    runs = []
+    for step in (model, compiled):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            logits = [
+                step(
+                    steps[:, i : i + 1],
+                    past_key_values=cache,
+                    position_ids=torch.full((2, 1), prompt.shape[1] + i),
+                ).logits
+                for i in range(steps.shape[1])
+            ]
+        runs.append(torch.cat(logits, 1))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
