@@ -18,7 +18,9 @@ from kha_megatron.errors import ConfigError
 MLP_LAYER_TYPES = ("dense", "sparse")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
-# What all heads share sees only its rank's heads, so its gradient is a partial sum there.
+# What all heads share sees only its rank's heads, so its gradient is a partial sum there. As with
+# transformers' own norms of q and k, it is right for one backward a step: 5.23 sums what has
+# accumulated anew at every further one.
 _SHARED_BY_HEADS = "replicated_with_grad_allreduce"
 
 

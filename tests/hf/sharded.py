@@ -49,10 +49,11 @@ def _use(folder: Path, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
         logits = model(ids).logits
         new = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     model.train()
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    grads = {name: _local(p.grad).detach().clone() for name, p in model.named_parameters()}
-    return {"logits": logits, "new": new, "loss": loss.detach(), "grads": grads}
+    seen = []
+    for _ in range(2):  # the second adds to the first
+        model(ids, labels=ids).loss.backward()
+        seen.append({n: _local(p.grad).detach().clone() for n, p in model.named_parameters()})
+    return {"logits": logits, "new": new, "grads": seen[0], "accumulated": seen[1]}
 
 
 def _local(tensor: Tensor) -> Tensor:
