@@ -103,6 +103,12 @@ def task_folder(tmp_path_factory):
     }
     for task in (choice, text):  # JSON is YAML
         (folder / f"{task['task']}.yaml").write_text(json.dumps(common | task))
+    group = {
+        "group": "kha_group",
+        "task": ["kha_choice"],
+        "aggregate_metric_list": [{"metric": "acc"}],
+    }
+    (folder / "group.yaml").write_text(json.dumps(group))
     return folder
 
 
@@ -180,6 +186,15 @@ def test_limit_dtype_and_the_table(model_folder, task_folder, tokenizer):
     row = re.search(r"kha_choice.*", result.stdout)[0]
     assert re.findall(r"[\w.]+", row)[:3] == ["kha_choice", "acc", f"{accuracy:.4f}"]
     assert re.findall(r"[\w.]+", row)[-2:] == ["3", "0"]
+
+
+@needs_harness
+def test_a_group_is_reported_with_its_tasks(model_folder, task_folder):
+    result = run(model_folder, "--tasks", "kha_group", "--include-path", task_folder, "--json")
+    assert result.exit_code == 0, result.output
+    tasks = json.loads(result.stdout)["tasks"]
+    assert tasks.keys() == {"kha_group", "kha_choice"}
+    assert tasks["kha_group"]["metrics"] == tasks["kha_choice"]["metrics"]
 
 
 @needs_harness
