@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention as FLEX
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 from transformers.integrations import flex_attention
 
 from kha_megatron.config import MATRICES, PROJECTIONS
@@ -120,6 +120,12 @@ def backend(name: str, monkeypatch) -> str:
     if name != "flex":
         return name
     monkeypatch.setattr(flex_attention.WrappedFlexAttention, "__call__", lambda self: FLEX)
+    whole = masking_utils.create_block_mask
+    monkeypatch.setattr(
+        masking_utils,
+        "create_block_mask",
+        lambda *args, **settings: whole(*args, **{**settings, "_compile": False}),
+    )
     return "flex_attention"
 
 
