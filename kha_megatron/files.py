@@ -1,8 +1,12 @@
 """Writing folders so that a crash, an error or Ctrl-C leaves nothing half-written."""
 
+import errno
+import fcntl
+import glob
 import os
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +18,8 @@ def check_output_folder(
 ) -> None:
     """Refuse a folder that must not be replaced, before any long work.
 
+    One that a killed :func:`staged_folder` had just moved aside is put back first.
+
     Args:
         folder: where a command will write; it may not exist yet.
         overwrite: whether the user allows to replace a folder of ours.
@@ -21,8 +27,12 @@ def check_output_folder(
         only: a pattern that every file in it must have to be deleted by ``overwrite``.
 
     Raises:
-        OutputError: it is a file, or holds something that would be lost.
+        OutputError: it is a file, holds something that would be lost, or is being written.
     """
+    target = folder.resolve()
+    if not target.exists() and _aside(target):
+        with _locked(target):
+            _clean_up(target)
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -51,35 +61,114 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """A new sibling folder that takes ``target``'s place when the block ends well.
 
     Everything in it is flushed to disk first. If the block fails, it is removed and what was at
-    ``target`` is still there. A link to a folder stays one: the folder behind it is replaced.
+    ``target`` is still there. A link to a folder stays one: the folder behind it is replaced. A
+    lock, which the kernel frees when a process dies, keeps others out; what a killed process left
+    is cleaned up, and what it had moved aside is put back.
 
     Raises:
-        OutputError: the disk refuses (full, read-only, no permission).
+        OutputError: the disk refuses (full, read-only, no permission), or another process is
+            writing ``target``.
     """
     target = target.resolve()
     staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staged.mkdir()
-        yield staged
-        for path in (*staged.rglob("*"), staged):
-            flush(path)
-        try:
-            if target.exists():
-                target.rename(replaced)
-            staged.rename(target)
-        except BaseException:
-            if replaced.exists() and not target.exists():
-                replaced.rename(target)
-            raise
-        flush(target.parent)
+        with _locked(target):
+            _clean_up(target)
+            try:
+                staged.mkdir()
+                yield staged
+                _publish(staged, target, replaced)
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
+                if target.exists():
+                    shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _publish(staged: Path, target: Path, replaced: Path) -> None:
+    """Flush, and let the new folder take the place of the old one."""
+    for path in (*staged.rglob("*"), staged):
+        flush(path)
+    try:
         if target.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        staged.rename(target)
+    except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
+    flush(target.parent)
+
+
+def _aside(target: Path) -> list[Path]:
+    """What a process that was killed between the two renames had moved aside, the oldest first."""
+    held = target.parent.glob(f".{glob.escape(target.name)}.replaced-*")
+    return sorted(held, key=lambda path: path.stat().st_mtime)
+
+
+def _clean_up(target: Path) -> None:
+    """Put back or remove what killed processes have left; only under the lock."""
+    if not target.exists() and (aside := _aside(target)):
+        aside[-1].rename(target)
+    for path in (
+        *_aside(target),
+        *target.parent.glob(f".{glob.escape(target.name)}.partial-*"),
+    ):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep every other process from writing ``target``.
+
+    Raises:
+        OutputError: another one is.
+    """
+    file = target.with_name(f".{target.name}.lock")
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise OutputError(
+                f"{target} is being written by process {holder or '(unknown)'}: wait for its end, "
+                "or name another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+            warnings.warn(
+                f"the disk of {target} has no locks ({error.strerror}): let no other process "
+                "write there",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if _is_at(file, descriptor):
+            break
+        os.close(descriptor)  # its last holder has removed it
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -109,3 +198,54 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[int]:
+    """The descriptor of a file that is read from by place."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+_SLICE = 8 * 2**20
+"""Bytes that are read or written at a time, while they are in the processor's cache."""
+
+
+def read_at(
+    descriptor: int,
+    buffer: bytearray | memoryview,
+    start: int,
+    seen: Callable[[memoryview], object] = lambda part: None,
+) -> None:
+    """Fill ``buffer`` from byte ``start`` of a file on; ``seen`` gets each part that was read.
+
+    Raises:
+        EOFError: the file is too short.
+    """
+    left = memoryview(buffer)
+    while left:
+        count = os.preadv(descriptor, [left[:_SLICE]], start)
+        if not count:
+            raise EOFError(f"the file ends at byte {start}")
+        seen(left[:count])
+        left, start = left[count:], start + count
+
+
+def write_at(
+    descriptor: int,
+    data: bytes | memoryview,
+    start: int,
+    seen: Callable[[memoryview], object] = lambda part: None,
+) -> None:
+    """Put ``data`` at byte ``start`` of a file; ``seen`` gets each part that is written."""
+    left = memoryview(data)
+    while left:
+        part = left[:_SLICE]
+        seen(part)
+        left = left[len(part) :]
+        while part:
+            count = os.pwrite(descriptor, part, start)
+            part, start = part[count:], start + count

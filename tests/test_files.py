@@ -156,7 +156,102 @@ def test_kill_in_the_middle_leaves_the_old_one(old, kind):
     left = {name: data for name, data in _tree(old).items() if ".partial-" not in name}
     assert left == before
     _write_folder(old)  # what it left behind is in nobody's way
-    assert _tree(old) == {"new": b"new"}
+    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
+
+
+def test_a_second_writer_is_refused_and_names_the_first(old):
+    before = _tree(old.parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, "folder", str(old)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "writing\n"
+        words = rf"model is being written by process {process.pid}: wait for its end"
+        with pytest.raises(OutputError, match=words), staged_folder(old):
+            pytest.fail("the block must not run")
+        process.send_signal(signal.SIGKILL)  # the lock dies with it
+        process.wait()
+    assert before.items() <= _tree(old.parent).items()
+    _write_folder(old)
+    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
+
+
+def test_the_lock_holds_within_a_process(old):
+    with (
+        staged_folder(old),
+        pytest.raises(OutputError, match=rf"written by process {os.getpid()}:"),
+        staged_folder(old),
+    ):
+        pytest.fail("the block must not run")
+    (old.parent / ".model.lock").write_text("")  # made, not held
+    _write_folder(old)
+    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_no_lock(old, monkeypatch):
+    lock, flock, taken = old.parent / ".model.lock", files.fcntl.flock, []
+
+    def slow(descriptor, operation):
+        if not taken:  # the holder ends between our open() and our flock()
+            taken.append(descriptor)
+            lock.unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(files.fcntl, "flock", slow)
+    with staged_folder(old):
+        assert lock.read_text() == f"{os.getpid()}\n"
+        monkeypatch.undo()
+        with pytest.raises(OutputError, match="being written"), staged_folder(old):
+            pytest.fail("the block must not run")
+    assert not lock.exists()
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(old, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (old.parent / ".model.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OutputError, match=r"cannot write .*model"):
+        _write_folder(old)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_disk_without_locks_is_told_of(old, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with pytest.warns(RuntimeWarning, match=r"model has no locks \(No locks available\)"):
+        _write_folder(old)
+    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
+
+
+_KILLED_BETWEEN = """
+import os, signal, sys
+from pathlib import Path
+from kha_megatron.files import staged_folder
+rename = Path.rename
+def killed(path, to):
+    if ".partial-" in path.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(path, to)
+Path.rename = killed
+with staged_folder(Path(sys.argv[1])) as staged:
+    (staged / "new").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("by", ["the check", "the next writer"])
+def test_a_kill_between_the_two_renames_loses_nothing(old, by):
+    before = _tree(old)
+    ended = subprocess.run([sys.executable, "-c", _KILLED_BETWEEN, str(old)])
+    assert ended.returncode == -signal.SIGKILL
+    assert not old.exists(), "it was killed at the worst moment"
+    if by == "the check":  # or a second conversion would replace it without --overwrite
+        with pytest.raises(OutputError, match="is not empty"):
+            check_output_folder(old, overwrite=False)
+    else:
+        with pytest.raises(ValueError, match="boom"):
+            _write_folder(old, ValueError("boom"))
+    assert _tree(old) == before
+    assert _tree(old.parent).keys() == {"model"} | {f"model/{name}" for name in before}
 
 
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch):

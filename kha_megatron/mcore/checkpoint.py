@@ -4,8 +4,10 @@ No process group, no GPU, no Megatron import, and nothing in the files is execut
 (:mod:`kha_megatron.mcore.torch_dist`).
 """
 
+import hashlib
 import json
 import re
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +81,28 @@ class MegatronCheckpoint:
             )
         return cls(path, TorchDistFolder.open(path, digests))
 
+    def verifying(self) -> AbstractContextManager[None]:
+        """Around reading many tensors: shards are hashed beside the reading, not before it.
+
+        Leaving the block waits for the hashes and raises ``CheckpointError`` if a shard that was
+        read from is damaged, so what is made of the tensors must not be published inside of it::
+
+            with staged_folder(target) as folder:
+                with checkpoint.verifying():
+                    ...  # read tensors, write them to folder
+        """
+        return self._folder.checks.beside()
+
+    def identity(self) -> dict[str, Any]:
+        """Which checkpoint this is, for the manifest of what is made from it."""
+        iteration = self._common.get("iteration")
+        return {
+            "format": "torch_dist",
+            "path": str(self.path),
+            "iteration": iteration if type(iteration) is int else None,
+            "sha256": hashlib.sha256((self.path / METADATA).read_bytes()).hexdigest(),
+        }
+
     def keys(self) -> dict[str, TensorInfo]:
         """Names of the model's tensors as Megatron stores them, with whole shapes and dtypes.
 
@@ -91,15 +115,21 @@ class MegatronCheckpoint:
             if not _NOT_MODEL.match(key)
         }
 
-    def tensor(self, key: str) -> Tensor:
+    def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """One whole tensor on the CPU, assembled from the shards of all ranks.
+
+        Like :meth:`layer_tensor`, safe to call from several threads.
+
+        Args:
+            key: a key of :meth:`keys`.
+            index: take only this index of the first dimensions, such as a layer and an expert.
 
         Raises:
             CheckpointError: no such key, or a damaged shard.
         """
         if key not in self._folder.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
-        return self._folder.read(key)
+        return self._folder.read(key, index)
 
     def layer_tensor(self, layer: int, suffix: str) -> Tensor:
         """A tensor of one decoder layer, stored stacked (homogeneous models) or by itself.
@@ -115,7 +145,7 @@ class MegatronCheckpoint:
             raise CheckpointError(f"{self.path} holds no tensor {suffix} for layer {layer}")
         if (single := f"{LAYERS}{layer}.{suffix}") in self._folder.tensors:
             return self._folder.read(single)
-        return self._folder.read(LAYERS + suffix, row=layer)
+        return self._folder.read(LAYERS + suffix, (layer,))
 
     def has_layer_tensor(self, layer: int, suffix: str) -> bool:
         """Whether :meth:`layer_tensor` can answer."""

@@ -8,7 +8,10 @@ it is written at once or not at all.
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from kha_megatron.errors import CheckpointError
@@ -25,15 +28,22 @@ def write_manifest(folder: str | Path) -> None:
     Raises:
         OutputError: the disk refuses.
     """
-    folder = Path(folder)
+    write_digests(Path(folder), {})
+
+
+def write_digests(folder: Path, known: Mapping[str, str]) -> None:
+    """The same where the hashes of some files are known already.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
     names = [name for name in names if name != MANIFEST]
     with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
-        digests = dict(
-            zip(names, pool.map(lambda name: _digest(folder / name), names), strict=True)
-        )
+        digests = pool.map(lambda name: known.get(name) or _digest(folder / name), names)
+        files = dict(zip(names, digests, strict=True))
     with staged_file(folder / MANIFEST) as staged:
-        staged.write_text(json.dumps({"algorithm": "sha256", "files": digests}, indent=2))
+        staged.write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
 
 
 def read_manifest(folder: Path) -> dict[str, str] | None:
@@ -75,6 +85,59 @@ def check_file(file: Path, digest: str) -> None:
             f"{file} is damaged: its SHA-256 begins with {actual[:12]}, {MANIFEST} says "
             f"{digest[:12]}: copy it again, or take another checkpoint"
         )
+
+
+class FileChecks:
+    """The hashes of a folder's files, each compared once. Safe to use from several threads."""
+
+    def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._digests = digests
+        self._pool = ThreadPoolExecutor(_THREADS_TO_VERIFY)
+        self._lock = threading.Lock()
+        self._checks: dict[str, Future[None]] = {}
+        self._wait = True
+
+    def check(self, name: str) -> None:
+        """Call it before a file is read from; returns at once for a file that is not listed.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if name not in self._digests:
+            return
+        with self._lock:
+            if name not in self._checks:
+                path, digest = self._folder / name, self._digests[name]
+                self._checks[name] = self._pool.submit(check_file, path, digest)
+        if self._wait:
+            self._checks[name].result()
+
+    def _finish(self) -> None:
+        for check in list(self._checks.values()):
+            check.result()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside of the block files are hashed while they are read; its end waits for the hashes.
+
+        Until then nothing that was read may be relied on.
+
+        Raises:
+            CheckpointError: at the end of the block, if a file is damaged.
+        """
+        self._wait = False
+        try:
+            try:
+                yield
+            except CheckpointError:
+                self._finish()  # what cannot be read is most likely of a damaged file
+                raise
+            self._finish()
+        finally:
+            self._wait = True
+            for check in self._checks.values():
+                check.cancel()
 
 
 def verify_manifest(folder: str | Path) -> None:

@@ -4,12 +4,14 @@ A folder holds ``.metadata``, a pickle that says which bytes of which shard file
 and the shards (``__0_0.distcp``), which are ``torch.save`` archives end to end. PyTorch loads both
 as trusted input: a hostile ``.metadata`` runs code. Here no name found in a file is ever imported
 or called. Names on an explicit list become inert :class:`Record` objects, every other name is
-refused, and tensors are read with ``weights_only=True``.
+refused, and the bytes of tensors go from the file to where they are wanted.
 """
 
 import io
+import math
 import pickle
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,14 @@ import torch
 from torch import Tensor
 
 from kha_megatron.errors import CheckpointError
-from kha_megatron.mcore.manifest import check_file
+from kha_megatron.files import opened, read_at
+from kha_megatron.mcore.manifest import FileChecks
+from kha_megatron.mcore.memory import allocate, bytes_of
+from kha_megatron.mcore.tensor_archive import (
+    DTYPES,
+    RefusedNameError,
+    find_tensor,
+)
 
 METADATA = ".metadata"
 
@@ -44,12 +53,6 @@ _METADATA_NAMES = {
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
 """Packages whose classes Megatron puts into its non-tensor state (its own list of safe globals)."""
-
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
 
 
 class Record:
@@ -81,18 +84,11 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name == "Size":
             return tuple
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         if name in _METADATA_NAMES.get(module, ()):
             return _record_class(f"{module}.{name}")
         raise RefusedNameError(f"{module}.{name}")
-
-
-class RefusedNameError(Exception):
-    """A file names a class or function that no checkpoint needs; it was not imported."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"it names {name}, which no checkpoint needs and which was not run")
 
 
 def reason(error: Exception) -> str:
@@ -121,16 +117,25 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
+class _OtherTensorError(Exception):
+    """A chunk is not what the index says."""
+
+
 class TorchDistFolder:
     """The tensors and objects of one folder. :meth:`open` checks that all their bytes exist."""
 
     def __init__(
-        self, path: Path, tensors: dict[str, StoredTensor], objects: dict[str, Chunk]
+        self,
+        path: Path,
+        tensors: dict[str, StoredTensor],
+        objects: dict[str, Chunk],
+        checks: FileChecks,
     ) -> None:
         self.path = path
-        self._unverified: dict[str, str] = {}
         self.tensors = tensors
         self.objects = objects
+        self.checks = checks
+        self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
 
     @classmethod
     def open(cls, path: Path, digests: Mapping[str, str] = MappingProxyType({})) -> Self:
@@ -138,7 +143,8 @@ class TorchDistFolder:
 
         Args:
             path: the folder.
-            digests: SHA-256 by shard, checked when a shard is first read from.
+            digests: SHA-256 by shard, checked before a shard is first read from
+                (:class:`~kha_megatron.mcore.manifest.FileChecks` can do it beside).
 
         Raises:
             CheckpointError: ``.metadata`` is missing, damaged or hostile, or a shard is missing or
@@ -148,7 +154,7 @@ class TorchDistFolder:
         try:
             with file.open("rb") as stream:
                 metadata = _MetadataUnpickler(stream).load()
-            folder = cls(path, *_index(metadata))
+            folder = cls(path, *_index(metadata), FileChecks(path, digests))
         except FileNotFoundError:
             raise CheckpointError(f"{path} has no {METADATA}: the save never completed") from None
         except OSError as error:
@@ -158,42 +164,47 @@ class TorchDistFolder:
                 f"{file} is damaged or hostile ({reason(error)}): take another checkpoint"
             ) from error
         folder._check_shards()
-        folder._unverified = dict(digests)
         return folder
 
-    def read(self, key: str, row: int | None = None) -> Tensor:
-        """One whole tensor on the CPU, assembled from its chunks.
+    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+        """One whole tensor on the CPU, assembled from its chunks. Several threads may call it.
 
-        Holds the tensor and, twice, one chunk at a time.
+        Holds the tensor and, where a chunk is no run of bytes of it, one such chunk at a time.
 
         Args:
             key: a key of ``tensors``.
-            row: take only this index of the first dimension, and only the chunks that hold it.
+            index: take only this index of the first dimensions (a layer, an expert of it), and read
+                only the chunks that hold it.
 
         Returns:
-            The stored dtype; shape ``[...]`` of the index, without its first dimension if ``row``.
+            The stored dtype; the stored shape, without its first ``len(index)`` dimensions.
 
         Raises:
             CheckpointError: a chunk cannot be read or is not what the index says.
         """
         stored = self.tensors[key]
-        whole = torch.empty(stored.shape if row is None else stored.shape[1:], dtype=stored.dtype)
-        for chunk in stored.chunks:
-            offsets, sizes = chunk.offsets, chunk.sizes
-            if row is not None and not offsets[0] <= row < offsets[0] + sizes[0]:
-                continue
-            part = self._load(key, chunk)
-            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (
-                sizes,
-                stored.dtype,
-            ):
-                raise self._damaged(key, chunk, f"does not hold a {stored.dtype} {sizes} tensor")
-            if row is not None:
-                part, offsets, sizes = part[row - offsets[0]], offsets[1:], sizes[1:]
-            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            with torch.no_grad():
-                whole[box].copy_(part)
+        depth = len(index)
+        whole = allocate(stored.shape[depth:], stored.dtype)
+        for chunk in self._chunks_at(key, index):
+            ranges = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if all(held.start <= i < held.stop for i, held in zip(index, ranges, strict=False)):
+                rows = [i - held.start for i, held in zip(index, ranges, strict=False)]
+                self._load(key, chunk, whole[tuple(ranges[depth:])], rows)
         return whole
+
+    def _chunks_at(self, key: str, index: tuple[int, ...]) -> Sequence[Chunk]:
+        """The chunks that may hold an index, without walking over all layers and experts."""
+        depth, chunks = len(index), self.tensors[key].chunks
+        if not depth:
+            return chunks
+        if (key, depth) not in self._by_index:
+            groups: dict[tuple[int, ...], list[Chunk]] = {}
+            for chunk in chunks:
+                alone = set(chunk.sizes[:depth]) == {1}
+                groups.setdefault(chunk.offsets[:depth] if alone else (), []).append(chunk)
+            self._by_index[key, depth] = groups
+        groups = self._by_index[key, depth]
+        return [*groups.get(index, ()), *groups.get((), ())]
 
     def read_object(self, key: str) -> Any:
         """A non-tensor entry of ``objects``, with :class:`Record` for everything but plain values.
@@ -201,16 +212,34 @@ class TorchDistFolder:
         Raises:
             CheckpointError: it cannot be read, or names what no checkpoint needs.
         """
-        return self._load(key, self.objects[key])
-
-    def _load(self, key: str, chunk: Chunk) -> Any:
-        if chunk.file in self._unverified:
-            check_file(self.path / chunk.file, self._unverified[chunk.file])
-            del self._unverified[chunk.file]
+        chunk = self.objects[key]
+        self.checks.check(chunk.file)
         try:
-            with (self.path / chunk.file).open("rb") as stream:
-                stream.seek(chunk.start)
-                return load_plain(stream.read(chunk.length))
+            with opened(self.path / chunk.file) as descriptor:
+                data = bytearray(chunk.length)
+                read_at(descriptor, data, chunk.start)
+            return load_plain(bytes(data))
+        except Exception as error:
+            raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
+
+    def _load(self, key: str, chunk: Chunk, box: Tensor, index: Sequence[int] = ()) -> None:
+        """Read a chunk, or one index of it, into the part of a tensor that is its place."""
+        self.checks.check(chunk.file)
+        try:
+            with opened(self.path / chunk.file) as descriptor:
+                found = find_tensor(descriptor, chunk.start, chunk.length)
+                if (found.shape, found.dtype) != (chunk.sizes, box.dtype):
+                    raise _OtherTensorError(f"does not hold a {box.dtype} {chunk.sizes} tensor")
+                for row in index:
+                    found = found.row(row)
+                if found.is_contiguous and box.is_contiguous():
+                    read_at(descriptor, bytes_of(box), found.start)
+                else:
+                    flat = allocate((found.extent,), box.dtype)
+                    read_at(descriptor, bytes_of(flat), found.start)
+                    box.copy_(flat.as_strided(found.shape, found.stride))
+        except _OtherTensorError as error:
+            raise self._damaged(key, chunk, str(error)) from None
         except Exception as error:
             raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
 
@@ -239,6 +268,10 @@ class TorchDistFolder:
                 )
 
 
+_TRUST = threading.Lock()
+"""Torch keeps what it may build for the process, not for the thread."""
+
+
 def load_plain(source: bytes | Path) -> Any:
     """``torch.load`` of tensors and plain values; any class is a :class:`Record`.
 
@@ -247,16 +280,16 @@ def load_plain(source: bytes | Path) -> Any:
         Exception: anything, for damaged data.
     """
 
-    def opened() -> io.BytesIO | Path:
+    def stream() -> io.BytesIO | Path:
         return io.BytesIO(source) if isinstance(source, bytes) else source
 
-    with _nothing_trusted():
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
+    with _TRUST, _nothing_trusted():
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(stream())
         for name in names:
             if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
                 raise RefusedNameError(name)
         torch.serialization.add_safe_globals([(_record_class(name), name) for name in names])
-        return torch.load(opened(), map_location="cpu", weights_only=True)
+        return torch.load(stream(), map_location="cpu", weights_only=True)
 
 
 @contextmanager
@@ -300,11 +333,14 @@ def _stored_tensor(key: str, state: dict[str, Any], places: dict[Any, Any]) -> S
         ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise ValueError(f"a chunk of {key} lies outside of {shape}")
-        covered += torch.Size(chunk.sizes).numel()
+        elements = math.prod(chunk.sizes)
+        if elements * dtype.itemsize > chunk.length:
+            raise ValueError(f"a chunk of {key} is larger than its {chunk.length} bytes")
+        covered += elements
     if len({chunk.offsets for chunk in chunks}) != len(chunks):
         raise ValueError(f"two chunks of {key} start at the same place")
-    if covered != torch.Size(shape).numel():
-        raise ValueError(f"{covered} of {torch.Size(shape).numel()} elements of {key} are stored")
+    if covered != math.prod(shape):
+        raise ValueError(f"{covered} of {math.prod(shape)} elements of {key} are stored")
     return StoredTensor(shape, dtype, chunks)
 
 
