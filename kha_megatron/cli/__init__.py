@@ -14,6 +14,7 @@ from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import launch
 from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
+from kha_megatron.cli.verify import verify
 from kha_megatron.errors import KHAError
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ def _root(
 app.command()(quickstart)
 app.add_typer(data.app)
 app.add_typer(convert.app)
+app.command()(verify)
 app.add_typer(patch.app)
 app.command()(launch)
 app.command()(plan)

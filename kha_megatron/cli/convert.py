@@ -1,10 +1,10 @@
-"""``kha-megatron convert``: checkpoints from Megatron to Hugging Face."""
+"""``kha-megatron convert``: checkpoints between Megatron and Hugging Face, four ways."""
 
 import json
-import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import (
@@ -18,17 +18,53 @@ from rich.progress import (
 from rich.table import Table
 
 from kha_megatron.cli import console
+from kha_megatron.cli.verify import add_rows, judge, plain, report
+from kha_megatron.config import PROJECTIONS, KHAConfig, parse_variant
 from kha_megatron.errors import ConfigError
 from kha_megatron.files import check_output_folder
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
-    from kha_megatron.conversion.to_hf import Conversion
-    from kha_megatron.conversion.verify import Agreement
+    from kha_megatron.conversion.to_hf import Conversion, HFPlan
+    from kha_megatron.conversion.to_megatron import MegatronPlan
+    from kha_megatron.conversion.verify import Verification
 
 app = typer.Typer(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_HF_MARK = "config.json"
+_MEGATRON_MARK = "latest_checkpointed_iteration.txt"
+
+Source = Annotated[
+    Path,
+    typer.Argument(help="Megatron's --save folder, one iteration of it, or a Hugging Face folder."),
+]
+Out = Annotated[Path, typer.Argument(help="Folder to write; new or empty.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
+]
+Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if not the model's own.")]
+ShardSize = Annotated[str, typer.Option(help="Such as 500MB or 5GB.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; default: one for each core.")]
+Verify = Annotated[
+    bool, typer.Option(help="Compare every tensor, and the logits of both libraries' models.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+DivisibleBy = Annotated[
+    int,
+    typer.Option(
+        "--make-vocab-size-divisible-by", min=1, help="As in the training that goes on from it."
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-model-parallel-size",
+        min=1,
+        help="Pads the vocabulary as that training would; any other size loads it as well.",
+    ),
+]
 
 
 @app.callback()
@@ -38,26 +74,24 @@ def _commands() -> None:
 
 @app.command("to-hf")
 def to_hf(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Megatron's --save folder, or one iter_0000123 folder of it.")
-    ],
-    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Tokenizer folder, if not the one the run names.")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Such as 500MB or 5GB.")] = "5GB",
-    verify: Annotated[
-        bool, typer.Option(help="Compare the logits with Megatron's own model on the CPU.")
-    ] = True,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    checkpoint: Source,
+    out: Out,
+    architecture: Annotated[
+        str,
+        typer.Option(
+            help="kha; of models without KHA also qwen3, qwen3_moe, glm4_moe, deepseek_v3, llama, "
+            "mistral, or auto for the one that fits."
+        ),
+    ] = "kha",
+    dtype: Dtype = None,
+    tokenizer: Tokenizer = None,
+    max_shard_size: ShardSize = "5GB",
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
-    """Write a trained checkpoint as a Hugging Face folder, and prove that it computes the same.
+    """Write a checkpoint as a Hugging Face folder, and prove that it computes the same.
 
     Reads torch_dist checkpoints whatever TP, PP or EP wrote them; writes safetensors, the
     configuration, the tokenizer and the generation configuration.
@@ -66,82 +100,241 @@ def to_hf(
     Example:
       kha-megatron convert to-hf runs/quickstart/checkpoints my-model
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
+      kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
     """
     result = convert(
         checkpoint,
         out,
+        architecture=architecture,
         dtype=dtype,
         tokenizer=tokenizer,
         max_shard_bytes=_bytes(max_shard_size),
+        workers=workers,
         check=verify,
         overwrite=overwrite,
     )
-    if as_json:
-        typer.echo(json.dumps(_plain(*result), indent=2, allow_nan=False))
-    else:
-        console.out.print(_table(*result))
-    _judge(result[1])
+    _finish(result, as_json)
+
+
+@app.command("to-megatron")
+def to_megatron(
+    model: Source,
+    out: Out,
+    dtype: Dtype = None,
+    tokenizer: Tokenizer = None,
+    divisible_by: DivisibleBy = 128,
+    tensor_parallel: TensorParallel = 1,
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
+
+    Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3. The folder holds a
+    release, which starts a run at iteration 0 without optimizer state, and the tokenizer.
+
+    \b
+    Example:
+      kha-megatron convert to-megatron Qwen3-0.6B-Base ckpt/qwen3
+      kha-megatron convert to-megatron my-model ckpt/my-model --tensor-model-parallel-size 4
+    """
+    from kha_megatron.conversion import to_megatron as conversion
+
+    _check(out, _MEGATRON_MARK, overwrite, verify)
+    planned = conversion.plan(
+        model,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        divisible_by=divisible_by,
+        tensor_parallel=tensor_parallel,
+    )
+    _finish(_write_megatron(model, planned, out, workers, verify), as_json)
+
+
+@app.command()
+def fold(
+    checkpoint: Source,
+    out: Out,
+    architecture: Annotated[
+        str, typer.Option(help="qwen3, qwen3_moe, glm4_moe, llama or mistral; auto: what fits.")
+    ] = "auto",
+    dtype: Dtype = None,
+    tokenizer: Tokenizer = None,
+    max_shard_size: ShardSize = "5GB",
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Fold linear knocking heads into the projections: a stock model that any server runs.
+
+    W' = W T for each head, computed in float64 and rounded once.
+
+    \b
+    Example:
+      kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
+      kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
+    """
+    from kha_megatron.conversion import fold as conversion
+
+    _check(out, _HF_MARK, overwrite, verify)
+    planned = conversion.plan(
+        checkpoint, architecture=architecture, dtype=dtype, tokenizer=tokenizer
+    )
+    size = _bytes(max_shard_size)
+    _finish(_write_hf(checkpoint, planned, out, size, workers, verify), as_json)
+
+
+@app.command()
+def upcycle(
+    model: Source,
+    out: Out,
+    to: Annotated[str, typer.Option(help="megatron or hf.")] = "megatron",
+    kha_preset: Annotated[str | None, typer.Option(help="Such as kha_mlp or kha_linear.")] = None,
+    kha_query: Annotated[str | None, typer.Option(help="linear, mlp, gate or none.")] = None,
+    kha_key: Annotated[str | None, typer.Option(help="The same; overrides the preset.")] = None,
+    kha_value: Annotated[str | None, typer.Option(help="The same.")] = None,
+    dtype: Dtype = None,
+    tokenizer: Tokenizer = None,
+    divisible_by: DivisibleBy = 128,
+    tensor_parallel: TensorParallel = 1,
+    max_shard_size: ShardSize = "5GB",
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Give a pretrained model knocking heads at the identity: the same logits, ready to train on.
+
+    Takes stock Hugging Face models and checkpoints of plain Megatron.
+
+    \b
+    Example:
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-kha --kha-preset kha_linear
+      kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
+    """
+    from kha_megatron.conversion import upcycle as conversion
+
+    if to not in ("megatron", "hf"):
+        raise ConfigError(f"--to {to!r}: choose megatron or hf")
+    asked = {"query": kha_query, "key": kha_key, "value": kha_value}
+    kha = _kha(kha_preset, {name: word for name, word in asked.items() if word is not None})
+    size = _bytes(max_shard_size)
+    _check(out, _HF_MARK if to == "hf" else _MEGATRON_MARK, overwrite, verify)
+    if to == "hf":
+        folder = conversion.plan_hf(model, kha, dtype=dtype, tokenizer=tokenizer)
+        _finish(_write_hf(model, folder, out, size, workers, verify), as_json)
+        return
+    planned = conversion.plan_megatron(
+        model,
+        kha,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        divisible_by=divisible_by,
+        tensor_parallel=tensor_parallel,
+    )
+    _finish(_write_megatron(model, planned, out, workers, verify), as_json)
 
 
 def convert(
     checkpoint: Path,
     out: Path,
     *,
+    architecture: str = "kha",
     dtype: str | None = None,
     tokenizer: Path | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    workers: int | None = None,
     check: bool = True,
     overwrite: bool = False,
-) -> "tuple[Conversion, Agreement | None]":
-    """What the command does, for other commands: convert with a progress bar, then verify."""
-    check_output_folder(out, overwrite=overwrite, mark="config.json")
-    if check:
-        check_training_version()
-    from kha_megatron.conversion import to_hf, verify
+) -> "tuple[Conversion, Verification | None]":
+    """What ``to-hf`` does, for other commands: convert with a progress bar, then verify."""
+    _check(out, _HF_MARK, overwrite, check)
+    from kha_megatron.conversion import to_hf
 
-    planned = to_hf.plan(checkpoint, dtype=dtype, tokenizer=tokenizer)
+    planned = to_hf.plan(checkpoint, architecture=architecture, dtype=dtype, tokenizer=tokenizer)
+    result = _write_hf(checkpoint, planned, out, max_shard_bytes, workers, check)
+    loaded = planned.companions.loaded
+    if planned.companions.origin is None:
+        console.log.print("no tokenizer written: the run did not use a Hugging Face tokenizer")
+    elif loaded is not None and (rows := planned.config.vocab_size) > (entries := len(loaded)):
+        console.log.print(
+            f"all {rows} rows of the embedding are kept: padding does not explain that the "
+            f"tokenizer has only {entries} entries"
+        )
+    return result
+
+
+def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:
+    check_output_folder(out, overwrite=overwrite, mark=mark)
+    if verify:
+        check_training_version()
+
+
+def _kha(preset: str | None, asked: dict[str, str]) -> KHAConfig:
+    if preset is None and not asked:
+        raise ConfigError(
+            "nothing to knock: give --kha-preset, or --kha-query, --kha-key, --kha-value"
+        )
+    chosen = {name: parse_variant(asked[name]) for name in PROJECTIONS if name in asked}
+    return KHAConfig.from_preset(preset or "baseline", **chosen)
+
+
+def _write_hf(
+    source: Path, planned: "HFPlan", out: Path, size: int, workers: int | None, check: bool
+) -> "tuple[Conversion, Verification | None]":
+    from kha_megatron.conversion import to_hf
+
+    written = with_progress(
+        "converting",
+        planned.size,
+        lambda on_bytes: to_hf.convert(
+            planned, out, max_shard_bytes=size, workers=workers, on_bytes=on_bytes
+        ),
+    )
+    return written, report(source, out, workers) if check else None
+
+
+def _write_megatron(
+    source: Path, planned: "MegatronPlan", out: Path, workers: int | None, check: bool
+) -> "tuple[Conversion, Verification | None]":
+    from kha_megatron.conversion import to_megatron as conversion
+
+    written = with_progress(
+        "converting",
+        planned.size,
+        lambda on_bytes: conversion.convert(planned, out, workers=workers, on_bytes=on_bytes),
+    )
+    return written, report(source, out, workers) if check else None
+
+
+def with_progress[Result](
+    what: str, total: int, work: Callable[[Callable[[int], None]], Result]
+) -> Result:
+    """Run ``work`` under a bar of bytes, with rate and time left; it gets what advances it."""
     columns = (
-        TextColumn("converting"),
+        TextColumn(what),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console.log, transient=True) as progress:
-        task = progress.add_task("", total=planned.size)
-        written = to_hf.convert(
-            planned,
-            out,
-            max_shard_bytes=max_shard_bytes,
-            on_bytes=lambda count: progress.advance(task, count),
-        )
-    if planned.tokenizer is None:
-        console.log.print("no tokenizer written: the run did not use a Hugging Face tokenizer")
-    elif (rows := planned.config.vocab_size) > (entries := len(planned.tokenizer)):
-        console.log.print(
-            f"all {rows} rows of the embedding are kept: padding does not explain that the "
-            f"tokenizer has only {entries} entries"
-        )
-    if not check:
-        return written, None
-    if not verify.fits_in_memory(planned.checkpoint):
-        needed = verify.needed_bytes(planned.checkpoint) / 10**9
-        console.log.print(f"not verified: both models need {needed:.1f} GB of free memory")
-        return written, None
-    with console.log.status("verifying: running Megatron's model and the converted one"):
-        return written, verify.verify(planned.checkpoint, out, planned.dtype)
+        task = progress.add_task("", total=total)
+        return work(lambda count: progress.advance(task, count))
 
 
-def _judge(agreement: "Agreement | None") -> None:
-    """Exit with 1 when the two models disagree by more than rounding."""
-    from kha_megatron.conversion.verify import TOLERANCE
-
-    if agreement is not None and not agreement.max_difference < TOLERANCE:
-        console.error(
-            f"the converted model's logits differ by {agreement.max_difference:.2e} from "
-            f"Megatron's, more than {TOLERANCE:g}: do not use it, and report this"
-        )
-        raise typer.Exit(1)
+def _finish(result: "tuple[Conversion, Verification | None]", as_json: bool) -> None:
+    """Print the report; exit with 1 when the two models disagree by more than rounding."""
+    written, verification = result
+    if as_json:
+        values = asdict(written) | {"path": str(written.path)}
+        values["verification"] = plain(verification)
+        typer.echo(json.dumps(values, indent=2, allow_nan=False))
+    else:
+        console.out.print(_table(written, verification))
+    judge(verification)
 
 
 def _bytes(text: str) -> int:
@@ -152,31 +345,20 @@ def _bytes(text: str) -> int:
     raise ConfigError(f"--max-shard-size {text!r} is no size: write 500MB or 5GB")
 
 
-def _plain(written: "Conversion", agreement: "Agreement | None") -> dict[str, Any]:
-    conversion = asdict(written) | {"path": str(written.path)}
-    if agreement is None:
-        return conversion | {"verification": None}
-    numbers = asdict(agreement).items()  # JSON has no NaN
-    verification = {name: value if math.isfinite(value) else None for name, value in numbers}
-    return conversion | {"verification": verification}
-
-
-def _table(written: "Conversion", agreement: "Agreement | None") -> Table:
+def _table(written: "Conversion", verification: "Verification | None") -> Table:
     table = Table(show_header=False, box=None)
     table.add_row("written", str(written.path))
+    table.add_row("architecture", written.architecture)
     table.add_row(
         "tensors",
         f"{written.tensors} ({written.parameters:,} parameters, {written.size / 1e6:,.1f} MB "
         f"of {written.dtype} in {written.shards} file{'s' if written.shards > 1 else ''})",
     )
     table.add_row("tokenizer", written.tokenizer or "none")
-    if agreement is None:
+    if written.architecture == "megatron":
+        table.add_row("train on with", " ".join(written.arguments))
+    if verification is None:
         table.add_row("verified", "no")
-        return table
-    table.add_row(
-        "logits against Megatron",
-        f"largest difference {agreement.max_difference:.2e}, mean {agreement.mean_difference:.2e}",
-    )
-    table.add_row("KL divergence", f"{agreement.kl:.2e} nats")
-    table.add_row("same most likely token", f"{agreement.argmax:.2%} of {agreement.tokens}")
+    else:
+        add_rows(table, verification)
     return table

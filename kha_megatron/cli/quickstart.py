@@ -24,7 +24,7 @@ from kha_megatron.files import check_output_folder, staged_file
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.to_hf import Conversion
-    from kha_megatron.conversion.verify import Agreement
+    from kha_megatron.conversion.verify import Verification
     from kha_megatron.recipes import LaunchResult
 
 MARK = "quickstart.json"
@@ -68,13 +68,13 @@ def quickstart(
     history = plots.read_history(output / "run" / "tensorboard")
 
     _heading(3, f"to Hugging Face: {output / 'hf'}")
-    written, agreement = convert(output / "run" / "checkpoints", output / "hf", overwrite=True)
+    written, verification = convert(output / "run" / "checkpoints", output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
     inspect(output / "run" / "checkpoints", output / "pictures", overwrite=True)
     plots.loss_curve(history, output / "pictures" / "loss.png")
 
-    summary = _summary(output, history, trained, written, agreement)
+    summary = _summary(output, history, trained, written, verification)
     _write(output / MARK, summary)
     console.out.print(_table(summary))
     console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
@@ -119,9 +119,10 @@ def _summary(
     history: plots.History,
     trained: "LaunchResult",
     written: "Conversion",
-    agreement: "Agreement | None",
+    verification: "Verification | None",
 ) -> dict[str, Any]:
     losses = history[plots.LOSS]
+    agreement = verification and verification.logits
     config = json.loads((output / "hf" / "config.json").read_text())
     return {
         "finished": True,

@@ -1,19 +1,21 @@
 """How one Megatron tensor lies in memory, and the Hugging Face tensors that it holds.
 
-One small class for each layout. Shape legend: ``H`` query heads, ``G`` key/value heads, ``D`` head
-dim, ``C`` hidden size, ``F`` features inside an MLP, ``E`` experts, ``V`` vocabulary.
+One small class for each layout, which goes both ways: the blocks of ``join(split(x))``, one below
+the other, are ``x`` bit for bit. All of it works on meta tensors too, so that the shapes of a whole
+conversion are known before it starts, and copies nothing but what is really interleaved.
+Shape legend: ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``C`` hidden size, ``F``
+features inside an MLP, ``V`` vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from kha_megatron.config import MATRICES, Projection, Variant
+from kha_megatron.config import MATRICES, Projection
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_reader import knock_name
-from kha_megatron.hf import KHAModelConfig
-
-Named = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,32 @@ class Same:
 
     name: str
 
-    def to_hf(self, tensor: Tensor, config: KHAModelConfig) -> Named:
-        """Yield the Hugging Face tensors that ``tensor`` holds, by name."""
-        yield self.name, tensor
+    def names(self, model: Architecture) -> tuple[str, ...]:
+        """The Hugging Face tensors that the Megatron tensor holds."""
+        return (self.name,)
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """The tensors of :meth:`names`, in that order, from the Megatron tensor."""
+        return [tensor]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """The Megatron tensor from those of :meth:`names`, in blocks of its rows."""
+        return [parts[0]]
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """``[V padded to a multiple, C]``: without the padding."""
+class Vocabulary(Same):
+    """``[V padded to a multiple, C]``: without the padding, which comes back as zeros."""
 
-    name: str
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """The rows of real entries."""
+        return [tensor[: model.vocab_size]]
 
-    def to_hf(self, tensor: Tensor, config: KHAModelConfig) -> Named:
-        """Yield the Hugging Face tensors that ``tensor`` holds, by name."""
-        yield self.name, tensor[: config.vocab_size]
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """The rows, and zeros below them."""
+        missing = model.padded_vocab_size - parts[0].shape[0]
+        padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
+        return [parts[0], *padding]
 
 
 @dataclass(frozen=True)
@@ -44,14 +58,21 @@ class InterleavedQKV:
 
     name: str  # with {} for q, k and v
 
-    def to_hf(self, tensor: Tensor, config: KHAModelConfig) -> Named:
-        """Yield the Hugging Face tensors that ``tensor`` holds, by name."""
-        groups, heads = config.num_key_value_heads, config.num_attention_heads
-        blocks = tensor.view(groups, heads // groups + 2, config.head_dim, *tensor.shape[1:])
-        for letter, part in zip(
-            "qkv", (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]), strict=True
-        ):
-            yield self.name.format(letter), part.reshape(-1, *tensor.shape[1:])
+    def names(self, model: Architecture) -> tuple[str, ...]:
+        """Queries, keys, values."""
+        return tuple(self.name.format(letter) for letter in "qkv")
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """``[H * D, ...]`` and twice ``[G * D, ...]``."""
+        blocks = tensor.view(model.kv_heads, -1, model.head_dim, *tensor.shape[1:])
+        parts = blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]
+        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """The inverse."""
+        rest = parts[0].shape[1:]
+        blocks = [part.view(model.kv_heads, -1, model.head_dim, *rest) for part in parts]
+        return [torch.cat(blocks, dim=1).view(-1, *rest)]
 
 
 @dataclass(frozen=True)
@@ -60,24 +81,17 @@ class GateUp:
 
     name: str  # with {} for gate and up
 
-    def to_hf(self, tensor: Tensor, config: KHAModelConfig) -> Named:
-        """Yield the Hugging Face tensors that ``tensor`` holds, by name."""
-        for word, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
-            yield self.name.format(word), part
+    def names(self, model: Architecture) -> tuple[str, ...]:
+        """Gate, up."""
+        return tuple(self.name.format(word) for word in ("gate", "up"))
 
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Twice ``[F, C]``."""
+        return list(tensor.chunk(2))
 
-@dataclass(frozen=True)
-class Experts:
-    """``[E, ...]``: one expert after the other, each in its own layout."""
-
-    prefix: str  # with {} for the expert's number
-    each: Same | GateUp
-
-    def to_hf(self, tensor: Tensor, config: KHAModelConfig) -> Named:
-        """Yield the Hugging Face tensors that ``tensor`` holds, by name."""
-        for number, expert in enumerate(tensor):
-            for name, part in self.each.to_hf(expert, config):
-                yield self.prefix.format(number) + name, part
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """The inverse."""
+        return list(parts)
 
 
 @dataclass(frozen=True)
@@ -86,11 +100,18 @@ class SharedMatrices:
 
     projection: Projection
 
-    def to_hf(self, tensor: Tensor, config: KHAModelConfig) -> Named:
-        """Yield the Hugging Face tensors that ``tensor`` holds, by name."""
-        variant: Variant = config.kha.variants[self.projection]
-        for matrix, weight in zip(MATRICES[variant], tensor, strict=True):
-            yield f"self_attn.{knock_name(self.projection, matrix)}", weight.T
+    def names(self, model: Architecture) -> tuple[str, ...]:
+        """One for each matrix of the variant."""
+        matrices = MATRICES[model.kha.variants[self.projection]]
+        return tuple(f"self_attn.{knock_name(self.projection, matrix)}" for matrix in matrices)
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Each matrix transposed."""
+        return [matrix.T for matrix in tensor]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """The inverse."""
+        return [torch.stack([part.T for part in parts])]
 
 
-Layout = Same | Vocabulary | InterleavedQKV | GateUp | Experts | SharedMatrices
+Layout = Same | InterleavedQKV | GateUp | SharedMatrices

@@ -1,15 +1,15 @@
-"""Which Megatron tensor becomes which Hugging Face tensors: the whole conversion as data.
+"""Which Megatron tensor is which Hugging Face tensors: the whole conversion as data.
 
 Adding an architecture is adding rows. A tensor without a row is an error, never dropped; so is a
-row without its tensor.
+row without its tensor. All Hugging Face architectures that we know share these names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kha_megatron.config import Projection
+from kha_megatron.config import MATRICES, Projection
+from kha_megatron.conversion.architecture import Architecture, Experts
 from kha_megatron.conversion.layouts import (
-    Experts,
     GateUp,
     InterleavedQKV,
     Layout,
@@ -17,121 +17,309 @@ from kha_megatron.conversion.layouts import (
     SharedMatrices,
     Vocabulary,
 )
-from kha_megatron.hf import KHAModelConfig
 
-When = Callable[[KHAModelConfig, int], bool]
+Shape = Callable[[Architecture], tuple[int, ...]]
+When = Callable[[Architecture, int], bool]
 
 
 class Row(NamedTuple):
-    """A tensor's names in Megatron checkpoints, its layout, and which layers have it."""
+    """A tensor of one layer, or of one expert, or of the model as a whole."""
 
     layout: Layout
+    shape: Shape
+    """Of the Megatron tensor."""
     names: tuple[str, ...]
-    """Transformer Engine fuses norms into the linear layer behind them, so some have two names."""
+    """In Megatron checkpoints. Transformer Engine fuses norms into the linear layer behind them, so
+    some have two; the first is the one to write."""
     when: When
-    """Whether layer ``i`` (from 0) of a model with this configuration has it."""
+    """Whether layer ``i`` (from 0) of a model has it."""
+    both: bool = False
+    """Write it under all its names: Megatron's two backends ask for different ones."""
+    per_expert: bool = False
 
 
-def _row(layout: Layout, *names: str, when: When = lambda config, layer: True) -> Row:
-    return Row(layout, names, when)
+class Place(NamedTuple):
+    """One row's tensor somewhere in a model: the unit that a conversion moves."""
+
+    row: Row
+    layer: int | None = None
+    expert: int | None = None
+
+    def hf_names(self, model: Architecture) -> list[str]:
+        """Full names of its Hugging Face tensors."""
+        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
+        if self.expert is not None:
+            prefix += f"mlp.experts.{self.expert}."
+        return [prefix + name for name in self.row.layout.names(model)]
+
+
+def places(model: Architecture) -> Iterator[Place]:
+    """Every place of a model, in the order of its layers."""
+    first, *last = (Place(row) for row in MODEL if row.when(model, 0))
+    yield first
+    for layer in range(model.layers):
+        for row in LAYER:
+            if not row.when(model, layer):
+                continue
+            if row.per_expert:
+                yield from (Place(row, layer, expert) for expert in range(model.experts.count))
+            else:
+                yield Place(row, layer)
+    yield from last
+
+
+def _row(
+    layout: Layout,
+    shape: Shape,
+    *names: str,
+    when: When = lambda model, layer: True,
+    both: bool = False,
+    per_expert: bool = False,
+) -> Row:
+    return Row(layout, shape, names, when, both, per_expert)
+
+
+def _dense(model: Architecture, layer: int) -> bool:
+    return not model.is_sparse(layer)
+
+
+def _sparse(model: Architecture, layer: int) -> bool:
+    return model.is_sparse(layer)
+
+
+def _plain(model: Architecture, layer: int) -> bool:
+    return not _latent(model, layer)
+
+
+def _experts(when: Callable[[Experts], bool]) -> When:
+    return lambda model, layer: model.is_sparse(layer) and when(model.experts)
+
+
+def _latent(model: Architecture, layer: int) -> bool:
+    return model.latent is not None
+
+
+def _hidden(model: Architecture) -> tuple[int, ...]:
+    return (model.hidden_size,)
+
+
+def _qkv(model: Architecture) -> int:
+    return (model.heads + 2 * model.kv_heads) * model.head_dim
+
+
+def _queries(model: Architecture) -> int:
+    return model.heads * (model.latent.plain_dim + model.latent.rotary_dim)
 
 
 def _knock(projection: Projection) -> Row:
     return _row(
         SharedMatrices(projection),
+        lambda m: (len(MATRICES[m.kha.variants[projection]]), m.head_dim, m.head_dim),
         f"self_attention.knock_{projection}.weight",
-        when=lambda config, layer: projection in config.kha.variants,
+        when=lambda model, layer: projection in model.kha.variants,
     )
 
 
-def _qk_norm(config: KHAModelConfig, layer: int) -> bool:
-    return config.use_qk_norm
+KNOCKS: dict[Projection, Row] = {p: _knock(p) for p in ("query", "key", "value")}
+"""The head-shared matrices."""
 
+QKV: tuple[Row, ...] = (
+    _row(
+        InterleavedQKV("self_attn.{}_proj.weight"),
+        lambda m: (_qkv(m), m.hidden_size),
+        "self_attention.linear_qkv.weight",
+        when=_plain,
+    ),
+    _row(
+        InterleavedQKV("self_attn.{}_proj.bias"),
+        lambda m: (_qkv(m),),
+        "self_attention.linear_qkv.bias",
+        when=lambda model, layer: model.qkv_bias,
+    ),
+)
+"""What a linear knock folds into."""
 
-def _dense(config: KHAModelConfig, layer: int) -> bool:
-    return config.mlp_layer_types[layer] == "dense"
+_LATENT: tuple[Row, ...] = (
+    _row(
+        Same("self_attn.q_a_proj.weight"),
+        lambda m: (m.latent.query_rank, m.hidden_size),
+        "self_attention.linear_q_down_proj.weight",
+        when=_latent,
+    ),
+    _row(
+        Same("self_attn.q_a_layernorm.weight"),
+        lambda m: (m.latent.query_rank,),
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.q_layernorm.weight",
+        when=_latent,
+        both=True,
+    ),
+    _row(
+        Same("self_attn.q_b_proj.weight"),
+        lambda m: (_queries(m), m.latent.query_rank),
+        "self_attention.linear_q_up_proj.weight",
+        when=_latent,
+    ),
+    _row(
+        Same("self_attn.kv_a_proj_with_mqa.weight"),
+        lambda m: (m.latent.kv_rank + m.latent.rotary_dim, m.hidden_size),
+        "self_attention.linear_kv_down_proj.weight",
+        when=_latent,
+    ),
+    _row(
+        Same("self_attn.kv_a_layernorm.weight"),
+        lambda m: (m.latent.kv_rank,),
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "self_attention.kv_layernorm.weight",
+        when=_latent,
+        both=True,
+    ),
+    _row(
+        Same("self_attn.kv_b_proj.weight"),
+        lambda m: (m.heads * (m.latent.plain_dim + m.latent.value_dim), m.latent.kv_rank),
+        "self_attention.linear_kv_up_proj.weight",
+        when=_latent,
+    ),
+)
+"""Multi-latent attention. Per head both sides hold the part without position, then the rotary part
+or the value, and both rotate neighbouring features: no layout to change."""
 
+ATTENTION_OUTPUT = _row(
+    Same("self_attn.o_proj.weight"),
+    lambda m: (m.hidden_size, m.heads * (m.latent.value_dim if m.latent else m.head_dim)),
+    "self_attention.linear_proj.weight",
+)
 
-def _sparse(config: KHAModelConfig, layer: int) -> bool:
-    return not _dense(config, layer)
+EXPERT_BIAS = _row(
+    Same("mlp.gate.e_score_correction_bias"),
+    lambda m: (m.experts.count,),
+    "mlp.router.expert_bias",
+    when=_experts(lambda experts: experts.bias),
+)
+"""Keeps float32 whatever dtype is asked for."""
 
-
-def _shared(config: KHAModelConfig, layer: int) -> bool:
-    return _sparse(config, layer) and config.shared_expert_intermediate_size > 0
-
+SHARED_EXPERT: tuple[Row, ...] = (
+    _row(
+        GateUp("mlp.shared_experts.{}_proj.weight"),
+        lambda m: (2 * m.experts.shared_size, m.hidden_size),
+        "mlp.shared_experts.linear_fc1.weight",
+        when=_experts(lambda experts: experts.shared_size > 0),
+    ),
+    _row(
+        Same("mlp.shared_experts.down_proj.weight"),
+        lambda m: (m.hidden_size, m.experts.shared_size),
+        "mlp.shared_experts.linear_fc2.weight",
+        when=_experts(lambda experts: experts.shared_size > 0),
+    ),
+)
 
 MODEL: tuple[Row, ...] = (
-    _row(Vocabulary("model.embed_tokens.weight"), "embedding.word_embeddings.weight"),
-    _row(Same("model.norm.weight"), "decoder.final_layernorm.weight"),
+    _row(
+        Vocabulary("model.embed_tokens.weight"),
+        lambda m: (m.padded_vocab_size, m.hidden_size),
+        "embedding.word_embeddings.weight",
+    ),
+    _row(
+        Same("model.norm.weight"),
+        _hidden,
+        "decoder.final_layernorm.weight",
+        "decoder.final_norm.weight",
+    ),
     _row(
         Vocabulary("lm_head.weight"),
+        lambda m: (m.padded_vocab_size, m.hidden_size),
         "output_layer.weight",
-        when=lambda config, layer: not config.tie_word_embeddings,
+        when=lambda model, layer: not model.tied,
     ),
 )
 """Tensors outside of the layers."""
 
-EXPERT_BIAS = _row(
-    Same("mlp.gate.e_score_correction_bias"),
-    "mlp.router.expert_bias",
-    when=lambda config, layer: _sparse(config, layer) and config.scoring_func == "sigmoid",
-)
-"""Zeros where Megatron trained without: the architecture has it for every sigmoid router."""
-
 LAYER: tuple[Row, ...] = (
     _row(
         Same("input_layernorm.weight"),
+        _hidden,
         "self_attention.linear_qkv.layer_norm_weight",
         "input_layernorm.weight",
+        when=_plain,
     ),
-    _row(InterleavedQKV("self_attn.{}_proj.weight"), "self_attention.linear_qkv.weight"),
     _row(
-        InterleavedQKV("self_attn.{}_proj.bias"),
-        "self_attention.linear_qkv.bias",
-        when=lambda config, layer: config.attention_bias,
+        Same("input_layernorm.weight"),
+        _hidden,
+        "input_layernorm.weight",
+        "self_attention.linear_qkv_down_proj.layer_norm_weight",
+        when=_latent,
     ),
-    _knock("query"),
-    _knock("key"),
-    _knock("value"),
-    _row(Same("self_attn.q_norm.weight"), "self_attention.q_layernorm.weight", when=_qk_norm),
-    _row(Same("self_attn.k_norm.weight"), "self_attention.k_layernorm.weight", when=_qk_norm),
-    _row(Same("self_attn.o_proj.weight"), "self_attention.linear_proj.weight"),
+    *QKV,
+    *KNOCKS.values(),
+    _row(
+        Same("self_attn.q_norm.weight"),
+        lambda m: (m.head_dim,),
+        "self_attention.q_layernorm.weight",
+        when=lambda model, layer: model.qk_norm,
+    ),
+    _row(
+        Same("self_attn.k_norm.weight"),
+        lambda m: (m.head_dim,),
+        "self_attention.k_layernorm.weight",
+        when=lambda model, layer: model.qk_norm,
+    ),
+    *_LATENT,
+    ATTENTION_OUTPUT,
     _row(
         Same("post_attention_layernorm.weight"),
+        _hidden,
         "mlp.linear_fc1.layer_norm_weight",
         "pre_mlp_layernorm.weight",
+        when=lambda model, layer: _dense(model, layer) and _plain(model, layer),
     ),
-    _row(GateUp("mlp.{}_proj.weight"), "mlp.linear_fc1.weight", when=_dense),
-    _row(Same("mlp.down_proj.weight"), "mlp.linear_fc2.weight", when=_dense),
-    _row(Same("mlp.gate.weight"), "mlp.router.weight", when=_sparse),
+    _row(
+        Same("post_attention_layernorm.weight"),
+        _hidden,
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        when=lambda model, layer: _sparse(model, layer) or _latent(model, layer),
+        both=True,
+    ),
+    _row(
+        GateUp("mlp.{}_proj.weight"),
+        lambda m: (2 * m.ffn_size, m.hidden_size),
+        "mlp.linear_fc1.weight",
+        when=_dense,
+    ),
+    _row(
+        Same("mlp.down_proj.weight"),
+        lambda m: (m.hidden_size, m.ffn_size),
+        "mlp.linear_fc2.weight",
+        when=_dense,
+    ),
+    _row(
+        Same("mlp.gate.weight"),
+        lambda m: (m.experts.count, m.hidden_size),
+        "mlp.router.weight",
+        when=_sparse,
+    ),
     EXPERT_BIAS,
     _row(
-        Experts("mlp.experts.{}.", GateUp("{}_proj.weight")),
+        GateUp("{}_proj.weight"),
+        lambda m: (2 * m.experts.size, m.hidden_size),
         "mlp.experts.experts.linear_fc1.weight",
         when=_sparse,
+        per_expert=True,
     ),
     _row(
-        Experts("mlp.experts.{}.", Same("down_proj.weight")),
+        Same("down_proj.weight"),
+        lambda m: (m.hidden_size, m.experts.size),
         "mlp.experts.experts.linear_fc2.weight",
         when=_sparse,
+        per_expert=True,
     ),
-    _row(
-        GateUp("mlp.shared_experts.{}_proj.weight"),
-        "mlp.shared_experts.linear_fc1.weight",
-        when=_shared,
-    ),
-    _row(
-        Same("mlp.shared_experts.down_proj.weight"),
-        "mlp.shared_experts.linear_fc2.weight",
-        when=_shared,
-    ),
+    *SHARED_EXPERT,
     _row(
         Same("mlp.shared_expert_gate.weight"),
+        lambda m: (1, m.hidden_size),
         "mlp.shared_experts.gate_weight",
-        when=lambda config, layer: _shared(config, layer) and config.shared_expert_gate,
+        when=_experts(lambda experts: experts.shared_size > 0 and experts.shared_gate),
     ),
 )
-"""Tensors of one decoder layer, below ``decoder.layers.{i}.`` and ``model.layers.{i}.``."""
-
-FLOAT32 = ("mlp.gate.e_score_correction_bias",)
-"""Hugging Face names (of a layer) that keep float32 whatever dtype is asked for."""
+"""Tensors of one decoder layer, below ``decoder.layers.{i}.`` and ``model.layers.{i}.``; those of
+an expert are below ``mlp.experts.{e}.`` there, and stacked ``[E, ...]`` here."""

@@ -1,32 +1,29 @@
-"""Does the converted model compute what Megatron computes? Both run, on the same tokens.
+"""Are two checkpoints the same model? Of either side: tensor by tensor, then by what they compute.
 
-Megatron's own model is built on the CPU runtime in a process of its own and loads the checkpoint
-with Megatron's own loader, so that nothing of the conversion is trusted.
+Tensors are compared under one naming, whatever the layout on disk. Then both models run on the same
+tokens: Megatron's own, loaded by Megatron's own loader, and transformers' own, so that nothing of
+the conversion is trusted.
 """
 
-import logging
-import multiprocessing
-import os
-import warnings
-from argparse import ArgumentParser, Namespace
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from kha_megatron import cpu
-from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import table
+from kha_megatron.conversion import megatron_model
+from kha_megatron.conversion.engine import OnBytes, default_workers, transfer
+from kha_megatron.conversion.megatron_model import Run, record_layers
+from kha_megatron.conversion.opening import open_checkpoint
+from kha_megatron.conversion.sources import MegatronSource, Source
+from kha_megatron.conversion.table import Place, places
+from kha_megatron.conversion.transforms import Expressed, Folded, Upcycled
 from kha_megatron.errors import CheckpointError
-from kha_megatron.hf import KHAForCausalLM
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
-from kha_megatron.mcore.compat import check_training_package
-from kha_megatron.mcore.torch_dist import Record
 
 BATCH, LENGTH = 2, 64
 TOLERANCE = 1e-4
@@ -34,208 +31,293 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
+class TensorComparison:
+    """Two checkpoints tensor by tensor, by their Hugging Face names."""
+
+    tensors: int
+    """How many both have."""
+    parameters: tuple[int, int]
+    missing: list[str] = field(default_factory=list)
+    """The second lacks them."""
+    unexpected: list[str] = field(default_factory=list)
+    """Only the second has them."""
+    mismatched: list[str] = field(default_factory=list)
+    """Of another shape."""
+    different: list[str] = field(default_factory=list)
+    """Other values, after rounding to the smaller dtype of the two."""
+    remark: str = "as they are"
+    """What was done to one of them before."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.unexpected or self.mismatched or self.different)
+
+
+@dataclass(frozen=True)
 class Agreement:
-    """Logits of the two models, in float32, over all positions of the batch."""
+    """Logits of two models, in float32, over all positions of the batch."""
 
     max_difference: float
     mean_difference: float
     kl: float
-    """Mean Kullback-Leibler divergence of the Hugging Face model from Megatron's, in nats."""
+    """Mean Kullback-Leibler divergence of the second model from the first, in nats."""
     argmax: float
     """Share of positions where both prefer the same token."""
     tokens: int
+    first_layer: int | None = None
+    """The first layer, from 0, whose output differs by more than ``TOLERANCE``."""
+    limit: float | None = TOLERANCE
+    """What ``max_difference`` must stay below; None where folded weights were rounded."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.limit is None or self.max_difference < self.limit
 
 
-def needed_bytes(checkpoint: MegatronCheckpoint) -> int:
-    """Memory of both models in float32, with some room to work."""
-    parameters = sum(torch.Size(info.shape).numel() for info in checkpoint.keys().values())
-    return int(parameters * 4 * 2.5)
+@dataclass(frozen=True)
+class Verification:
+    """The tensors, and the logits if both models ran."""
+
+    tensors: TensorComparison
+    logits: Agreement | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two are the same model."""
+        return self.tensors.agrees and (self.logits is None or self.logits.agrees)
 
 
-def fits_in_memory(checkpoint: MegatronCheckpoint) -> bool:
-    """Whether :func:`verify` can run on this machine now."""
-    return needed_bytes(checkpoint) < psutil.virtual_memory().available
+@dataclass(frozen=True)
+class Pair:
+    """Two open checkpoints, brought to one form."""
+
+    one: Source
+    other: Source
+    paths: tuple[Path, Path]
+    remark: str
+    folded: bool
+
+    @classmethod
+    def open(cls, one: Path, other: Path) -> "Pair":
+        """Open two checkpoints of either side.
+
+        Raises:
+            CheckpointError: one is damaged, or its configuration and its tensors disagree.
+        """
+        first, second = (open_checkpoint(path).source for path in (one, other))
+        for source, beside in ((first, second), (second, first)):
+            size = min(source.model.vocab_size, beside.model.vocab_size)
+            if isinstance(source, MegatronSource):  # who knows the padding shall tell
+                source.model = replace(source.model, vocab_size=size)
+        paths = first.path, second.path
+        first, second, remark, folded = _same_kha(first, second)
+        return cls(*_with_zeros(first, second), paths, remark, folded)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of both models in float32, with some room to work."""
+        parameters = sum(
+            part.numel()
+            for place in places(self.one.model)
+            for part in self.one.read(place, meta=True)
+        )
+        return int(parameters * 4 * 2.5)
+
+    @property
+    def fits_in_memory(self) -> bool:
+        """Whether :func:`compare_logits` can run on this machine now."""
+        return self.needed_bytes < psutil.virtual_memory().available
+
+    @property
+    def size(self) -> int:
+        """Bytes of the first, which :func:`compare_tensors` counts."""
+        return sum(self.one.nbytes(place) for place in places(self.one.model))
 
 
-def verify(checkpoint: MegatronCheckpoint, folder: Path, dtype: torch.dtype | None) -> Agreement:
-    """Compare the logits of a checkpoint and of the folder made from it.
+def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
+    """Fold or upcycle one of two models if only the other has no knocking heads."""
+    ours, theirs = one.model.kha.variants, other.model.kha.variants
+    if bool(ours) == bool(theirs):
+        return one, other, "as they are", False
+    if set((ours or theirs).values()) == {"linear"}:
+        return (
+            (Folded(one), other, "the first folded", True)
+            if ours
+            else (one, Folded(other), "the second folded", True)
+        )
+    return (
+        (
+            one,
+            Upcycled(other, replace(one.model.kha, init="identity")),
+            "the second upcycled",
+            False,
+        )
+        if ours
+        else (
+            Upcycled(one, replace(other.model.kha, init="identity")),
+            other,
+            "the first upcycled",
+            False,
+        )
+    )
 
-    Args:
-        checkpoint: the source.
-        folder: the converted model.
-        dtype: the dtype it was cast to, to which Megatron's weights are rounded as well.
+
+def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
+    """Give both the expert biases and the shared expert that one of them does without."""
+    sigmoid = [s.model.experts for s in (one, other) if s.model.experts]
+    if len(sigmoid) < 2 or {experts.score for experts in sigmoid} != {"sigmoid"}:
+        return one, other
+    bias = any(experts.bias for experts in sigmoid)
+    shared = max(experts.shared_size for experts in sigmoid)
+    return tuple(
+        Expressed(
+            source,
+            replace(
+                source.model,
+                experts=replace(
+                    source.model.experts,
+                    bias=bias,
+                    shared_size=source.model.experts.shared_size or shared,
+                ),
+            ),
+        )
+        for source in (one, other)
+    )
+
+
+def verify(
+    one: Path, other: Path, *, logits: bool = True, workers: int | None = None
+) -> Verification:
+    """Compare two checkpoints; their logits where both models fit into memory.
 
     Raises:
-        CheckpointError: the folder lacks or has too many tensors, or Megatron cannot load its own.
+        CheckpointError: one is damaged, or its configuration and its tensors disagree.
     """
+    pair = Pair.open(one, other)
+    tensors = compare_tensors(pair, workers=workers)
+    run = logits and pair.fits_in_memory and not (tensors.missing or tensors.mismatched)
+    return Verification(tensors, compare_logits(pair) if run else None)
+
+
+def compare_tensors(
+    pair: Pair, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
+) -> TensorComparison:
+    """Compare every tensor, some at a time."""
+    ours, theirs = _names(pair.one), _names(pair.other)
+    both = ours.keys() & theirs.keys()
+    mismatched = {name for name in both if ours[name][2] != theirs[name][2]}
+    different: list[str] = []
+    lock = threading.Lock()
+
+    def put(place: Place, parts: list[Tensor]) -> None:
+        names = place.hf_names(pair.one.model)
+        todo = [n for n in names if n in both and n not in mismatched]
+        if not todo:
+            return
+        counterpart = pair.other.read(theirs[todo[0]][0])
+        for name in todo:
+            if not _equal(parts[ours[name][1]], counterpart[theirs[name][1]]):
+                with lock:
+                    different.append(name)
+
+    transfer(pair.one, put, workers=workers or default_workers(), on_bytes=on_bytes)
+    return TensorComparison(
+        tensors=len(both),
+        parameters=tuple(sum(shape.numel() for *_, shape in n.values()) for n in (ours, theirs)),
+        missing=sorted(ours.keys() - theirs.keys()),
+        unexpected=sorted(theirs.keys() - ours.keys()),
+        mismatched=sorted(mismatched),
+        different=sorted(different),
+        remark=pair.remark,
+    )
+
+
+def _names(source: Source) -> Mapping[str, tuple[Place, int, torch.Size]]:
+    """Place, number in it and shape of every tensor."""
+    return {
+        name: (place, number, part.shape)
+        for place in places(source.model)
+        for number, (name, part) in enumerate(
+            zip(place.hf_names(source.model), source.read(place, meta=True), strict=True)
+        )
+    }
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype:
+        smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
+        one, other = one.to(smaller), other.to(smaller)
+    return torch.equal(one, other)
+
+
+def compare_logits(pair: Pair) -> Agreement:
+    """Run both models, each by its own library, on the same tokens.
+
+    Raises:
+        CheckpointError: a library does not load its own model completely.
+    """
+    models = pair.one.model, pair.other.model
+    tokens = torch.randint(
+        0,
+        min(model.vocab_size for model in models),
+        (BATCH, min(LENGTH, *(model.max_positions for model in models))),
+        generator=torch.Generator().manual_seed(0),
+    )
+    first = next(places(models[0]))
+    dtypes = [source.read(first, meta=True)[0].dtype for source in (pair.one, pair.other)]
+    smaller = min(dtypes[::-1], key=lambda dtype: dtype.itemsize)
+    runs = [run_model(path, tokens, smaller) for path in pair.paths]
+    agreement = compare(*runs)
+    rounded = pair.folded and smaller != torch.float32
+    return replace(agreement, limit=None if rounded else TOLERANCE)
+
+
+def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Run:
+    """Logits and the layers' outputs of a checkpoint of either side, in float32.
+
+    Raises:
+        CheckpointError: the library does not load its own model completely.
+    """
+    if not (path / "config.json").is_file():
+        return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     disable_progress_bar()
-    model, report = KHAForCausalLM.from_pretrained(
-        folder,
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path,
         dtype=torch.float32,
+        # torch's grouped product takes no rows that are not a multiple of 16 bytes
+        experts_implementation="eager",
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are in the report
         local_files_only=True,
+        trust_remote_code=False,
     )
     if wrong := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
-        raise CheckpointError(f"{folder} does not load completely: {wrong}")
-    tokens = torch.randint(
-        0,
-        model.config.vocab_size,
-        (BATCH, min(LENGTH, model.config.max_position_embeddings)),
-        generator=torch.Generator().manual_seed(0),
-    )
+        raise CheckpointError(f"{path} does not load completely: {wrong}")
     with torch.no_grad():
-        ours = model.eval()(tokens).logits
-    theirs = megatron_logits(checkpoint.path, tokens, dtype)[..., : ours.shape[-1]]
-    return compare(ours, theirs)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(rounded_to))
+        layers = record_layers(model.model.layers)
+        return Run(model.eval()(tokens).logits, layers)
 
 
-def compare(ours: Tensor, theirs: Tensor) -> Agreement:
-    """Agreement of two ``[B, S, V]`` logits."""
+def compare(one: Run, other: Run) -> Agreement:
+    """Agreement of two runs, over the entries of the vocabulary that both have."""
+    entries = min(one.logits.shape[-1], other.logits.shape[-1])
+    ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
     difference = (ours - theirs).abs()
     log_ours, log_theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    apart = (
+        number
+        for number, (a, b) in enumerate(zip(one.layers, other.layers, strict=False))
+        if not (a - b).abs().max() < TOLERANCE
+    )
     return Agreement(
         max_difference=difference.max().item(),
         mean_difference=difference.mean().item(),
-        kl=(log_theirs.exp() * (log_theirs - log_ours)).sum(-1).mean().item(),
+        kl=(log_ours.exp() * (log_ours - log_theirs)).sum(-1).mean().item(),
         argmax=(ours.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
         tokens=ours[..., 0].numel(),
+        first_layer=next(apart, None),
     )
-
-
-def megatron_logits(iteration: Path, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Logits ``[B, S, padded vocabulary]`` of Megatron's model, in float32 on the CPU.
-
-    Runs in a new process, because the CPU runtime changes the one that it is installed in.
-
-    Args:
-        iteration: the folder of one iteration.
-        tokens: ``[B, S]``.
-        dtype: round the weights to it first, as the conversion did.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_logits_here, iteration, tokens, dtype).result()
-
-
-_UNSHARDED: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "tp_comm_overlap": False,
-    "overlap_p2p_comm": False,
-    "overlap_moe_expert_parallel_comm": False,
-    "delay_wgrad_compute": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "cuda_graph_impl": "none",
-    "fp8": None,
-    "fp8_param_gather": False,
-    "fp4": None,
-    "fp4_param_gather": False,
-    "bf16": False,
-    "fp16": False,
-    "params_dtype": torch.float32,
-    "transformer_impl": "local",
-    "no_persist_layer_norm": True,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_swiglu_fusion": False,
-    "bias_gelu_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "use_cpu_initialization": True,
-    "perform_initialization": False,
-    "spec": None,
-}
-"""The layout and the numerics of one CPU process, which change no logit but by rounding."""
-
-
-def _logits_here(iteration: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
-    # what Megatron says about kernels that it misses is no news in a process that computes once
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    for name, value in cpu.ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    cpu.install(despite_cuda=True, quiet=True)
-    check_training_package()
-
-    import torch.distributed as dist
-    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
-    checkpoint = MegatronCheckpoint.open(iteration)
-    model = _build(checkpoint)
-    sharded = _as_stored(model.sharded_state_dict(), checkpoint)
-    model.load_state_dict(dist_checkpointing.load({"model": sharded}, str(iteration))["model"])
-    if dtype is not None:
-        _round_to(model, dtype)
-    length = tokens.shape[1]
-    positions = torch.arange(length).expand_as(tokens)
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad():
-        logits = model.eval()(tokens, positions, mask)
-    dist.destroy_process_group()
-    return logits.float()
-
-
-def _build(checkpoint: MegatronCheckpoint) -> torch.nn.Module:
-    """Megatron's GPTModel from the arguments that it saved."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import (
-        core_transformer_config_from_args,
-        gpt_config_from_args,
-    )
-    from megatron.training.arguments import add_megatron_arguments
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    from kha_megatron.mcore.specs import kha_layer_spec
-
-    defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
-    saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
-    args = Namespace(**defaults | saved | _UNSHARDED)
-    config = gpt_config_from_args(args, config=core_transformer_config_from_args(args))
-    config.parallel_output = False
-    kha = checkpoint.kha or KHAConfig()
-    config.transformer_layer_spec = lambda model_config: kha_layer_spec(model_config, kha)
-    builder = GPTModelBuilder(config)
-    return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
-
-
-def _as_stored(sharded: dict[str, Any], checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Ask for each tensor by the name that the checkpoint has it under.
-
-    Transformer Engine and local modules name some norms differently; the table knows which.
-    """
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    held = checkpoint.keys()
-    for entry in sharded.values():
-        key = getattr(entry, "key", None)
-        if not isinstance(entry, ShardedTensor) or key in held:
-            continue
-        for row in table.LAYER:
-            for name in (n for n in row.names if key.endswith(f".{n}")):
-                others = (key.removesuffix(name) + other for other in row.names)
-                entry.key = next((other for other in others if other in held), key)
-    return sharded
-
-
-@torch.no_grad()
-def _round_to(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():  # not the buffers: expert biases stay float32
-        parameter.copy_(parameter.to(dtype))

@@ -122,6 +122,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
         config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
     else:
         config = gpt_config_from_args(args, config=transformer)
+        config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it: always 8
         config.transformer_layer_spec = partial(_layer_spec, kha=kha)
 
     def announce(models: list[torch.nn.Module]) -> list[torch.nn.Module]:

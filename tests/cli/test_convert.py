@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron import cli
-from kha_megatron.conversion import to_hf, verify
+from kha_megatron.conversion import megatron_model, to_hf
+from kha_megatron.conversion.verify import TOLERANCE, Pair
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.checkpoints import ITERATION, VOCAB
@@ -39,13 +40,15 @@ def run(monkeypatch, capsys):
 def megatron():
     """``verify``'s Megatron side, run once: the source is the same in all of these tests."""
     kept = []
-    original = verify.megatron_logits
-    return lambda *args: kept[0] if kept else kept.append(original(*args)) or kept[0]
+    original = megatron_model.run_megatron
+    return lambda *args, **options: (
+        kept[0] if kept else kept.append(original(*args, **options)) or kept[0]
+    )
 
 
 @pytest.fixture(autouse=True)
 def one_run_of_megatron(megatron, monkeypatch):
-    monkeypatch.setattr(verify, "megatron_logits", megatron)
+    monkeypatch.setattr(megatron_model, "run_megatron", megatron)
 
 
 def _files(folder):
@@ -65,7 +68,11 @@ def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):  # noqa: F811
     assert report["size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert (report["shards"], report["dtype"]) == (1, "float32")
     assert report["tokenizer"] == str(tokenizer)
-    numbers = report["verification"]
+    assert report["verification"]["agrees"]
+    compared = report["verification"]["tensors"]
+    assert (compared["tensors"], compared["different"]) == (len(tensors), [])
+    assert compared["parameters"] == [report["parameters"]] * 2
+    numbers = report["verification"]["logits"]
     assert 0 < numbers["mean_difference"] <= numbers["max_difference"] < 1e-5
     assert (numbers["argmax"], numbers["tokens"]) == (1.0, 24)
     assert abs(numbers["kl"]) < 1e-9
@@ -82,7 +89,7 @@ def test_the_table_says_what_was_written_and_how_well(run, sparse, tmp_path):  #
 
 
 def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(verify, "verify", None)
+    monkeypatch.setattr(Pair, "open", None)
     code, stdout, _ = run(sparse[0], tmp_path / "a", "--no-verify", "--json")
     assert (code, json.loads(stdout)["verification"]) == (0, None)
     code, stdout, _ = run(sparse[0], tmp_path / "b", "--no-verify")
@@ -100,10 +107,10 @@ def test_a_megatron_that_cannot_verify_is_refused_before_the_work(run, tmp_path,
 
 
 def test_a_machine_too_small_to_verify_is_told(run, sparse, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(verify, "fits_in_memory", lambda checkpoint: False)
+    monkeypatch.setattr(Pair, "fits_in_memory", False)
     code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
-    assert (code, json.loads(stdout)["verification"]) == (0, None)
-    assert "not verified: both models need" in stderr
+    assert (code, json.loads(stdout)["verification"]["logits"]) == (0, None)
+    assert "logits not verified: both models need" in stderr
 
 
 def test_casts_and_shards_as_told(run, sparse, tmp_path):  # noqa: F811
@@ -126,14 +133,15 @@ def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):  # n
         tensors = load_file(target / "model.safetensors")
         tensors["model.norm.weight"] *= factor
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "manifest.json").unlink()  # it would tell before anything is compared
         return written
 
     monkeypatch.setattr(to_hf, "convert", mistaken)
     code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
     assert code == 1
-    assert "do not use it" in stderr
-    difference = json.loads(stdout)["verification"]["max_difference"]
-    assert difference is None if factor != factor else difference > verify.TOLERANCE
+    assert "not the same model: 1 tensors different, model.norm.weight for one; logits" in stderr
+    difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
+    assert difference is None if factor != factor else difference > TOLERANCE
 
 
 def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):  # noqa: F811

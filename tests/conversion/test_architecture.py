@@ -3,7 +3,8 @@
 import pytest
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.architecture import _REPRESENTED, hf_config
+from kha_megatron.conversion.hf_expression import to_hf_config
+from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
 from kha_megatron.errors import CheckpointError
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.mcore.compat import installed_version, training_refusal
@@ -16,7 +17,6 @@ FORBIDDEN = {
     "layernorm_zero_centered_gamma": True,
     "qk_l2_norm": True,
     "attention_output_gate": True,
-    "multi_latent_attention": True,
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
     "softmax_type": "off-by-one",
@@ -24,11 +24,9 @@ FORBIDDEN = {
     "no_rope_freq": [0, 1],
     "rotary_interleaved": True,
     "rotary_seq_len_interpolation_factor": 2,
-    "use_rope_scaling": True,
     "apply_residual_connection_post_layernorm": True,
     "use_mup": True,
     "mtp_num_layers": 1,
-    "moe_router_num_groups": 2,
     "moe_apply_probs_on_input": True,
     "moe_latent_size": 16,
     "moe_mlp_glu_interleave_size": 32,
@@ -38,7 +36,6 @@ FORBIDDEN = {
     "moe_router_force_biased": 0.5,
     "glu_linear_offset": 1.0,
     "activation_func_clamp_value": 7.0,
-    "hybrid_layer_pattern": "M*M*",
     "heterogeneous_layers_config_path": "layers.json",
 }
 OF_EXPERTS = {
@@ -47,13 +44,18 @@ OF_EXPERTS = {
 }
 
 
+def hf_config(args, kha, rows):
+    """The ``kha`` configuration of a Megatron model."""
+    return to_hf_config(from_arguments(args, kha, rows), "kha")
+
+
 @pytest.fixture(scope="module")
 def args(sparse):
     return MegatronCheckpoint.open(sparse[0]).args
 
 
 def test_every_argument_with_a_limit_is_tried():
-    assert set(FORBIDDEN) == set(_REPRESENTED)
+    assert set(FORBIDDEN) == set(REPRESENTED)
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
@@ -161,3 +163,20 @@ def test_weights_are_normalised_where_megatron_does(args, score, top_k, pre_soft
     }
     config = hf_config(args | edits, KHAConfig(), 51)
     assert (config.norm_topk_prob, config.routed_scaling_factor) == (normalised, 1.0)
+
+
+@pytest.mark.parametrize("pattern", ["M*M*", "*-*", "-*-*", "*-*E|*", "**", 7])
+def test_a_hybrid_model_that_is_no_gpt_model_is_refused(args, pattern):
+    with pytest.raises(CheckpointError, match="hybrid_layer_pattern="):
+        from_arguments(args | {"hybrid_layer_pattern": pattern}, KHAConfig(), 51)
+
+
+def test_a_hybrid_model_of_gpt_layers_is_described_as_one(args):
+    model = from_arguments(args | {"hybrid_layer_pattern": "*-*E|*E"}, KHAConfig(), 51)
+    assert (model.layers, model.experts.sparse) == (3, (False, True, True))
+
+
+def test_groups_of_experts_are_not_kha(args):
+    grouped = args | {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+    with pytest.raises(CheckpointError, match="kha cannot express experts chosen from 2 groups"):
+        hf_config(grouped, KHAConfig(), 51)

@@ -4,14 +4,18 @@ import json
 import math
 import shutil
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kha_megatron.conversion import to_hf, verify
-from kha_megatron.conversion.verify import TOLERANCE, compare
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import fold, megatron_model, to_hf, upcycle
+from kha_megatron.conversion.megatron_model import Run
+from kha_megatron.conversion.verify import TOLERANCE, Pair, compare, verify
 from kha_megatron.errors import CheckpointError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from kha_megatron.hf import KHAModelConfig
+from tests.conversion.models import SIZES, make
 from tests.versions import needs_training_package
 
 LAYER = "model.layers.1."
@@ -20,32 +24,42 @@ EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
 
 @pytest.fixture(scope="module")
 def converted(sparse, tmp_path_factory):
+    """The checkpoint and the folder made of it."""
     folder = tmp_path_factory.mktemp("converted") / "hf"
     to_hf.convert(to_hf.plan(sparse[0]), folder)
-    return MegatronCheckpoint.open(sparse[0]), folder
+    return sparse[0], folder
 
 
 @pytest.fixture(scope="module")
 def theirs(converted):
-    """Megatron's logits for the tokens that ``verify`` chooses, from one run of it."""
+    """A good verification, and what its one run of Megatron computed."""
     needs_training_package()
     kept = []
-    original = verify.megatron_logits
+    original = megatron_model.run_megatron
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            verify, "megatron_logits", lambda *args: kept.append(original(*args)) or kept[0]
+            megatron_model,
+            "run_megatron",
+            lambda *args, **options: kept.append(original(*args, **options)) or kept[0],
         )
-        return verify.verify(*converted, None), kept[0]
+        return verify(*converted), kept[0]
 
 
 def test_a_good_conversion_agrees(theirs):
-    agreement, logits = theirs
+    verification, run = theirs
+    assert verification.agrees
+    tensors, agreement = verification.tensors, verification.logits
+    assert tensors.agrees
+    assert tensors.tensors > 60
+    assert tensors.parameters[0] == tensors.parameters[1] > 10_000
     assert agreement.max_difference < 1e-5 < TOLERANCE
     assert 0 <= agreement.mean_difference <= agreement.max_difference
     assert abs(agreement.kl) < 1e-9
-    assert agreement.argmax == 1.0
-    assert agreement.tokens == logits[..., 0].numel() == 2 * 12  # max_position_embeddings is 12
-    assert logits.std(dim=(0, 1)).mean() > 0.3
+    assert (agreement.argmax, agreement.first_layer) == (1.0, None)
+    # max_position_embeddings is 12
+    assert agreement.tokens == run.logits[..., 0].numel() == 2 * 12
+    assert run.logits.std(dim=(0, 1)).mean() > 0.3
+    assert [tuple(layer.shape) for layer in run.layers] == [(2, 12, 40)] * 3
 
 
 def _swap(tensors, one, other):
@@ -97,73 +111,109 @@ MUTATIONS = {
 
 def _mutated(folder, tmp_path, mutate):
     copy = shutil.copytree(folder, tmp_path / "mutated")
+    (copy / "manifest.json").unlink()  # it would tell before anything is compared
     tensors = load_file(copy / "model.safetensors")
     mutate(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
 
 
+@pytest.fixture
+def rerun(theirs, monkeypatch):
+    """``verify`` without running Megatron again."""
+    monkeypatch.setattr(megatron_model, "run_megatron", lambda *args, **options: theirs[1])
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_changed_model_is_noticed(converted, theirs, tmp_path, monkeypatch, mutation):
-    monkeypatch.setattr(verify, "megatron_logits", lambda *args: theirs[1])
+def test_a_changed_model_is_noticed(converted, theirs, rerun, tmp_path, mutation):
     checkpoint, folder = converted
-    changed = verify.verify(checkpoint, _mutated(folder, tmp_path, MUTATIONS[mutation]), None)
-    assert changed.max_difference > 3 * TOLERANCE
-    assert changed.kl > theirs[0].kl
-    assert changed.mean_difference > theirs[0].mean_difference
+    changed = verify(checkpoint, _mutated(folder, tmp_path, MUTATIONS[mutation]))
+    assert not changed.agrees
+    assert 1 <= len(changed.tensors.different) <= 6
+    assert changed.logits.max_difference > 3 * TOLERANCE
+    assert changed.logits.kl > theirs[0].logits.kl
+    place = changed.tensors.different[0].split(".")
+    layer = int(place[2]) if place[1] == "layers" else None
+    assert changed.logits.first_layer == layer
 
 
-def test_writing_the_same_again_changes_nothing(converted, theirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "megatron_logits", lambda *args: theirs[1])
+def test_writing_the_same_again_changes_nothing(converted, theirs, rerun, tmp_path):
     checkpoint, folder = converted
-    again = verify.verify(checkpoint, _mutated(folder, tmp_path, lambda tensors: None), None)
-    assert again == theirs[0]
+    assert verify(checkpoint, _mutated(folder, tmp_path, lambda tensors: None)) == theirs[0]
+
+
+def test_any_two_of_one_side_are_compared_too(converted, sparse, tmp_path):
+    other = to_hf.convert(to_hf.plan(sparse[0], dtype="bfloat16"), tmp_path / "bf16").path
+    found = verify(converted[1], other)
+    assert found.agrees  # rounded alike, they are the same
+    assert found.logits.max_difference == 0.0
+    again = verify(sparse[0], sparse[0], logits=False)
+    assert again.agrees
+    assert again.logits is None
+
+
+def test_folded_and_upcycled_models_are_recognised(tmp_path):
+    make(KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")).save_pretrained(
+        tmp_path / "kha"
+    )
+    to_hf.convert(fold.plan(tmp_path / "kha"), tmp_path / "qwen3")
+    found = verify(tmp_path / "kha", tmp_path / "qwen3")
+    assert found.agrees
+    assert found.tensors.remark == "the first folded"
+    to_hf.convert(
+        upcycle.plan_hf(tmp_path / "qwen3", KHAConfig(value="mlp")), tmp_path / "upcycled"
+    )
+    found = verify(tmp_path / "qwen3", tmp_path / "upcycled")
+    assert found.agrees
+    assert (found.tensors.remark, found.logits.max_difference) == ("the first upcycled", 0.0)
+    found = verify(tmp_path / "kha", tmp_path / "upcycled")  # linear is no mlp
+    assert not found.agrees
+    assert found.tensors.missing
+    assert found.tensors.unexpected
 
 
 @pytest.mark.parametrize(
     ("mutate", "message"),
     [
-        (lambda tensors: tensors.pop(LAYER + "self_attn.v_knock.up_proj.weight"), "missing_keys"),
-        (lambda tensors: tensors.pop(EXPERT.format(4, "down")), "mismatched_keys.*experts"),
-        (lambda tensors: tensors.pop("lm_head.weight"), "missing_keys.*lm_head"),
-        (lambda tensors: tensors.update(other=torch.ones(3)), "unexpected_keys.*other"),
+        (lambda tensors: tensors.pop(LAYER + "self_attn.v_knock.up_proj.weight"), "lacks 1 .*v_kn"),
+        (lambda tensors: tensors.pop(EXPERT.format(4, "down")), "lacks 1 .*experts.4.down"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "lacks 1 .*lm_head"),
+        (lambda tensors: tensors.update(other=torch.ones(3)), "holds 1 .*other"),
     ],
 )
-def test_a_folder_with_other_tensors_is_refused(converted, tmp_path, monkeypatch, mutate, message):
-    monkeypatch.setattr(verify, "megatron_logits", None)  # never reached
+def test_a_folder_with_other_tensors_is_refused(converted, tmp_path, mutate, message):
     checkpoint, folder = converted
-    with pytest.raises(CheckpointError, match=rf"mutated does not load completely.*({message})"):
-        verify.verify(checkpoint, _mutated(folder, tmp_path, mutate), None)
+    with pytest.raises(CheckpointError, match=rf"mutated.* {message}"):
+        verify(checkpoint, _mutated(folder, tmp_path, mutate))
 
 
-def test_fewer_layers_in_the_configuration_are_refused(converted, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "megatron_logits", None)
+def test_fewer_layers_in_the_configuration_are_refused(converted, tmp_path):
     copy = shutil.copytree(converted[1], tmp_path / "hf")
     config = json.loads((copy / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"unexpected_keys.*model.layers.2"):
-        verify.verify(converted[0], copy, None)
+    with pytest.raises(CheckpointError, match=r"no place for: model.layers.2"):
+        verify(converted[0], copy)
 
 
 def test_compare_is_what_it_says():
     theirs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
     ours = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]]))
-    agreement = compare(ours, theirs)
+    agreement = compare(Run(theirs, []), Run(ours, []))
     assert agreement.max_difference == pytest.approx(math.log(2))
     assert agreement.mean_difference == pytest.approx(2 * math.log(2) / 6)
     assert agreement.kl == pytest.approx(0.25 * math.log(2) / 2)  # of two positions, one differs
     assert (agreement.argmax, agreement.tokens) == (0.5, 2)
     ours[0, 0, 0] = math.nan
-    assert not compare(ours, theirs).max_difference < TOLERANCE
+    assert not compare(Run(theirs, []), Run(ours, [])).agrees
 
 
 def test_memory_is_asked_for_both_models_in_float32(converted, monkeypatch):
-    checkpoint, folder = converted
-    parameters = sum(t.numel() for t in load_file(folder / "model.safetensors").values())
-    assert verify.needed_bytes(checkpoint) >= 2 * 4 * parameters
-    memory = type("Memory", (), {"available": verify.needed_bytes(checkpoint)})
-    monkeypatch.setattr(verify.psutil, "virtual_memory", lambda: memory)
-    assert not verify.fits_in_memory(checkpoint)
+    pair = Pair.open(*converted)
+    tensors = load_file(converted[1] / "model.safetensors").values()
+    assert pair.needed_bytes >= 2 * 4 * sum(t.numel() for t in tensors)
+    memory = type("Memory", (), {"available": pair.needed_bytes})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert not pair.fits_in_memory
     memory.available += 1
-    assert verify.fits_in_memory(checkpoint)
+    assert pair.fits_in_memory

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.to_hf import plan
-from kha_megatron.errors import CheckpointError
+from kha_megatron.conversion import to_hf
+from kha_megatron.conversion.verify import verify
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 
@@ -84,8 +84,9 @@ def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_pa
     checkpoint = MegatronCheckpoint.open(tmp_path / "save")
     assert checkpoint.kha == KHAConfig(value="mlp")
     assert list(checkpoint.knock_weights()) == [(2 * layer, "value") for layer in range(LAYERS)]
-    with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern=.*which the kha"):
-        plan(tmp_path / "save")
+    # a hybrid model of a GPT model's layers goes to Hugging Face as that
+    written = to_hf.convert(to_hf.plan(tmp_path / "save"), tmp_path / "hf")
+    assert verify(tmp_path / "save", written.path).agrees
 
 
 def test_a_mistyped_name_ends_the_run(corpus):

@@ -1,0 +1,297 @@
+"""The ``config.json`` of Hugging Face architectures as ours: one small table for each.
+
+``config.json`` is read as data. Only transformers' own configuration classes, and ours, fill in
+what it leaves out; nothing that a folder brings along is imported. A field that we do not know is
+refused, unless it is off. ``hf_expression`` is the way back, by the same tables.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import hf_experts
+from kha_megatron.conversion.architecture import (
+    Architecture,
+    Experts,
+    Latent,
+    Llama3Scaling,
+    Rope,
+    Yarn,
+)
+from kha_megatron.errors import CheckpointError
+from kha_megatron.hf import KHAModelConfig
+
+
+class Family(NamedTuple):
+    """How one architecture of transformers says what an :class:`Architecture` says."""
+
+    config: type[PreTrainedConfig]
+    causal_lm: str
+    """Name of its class with an output layer."""
+    fields: Mapping[str, str]
+    """Configuration field of each field of the architecture that it leaves open."""
+    always: Mapping[str, Any] = {}
+    """Fields of the architecture that it settles."""
+    only: Mapping[str, Any] = {}
+    """Configuration fields of which Megatron has one value."""
+    expert_fields: tuple[str, ...] = ()
+    read_experts: Callable[[PreTrainedConfig], Experts | None] = lambda config: None
+    write_experts: Callable[[Architecture], dict[str, Any]] = hf_experts.write_none
+    scaling: type | None = Llama3Scaling
+    """How its RoPE can be stretched."""
+    partial_rope: bool = False
+    """Whether it can rotate a part of a head only."""
+
+
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_size": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "init_std": "initializer_range",
+    "attention_dropout": "attention_dropout",
+}
+_OPEN = {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
+_QWEN3 = {"qk_norm": True, "qkv_bias": False}
+_LLAMA = {"qk_norm": False, "qkv_bias": False}
+_WITH_OUTPUT_BIAS = {"attention_bias": False}  # there, it is one of o_proj as well
+KHA_FIELDS = ("kha_query", "kha_key", "kha_value")
+LATENT = {
+    "query_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "plain_dim": "qk_nope_head_dim",
+    "rotary_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+_NO_MTP = {"num_nextn_predict_layers": 0}
+
+FAMILIES: dict[str, Family] = {
+    "kha": Family(
+        KHAModelConfig,
+        "KHAForCausalLM",
+        _COMMON | _OPEN,
+        expert_fields=hf_experts.KHA,
+        read_experts=hf_experts.read_kha,
+        write_experts=hf_experts.write_kha,
+        partial_rope=True,
+    ),
+    "qwen3": Family(Qwen3Config, "Qwen3ForCausalLM", _COMMON, _QWEN3, _WITH_OUTPUT_BIAS),
+    "qwen3_moe": Family(
+        Qwen3MoeConfig,
+        "Qwen3MoeForCausalLM",
+        _COMMON,
+        _QWEN3,
+        _WITH_OUTPUT_BIAS,
+        hf_experts.QWEN3,
+        hf_experts.read_qwen3,
+        hf_experts.write_qwen3,
+    ),
+    "glm4_moe": Family(
+        Glm4MoeConfig,
+        "Glm4MoeForCausalLM",
+        _COMMON | _OPEN,
+        only=_NO_MTP,
+        expert_fields=hf_experts.DEEPSEEK,
+        read_experts=hf_experts.read_deepseek,
+        write_experts=hf_experts.write_deepseek,
+        partial_rope=True,
+    ),
+    "deepseek_v3": Family(
+        DeepseekV3Config,
+        "DeepseekV3ForCausalLM",
+        _COMMON,
+        _LLAMA,
+        # the norms of the compressed states have this epsilon whatever the configuration says
+        _WITH_OUTPUT_BIAS | _NO_MTP | {"rope_interleave": True, "rms_norm_eps": 1e-6},
+        hf_experts.DEEPSEEK,
+        hf_experts.read_deepseek,
+        hf_experts.write_deepseek,
+        scaling=Yarn,
+    ),
+    "llama": Family(
+        LlamaConfig, "LlamaForCausalLM", _COMMON, _LLAMA, _WITH_OUTPUT_BIAS | {"mlp_bias": False}
+    ),
+    "mistral": Family(MistralConfig, "MistralForCausalLM", _COMMON, _LLAMA),
+}
+"""By ``model_type``."""
+
+_ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
+_ROPE = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
+_HARMLESS = {
+    *PreTrainedConfig().to_dict(),
+    "torch_dtype",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
+    "pretraining_tp",
+    "attn_implementation",
+    "kha_init",
+    "kha_init_seed",
+    # these have an effect together only, and are looked at below
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "hidden_act",
+}
+"""Fields that change no logit."""
+
+
+def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
+    """The architecture of a Hugging Face model.
+
+    Args:
+        raw: its ``config.json``.
+
+    Raises:
+        CheckpointError: an unknown ``model_type``, or a field with a value that Megatron cannot
+            express; it is named.
+    """
+    family = family_of(raw)
+    # a copy, because transformers writes into what it is given
+    values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
+    config = _filled_in(family, values)
+    _check_fields(family, values, config)
+    fields = {
+        ours: getattr(config, theirs)
+        for ours, theirs in family.fields.items()
+        if hasattr(config, theirs)
+    }
+    fields.setdefault("head_dim", config.hidden_size // config.num_attention_heads)
+    model = Architecture(
+        **fields,
+        **family.always,
+        padded_vocab_size=config.vocab_size,
+        rope=_read_rope(family, config),
+        experts=family.read_experts(config),
+        latent=_read_latent(family, config),
+        kha=KHAConfig.from_entries(raw) or KHAConfig(),
+    )
+    if model.heads % model.kv_heads:
+        raise _refused("num_key_value_heads", model.kv_heads, f"no divisor of {model.heads} heads")
+    return replace(model, attention_dropout=float(model.attention_dropout or 0.0))
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """The architecture that ``config.json`` names.
+
+    Raises:
+        CheckpointError: we do not know it.
+    """
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f"config.json has model_type={name!r}: known are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
+    kept = {name: value for name, value in values.items() if name != "auto_map"}
+    try:
+        return family.config.from_dict(kept)
+    except Exception as error:  # transformers' own checks raise many kinds
+        first = " ".join(str(error).split())
+        raise CheckpointError(f"config.json is no {family.config.__name__}: {first}") from error
+
+
+def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    known = {*family.fields.values(), *family.only, *family.expert_fields, *_ROPE, *_HARMLESS}
+    known |= {*LATENT.values()} if family.scaling is Yarn else set()
+    known |= {*KHA_FIELDS} if family.config is KHAModelConfig else set()
+    given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
+    usual = family.config(**given)
+    for name, value in raw.items():
+        # what follows from the other fields, or is off, says nothing new
+        if name not in known and value not in (None, False, getattr(usual, name, None)):
+            raise _refused(name, value, "not known to leave the computation alone")
+    for name, value in family.only.items():
+        found = raw.get(name, value) if name in _NO_MTP else getattr(config, name)
+        if found != value:
+            raise _refused(name, found, f"only {value!r}")
+    if config.hidden_act != "silu":
+        raise _refused("hidden_act", config.hidden_act, "only 'silu'")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        raise _refused("sliding_window", window, "every layer must attend to the whole sequence")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise _refused("layer_types", kind, "every layer must attend to the whole sequence")
+
+
+def _refused(name: str, value: Any, why: str) -> CheckpointError:
+    return CheckpointError(f"config.json has {name}={value!r}, which cannot be expressed ({why})")
+
+
+def _read_rope(family: Family, config: PreTrainedConfig) -> Rope:
+    given = dict(config.rope_parameters)
+    kind = given.get("rope_type", "default")
+    fraction = float(given.get("partial_rotary_factor") or 1.0)
+    if fraction != 1.0 and not family.partial_rope:
+        raise _refused("partial_rotary_factor", fraction, "only 1.0 in this architecture")
+    base = float(given["rope_theta"])
+    if kind == "default":
+        return Rope(base=base, fraction=fraction)
+    if kind == "llama3" and family.scaling is Llama3Scaling:
+        scaling = Llama3Scaling(
+            factor=float(given["factor"]),
+            low_freq_factor=float(given["low_freq_factor"]),
+            high_freq_factor=float(given["high_freq_factor"]),
+            original_max_positions=given["original_max_position_embeddings"],
+        )
+    elif kind == "yarn" and family.scaling is Yarn:
+        scaling = _read_yarn(given)
+    else:
+        raise _refused("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
+    return Rope(base=base, fraction=fraction, scaling=scaling)
+
+
+def _read_yarn(given: Mapping[str, Any]) -> Yarn:
+    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    if given.get("attention_factor") is not None or not given.get("truncate", True):
+        raise _refused("rope_parameters", dict(given), "attention_factor and truncate are fixed")
+    if bool(mscale) != bool(all_dim) and (mscale, all_dim) not in ((1, 0), (1, None)):
+        raise _refused("rope_parameters", dict(given), "mscale goes with mscale_all_dim")
+    return Yarn(
+        factor=float(given["factor"]),
+        mscale=float(mscale or 1.0),
+        mscale_all_dim=float(all_dim or 0.0),
+        original_max_positions=given["original_max_position_embeddings"],
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+    )
+
+
+def _read_latent(family: Family, config: PreTrainedConfig) -> Latent | None:
+    if family.scaling is not Yarn:
+        return None
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise _refused("num_key_value_heads", config.num_key_value_heads, "one a query head")
+    if config.q_lora_rank is None:  # Megatron would normalise what queries are projected from
+        raise _refused("q_lora_rank", None, "queries must be compressed")
+    return Latent(**{ours: getattr(config, theirs) for ours, theirs in LATENT.items()})

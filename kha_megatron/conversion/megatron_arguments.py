@@ -1,0 +1,212 @@
+"""From Megatron's saved arguments to an architecture; ``megatron_command_line`` is the way back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.architecture import (
+    Architecture,
+    Experts,
+    Latent,
+    Llama3Scaling,
+    Rope,
+    Yarn,
+)
+from kha_megatron.errors import CheckpointError
+
+REPRESENTED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "position_embedding_type": ("rope",),
+    "add_bias_linear": (False,),
+    "layernorm_zero_centered_gamma": (False, None),
+    "qk_l2_norm": (False, None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "softmax_type": ("vanilla", None),
+    "window_size": (None,),
+    "no_rope_freq": (None,),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "use_mup": (False, None),
+    "mtp_num_layers": (None, 0),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_router_force_load_balancing": (False, None),
+    "moe_router_force_biased": (None,),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
+    "heterogeneous_layers_config_path": (None,),
+}
+"""Arguments that change what a model computes, with the values that we can express."""
+
+_ROUTING_BY_BALANCE = ("sinkhorn", "quantile_balancing")
+"""Load balancing that is a routing rule of its own, not a loss."""
+
+_HYBRID = {"-": False, "E": True}
+"""Symbols of an MLP in ``--hybrid-layer-pattern``, and whether it has experts."""
+
+
+def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
+    """The architecture of a Megatron model; ``vocab_size`` is still the padded one.
+
+    Args:
+        args: Megatron's saved arguments (``MegatronCheckpoint.args``).
+        kha: what is knocked.
+        padded_vocab_size: rows of the embedding.
+
+    Raises:
+        CheckpointError: an argument changes the model in a way that we cannot express.
+    """
+    for name, allowed in REPRESENTED.items():
+        if args.get(name) not in allowed:
+            raise _refused(name, args.get(name), f"only {allowed[0]!r}")
+    try:
+        return _architecture(args, kha, padded_vocab_size)
+    except KeyError as error:
+        raise CheckpointError(
+            f"the checkpoint's training arguments lack {error.args[0]}: it was not saved by a "
+            "supported version of Megatron's training loop"
+        ) from error
+
+
+def hybrid_layers(args: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    """For a HybridModel that is a GPT model cut in two, which of its MLPs have experts.
+
+    Returns:
+        None for a GPTModel.
+
+    Raises:
+        CheckpointError: its layers are no alternation of attention and MLPs.
+    """
+    pattern = args.get("hybrid_layer_pattern")
+    if pattern is None:
+        return None
+    symbols = pattern.replace("|", "") if isinstance(pattern, str) else ""
+    mlps = symbols[1::2]
+    if not mlps or set(symbols[::2]) != {"*"} or len(symbols) % 2 or not set(mlps) <= set(_HYBRID):
+        raise _refused(
+            "hybrid_layer_pattern", pattern, "only attention * and an MLP, - or E, by turns"
+        )
+    return tuple(_HYBRID[symbol] for symbol in mlps)
+
+
+def _refused(name: str, value: Any, remedy: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint was trained with {name}={value!r}, which cannot be expressed ({remedy})"
+    )
+
+
+def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:
+    heads = args["num_attention_heads"]
+    latent = _latent(args) if args.get("multi_latent_attention") else None
+    hybrid = hybrid_layers(args)
+    layers = args["num_layers"] if hybrid is None else len(hybrid)
+    grouped = args["group_query_attention"] and latent is None
+    if hybrid and (latent or args.get("use_rope_scaling")):
+        name = "multi_latent_attention" if latent else "use_rope_scaling"
+        raise _refused(name, True, "not with hybrid_layer_pattern")
+    if latent and kha.variants:
+        raise _refused("multi_latent_attention", True, f"with KHA on {kha}")
+    if latent and not args["qk_layernorm"]:
+        raise _refused("qk_layernorm", False, "only True with multi_latent_attention")
+    return Architecture(
+        vocab_size=rows,
+        padded_vocab_size=rows,
+        hidden_size=args["hidden_size"],
+        ffn_size=args["ffn_hidden_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=args["num_query_groups"] if grouped else heads,
+        head_dim=args["kv_channels"] if latent is None else latent.rotary_dim,
+        max_positions=args["max_position_embeddings"],
+        norm_eps=args["layernorm_epsilon"],
+        rope=Rope(
+            base=float(args["rotary_base"]),
+            fraction=float(args["rotary_percent"]),
+            scaling=_latent_scaling(args) if latent else _scaling(args),
+        ),
+        tied=not args["untie_embeddings_and_output_weights"],
+        qk_norm=bool(args["qk_layernorm"]) and latent is None,
+        qkv_bias=bool(args["add_qkv_bias"]),
+        init_std=args["init_method_std"],
+        attention_dropout=args["attention_dropout"],
+        experts=_experts(args, layers, hybrid),
+        latent=latent,
+        kha=kha,
+    )
+
+
+def _latent(args: Mapping[str, Any]) -> Latent:
+    if args["q_lora_rank"] is None:  # then Megatron normalises what queries are projected from
+        raise _refused("q_lora_rank", None, "queries must be compressed")
+    return Latent(
+        query_rank=args["q_lora_rank"],
+        kv_rank=args["kv_lora_rank"],
+        plain_dim=args["qk_head_dim"],
+        rotary_dim=args["qk_pos_emb_head_dim"],
+        value_dim=args["v_head_dim"],
+    )
+
+
+def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | None:
+    if not args.get("use_rope_scaling"):
+        return None
+    return Llama3Scaling(factor=float(args["rope_scaling_factor"]))
+
+
+def _latent_scaling(args: Mapping[str, Any]) -> Yarn | None:
+    """Megatron's latent attention has YaRN unless told otherwise; a factor of 1 is plain RoPE."""
+    factor = float(args["rotary_scaling_factor"])
+    if args.get("rope_type") == "rope" or factor == 1.0:
+        return None
+    return Yarn(factor=factor, mscale=args["mscale"], mscale_all_dim=args["mscale_all_dim"])
+
+
+def _experts(
+    args: Mapping[str, Any], layers: int, hybrid: tuple[bool, ...] | None
+) -> Experts | None:
+    if not args["num_experts"]:
+        return None
+    sigmoid = args["moe_router_score_function"] == "sigmoid"
+    if not sigmoid and args["moe_router_score_function"] != "softmax":
+        raise _refused(
+            "moe_router_score_function",
+            args["moe_router_score_function"],
+            "only softmax and sigmoid",
+        )
+    if args["moe_router_enable_expert_bias"] and not sigmoid:
+        raise CheckpointError(
+            "moe_router_enable_expert_bias with softmax scores cannot be expressed: only sigmoid"
+        )
+    if args["moe_router_load_balancing_type"] in _ROUTING_BY_BALANCE:
+        raise _refused(
+            "moe_router_load_balancing_type",
+            args["moe_router_load_balancing_type"],
+            "it chooses experts by itself; only balancing by losses or expert biases",
+        )
+    frequency = args["moe_layer_freq"]
+    if isinstance(frequency, int):
+        frequency = [layer % frequency == 0 for layer in range(layers)]
+    top_k = args["moe_router_topk"]
+    return Experts(
+        count=args["num_experts"],
+        per_token=top_k,
+        size=args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
+        sparse=hybrid or tuple(map(bool, frequency)),
+        score="sigmoid" if sigmoid else "softmax",
+        # Megatron divides sigmoid scores by their sum only when there is more than one, and takes
+        # the softmax over the chosen logits unless told to take it before
+        normalised=top_k > 1 if sigmoid else not args["moe_router_pre_softmax"],
+        scaling=args["moe_router_topk_scaling_factor"] or 1.0,
+        bias=bool(args["moe_router_enable_expert_bias"]),
+        shared_size=args["moe_shared_expert_intermediate_size"] or 0,
+        shared_gate=bool(args["moe_shared_expert_gate"]),
+        groups=args.get("moe_router_num_groups") or 1,
+        groups_per_token=args.get("moe_router_group_topk") or 1,
+    )

@@ -1,0 +1,216 @@
+"""Megatron's own model of a checkpoint, on the CPU, to compare with.
+
+It is built by Megatron's own builder and loaded by Megatron's own loader, in a process of its own,
+because the CPU runtime changes the one that it is installed in.
+"""
+
+import logging
+import multiprocessing
+import os
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kha_megatron import cpu
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import table
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from kha_megatron.mcore.compat import check_training_package
+from kha_megatron.mcore.torch_dist import Record
+
+
+class Run(NamedTuple):
+    """What a model computed, in float32 on the CPU."""
+
+    logits: Tensor
+    """``[B, S, V]``; Megatron's with its padding."""
+    layers: list[Tensor]
+    """``[B, S, C]`` behind each decoder layer."""
+
+
+def run_megatron(
+    iteration: Path,
+    tokens: Tensor,
+    *,
+    rounded_to: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Run:
+    """Run Megatron's model in a new process.
+
+    Args:
+        iteration: the folder of one iteration.
+        tokens: ``[B, S]``.
+        rounded_to: round the weights to it first, as a conversion did.
+        dtype: what it computes in.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return Run(*pool.submit(_run_here, iteration, tokens, rounded_to, dtype).result())
+
+
+_UNSHARDED: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "tp_comm_overlap": False,
+    "overlap_p2p_comm": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "cuda_graph_impl": "none",
+    "fp8": None,
+    "fp8_param_gather": False,
+    "fp4": None,
+    "fp4_param_gather": False,
+    "bf16": False,
+    "fp16": False,
+    "params_dtype": torch.float32,
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    "spec": None,
+}
+"""The layout and the numerics of one CPU process, which change no logit but by rounding."""
+
+
+def _run_here(
+    iteration: Path, tokens: Tensor, rounded_to: torch.dtype | None, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    # what Megatron says about kernels that it misses is no news in a process that computes once
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for name, value in cpu.ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    cpu.install(despite_cuda=True, quiet=True)
+    check_training_package()
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    checkpoint = MegatronCheckpoint.open(iteration)
+    model = load(
+        build(checkpoint, {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}), checkpoint
+    )
+    for parameter in model.parameters():  # not the buffers: expert biases stay float32
+        parameter.data = parameter.data.to(rounded_to or dtype).to(dtype)
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    layers = record_layers(model.decoder.layers)
+    with torch.no_grad():
+        logits = model.eval()(tokens, positions, mask)
+    dist.destroy_process_group()
+    step = 2 if checkpoint.args.get("hybrid_layer_pattern") else 1
+    return logits.float(), [hidden.transpose(0, 1).float() for hidden in layers[step - 1 :: step]]
+
+
+def record_layers(layers: nn.ModuleList) -> list[Tensor]:
+    """A list that gets the output of each layer when the model runs."""
+    outputs: list[Tensor] = []
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+
+    for layer in layers:
+        layer.register_forward_hook(record)
+    return outputs
+
+
+def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> nn.Module:
+    """Megatron's GPTModel or HybridModel from the arguments that it saved, on local modules.
+
+    Args:
+        checkpoint: the arguments.
+        overrides: arguments in place of the saved ones, and of an unsharded float32 model.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import (
+        core_transformer_config_from_args,
+        gpt_config_from_args,
+        hybrid_config_from_args,
+    )
+    from megatron.training.arguments import add_megatron_arguments
+    from megatron.training.models.gpt import GPTModelBuilder
+    from megatron.training.models.hybrid import HybridModelBuilder
+
+    from kha_megatron.conversion.megatron_latent import latent_layer_spec
+    from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
+
+    defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
+    saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
+    args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
+    transformer = core_transformer_config_from_args(args)
+    kha = checkpoint.kha or KHAConfig()
+    if args.hybrid_layer_pattern:
+        config = hybrid_config_from_args(args, config=transformer)
+        config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
+        builder = HybridModelBuilder(config)
+    else:
+        config = gpt_config_from_args(args, config=transformer)
+        config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it
+        config.transformer_layer_spec = (
+            latent_layer_spec(transformer)
+            if args.multi_latent_attention
+            else lambda model_config: kha_layer_spec(model_config, kha)
+        )
+        builder = GPTModelBuilder(config)
+    config.parallel_output = False
+    return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def load(model: nn.Module, checkpoint: MegatronCheckpoint) -> nn.Module:
+    """Load a checkpoint by Megatron's own loader; any tensor that the model lacks is an error."""
+    from megatron.core import dist_checkpointing
+
+    sharded = _as_stored(model.sharded_state_dict(), checkpoint)
+    loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint.path))
+    model.load_state_dict(loaded["model"])
+    return model
+
+
+def _as_stored(sharded: dict[str, Any], checkpoint: MegatronCheckpoint) -> dict[str, Any]:
+    """Ask for each tensor by the name that the checkpoint has it under.
+
+    Transformer Engine and local modules name some norms differently; the table knows which.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    held = checkpoint.keys()
+    for entry in sharded.values():
+        key = getattr(entry, "key", None)
+        if not isinstance(entry, ShardedTensor) or key in held:
+            continue
+        for row in table.LAYER:
+            for name in (n for n in row.names if key.endswith(f".{n}")):
+                others = (key.removesuffix(name) + other for other in row.names)
+                entry.key = next((other for other in others if other in held), entry.key)
+    return sharded

@@ -1,0 +1,216 @@
+"""Any source to a ``torch_dist`` checkpoint that Megatron loads under any layout of ranks.
+
+It is written as a *release*: Megatron then starts at iteration 0 and asks for neither optimizer nor
+random states, with ``--load`` and with ``--pretrained-checkpoint``, without further flags. As an
+``iter_0000000`` it would look for both, and count the run's iterations from the source's.
+"""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kha_megatron.conversion.companions import Companions
+from kha_megatron.conversion.engine import OnBytes, default_workers, transfer
+from kha_megatron.conversion.megatron_command_line import command_line, to_arguments
+from kha_megatron.conversion.opening import Opened, open_checkpoint, parse_dtype
+from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.table import Place, places
+from kha_megatron.conversion.to_hf import Conversion
+from kha_megatron.conversion.transforms import Cast, Padded
+from kha_megatron.errors import ConfigError
+from kha_megatron.files import staged_folder
+from kha_megatron.mcore.checkpoint import LAYERS, TRACKER
+from kha_megatron.mcore.torch_dist_writer import TorchDistWriter
+
+RELEASE = "release"
+DIVISIBLE_BY = 128
+"""Megatron's own default of ``--make-vocab-size-divisible-by``."""
+
+_CORE_ATTENTION = "self_attention.core_attention"
+
+
+@dataclass(frozen=True)
+class MegatronPlan:
+    """Everything checked and read but the tensors: nothing has been written yet."""
+
+    source: Source
+    companions: Companions
+    args: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors to write."""
+        return sum(self.source.nbytes(place) for place in places(self.source.model))
+
+
+def plan(
+    source: Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    divisible_by: int = DIVISIBLE_BY,
+    tensor_parallel: int = 1,
+) -> MegatronPlan:
+    """Open a checkpoint and decide what the Megatron checkpoint will hold.
+
+    Args:
+        source: a checkpoint of either side.
+        dtype: a key of ``opening.DTYPES``; None keeps each tensor's own.
+        tokenizer: a tokenizer folder instead of the model's own.
+        divisible_by: the training's ``--make-vocab-size-divisible-by``.
+        tensor_parallel: the training's tensor-parallel size: the padding of the vocabulary is a
+            multiple of both. Megatron loads it with any other size as well.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or Megatron cannot express it.
+        ConfigError: the dtype or the tokenizer folder does not exist.
+    """
+    parse_dtype(dtype)
+    if min(divisible_by, tensor_parallel) < 1:
+        raise ConfigError(
+            f"the vocabulary is padded to a multiple of {divisible_by} x {tensor_parallel}: both "
+            "must be at least 1"
+        )
+    opened = open_checkpoint(source, tokenizer=tokenizer, padded=True)
+    return plan_for(opened, dtype, divisible_by, tensor_parallel)
+
+
+def plan_for(
+    opened: Opened,
+    dtype: str | None,
+    divisible_by: int = DIVISIBLE_BY,
+    tensor_parallel: int = 1,
+) -> MegatronPlan:
+    """The same for an open source, which may be transformed."""
+    source, companions, vocabulary = opened
+    multiple = 1 if vocabulary else divisible_by * tensor_parallel
+    source = Padded(source, math.ceil(source.model.vocab_size / multiple) * multiple)
+    if dtype is not None:
+        source = Cast(source, parse_dtype(dtype))
+    embedding = source.read(next(places(source.model)), meta=True)[0]
+    args = to_arguments(source.model) | {
+        "params_dtype": embedding.dtype,
+        "bf16": embedding.dtype == torch.bfloat16,
+        "fp16": embedding.dtype == torch.float16,
+        "make_vocab_size_divisible_by": divisible_by,
+        "tensor_model_parallel_size": tensor_parallel,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+        "ckpt_format": "torch_dist",
+        "data_parallel_random_init": False,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    args |= vocabulary or {}
+    return MegatronPlan(source, companions, args)
+
+
+def convert(
+    planned: MegatronPlan,
+    target: Path,
+    *,
+    workers: int | None = None,
+    on_bytes: OnBytes = lambda count: None,
+) -> Conversion:
+    """Write the folder: ``release/``, the tracker file that names it, and ``tokenizer/``.
+
+    Args:
+        planned: from :func:`plan`.
+        target: a folder; it is replaced at the end, all at once.
+        workers: threads; None for one a core.
+        on_bytes: called with the bytes of each tensor written.
+
+    Raises:
+        CheckpointError: a shard of the source is damaged.
+        OutputError: the disk refuses; what was at ``target`` is still there.
+    """
+    source, args = planned.source, dict(planned.args)
+    total = {"tensors": 0, "parameters": 0, "size": 0}
+    with staged_folder(target) as folder:
+        if planned.companions.write_tokenizer(folder / "tokenizer"):
+            args["tokenizer_type"] = "HuggingFaceTokenizer"
+            args["tokenizer_model"] = str(target.resolve() / "tokenizer")
+        release = folder / RELEASE
+        release.mkdir()
+        with TorchDistWriter(release) as writer:
+            put = _Put(source, writer)
+            transfer(source, put, workers=workers or default_workers(), on_bytes=on_bytes)
+            put.extra_states()
+            common = {"args": Namespace(**args), "iteration": 0, "checkpoint_version": 3.0}
+            writer.close(common, source.identity())
+        (folder / TRACKER).write_text(RELEASE)
+        shards = len(list(release.glob("*.distcp")))
+    for place in places(source.model):
+        parts = source.read(place, meta=True)
+        total["tensors"] += len(parts)
+        total["parameters"] += sum(part.numel() for part in parts)
+        total["size"] += sum(part.nbytes for part in parts)
+    return Conversion(
+        path=target,
+        architecture="megatron",
+        **total,
+        shards=shards,
+        dtype=str(args["params_dtype"]).removeprefix("torch."),
+        tokenizer=planned.companions.origin,
+        arguments=command_line(args, str(target)),
+    )
+
+
+class _Put:
+    """Writes the tensors of a place as chunks of what Megatron's model asks for."""
+
+    def __init__(self, source: Source, writer: TorchDistWriter) -> None:
+        self._model, self._writer = source.model, writer
+
+    def __call__(self, place: Place, parts: list[Tensor]) -> None:
+        row, model = place.row, self._model
+        prefix, grid, position = self._stack(place)
+        whole = (*grid, *row.shape(model))
+        for name in row.names if row.both else row.names[:1]:
+            start = 0
+            for block in row.layout.join(parts, model):
+                offsets = (*position, start, *(0 for _ in block.shape[1:]))
+                chunk = block[(None,) * len(grid)]
+                self._writer.write(prefix + name, chunk, shape=whole, offsets=offsets)
+                start += block.shape[0]
+
+    def extra_states(self) -> None:
+        """What Megatron's linear layers and norms ask for besides their weights: nothing.
+
+        Without FP8 all of them are None, but Megatron refuses a checkpoint that lacks them.
+        """
+        written = set()
+        for place in places(self._model):
+            prefix, grid, position = self._stack(place)
+            modules = [name.rpartition(".")[0] for name in place.row.names]
+            if place.layer is not None:
+                modules.append(_CORE_ATTENTION)
+            for module in filter(_has_state, modules):
+                if (key := prefix + module, position) in written:
+                    continue
+                written.add((key, position))
+                self._writer.write_object(
+                    f"{key}._extra_state", None, shape=grid or (1,), offsets=position or (0,)
+                )
+
+    def _stack(self, place: Place) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """Prefix of a place's key, the grid of such tensors under it, and the place in the grid."""
+        prefix, grid, position = "", (), ()
+        if place.layer is not None:
+            uniform = self._model.is_uniform
+            prefix = LAYERS if uniform else f"{LAYERS}{place.layer}."
+            grid, position = ((self._model.layers,), (place.layer,)) if uniform else ((), ())
+        if place.expert is not None:
+            grid, position = (*grid, self._model.experts.count), (*position, place.expert)
+        return prefix, grid, position
+
+
+def _has_state(module: str) -> bool:
+    name = module.rpartition(".")[2]
+    return name.startswith("linear_") or "norm" in name or module == _CORE_ATTENTION

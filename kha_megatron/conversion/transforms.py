@@ -1,0 +1,164 @@
+"""Sources around sources: what a conversion does to a model besides moving it."""
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.table import (
+    ATTENTION_OUTPUT,
+    EXPERT_BIAS,
+    KNOCKS,
+    QKV,
+    SHARED_EXPERT,
+    Place,
+)
+from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.ops.knocking import fold, initial_weight
+
+KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
+"""Rows whose tensors are not cast."""
+
+
+class _Around(Source):
+    def __init__(self, source: Source, model: Architecture) -> None:
+        self.source, self.path, self.model = source, source.path, model
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        return self.source.read(place, meta=meta)
+
+    def identity(self) -> dict[str, Any]:
+        """See :class:`Source`."""
+        return self.source.identity()
+
+    def verifying(self) -> AbstractContextManager[None]:
+        """See :class:`Source`."""
+        return self.source.verifying()
+
+
+class Cast(_Around):
+    """In another dtype, all but the router's correction biases."""
+
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+        super().__init__(source, source.model)
+        self._dtype = dtype
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        parts = self.source.read(place, meta=meta)
+        return parts if place.row in KEPT_IN_FLOAT32 else [part.to(self._dtype) for part in parts]
+
+
+class Folded(_Around):
+    """Without linear knocks: ``W' = W T`` in the projections before them, biases too (eq. 8).
+
+    Computed in float64 and rounded once to the stored dtype. QK-norm and RoPE come after the knock,
+    so that queries and keys fold as well as values.
+
+    Raises:
+        CheckpointError: there is nothing to fold, or a variant that does not fold.
+    """
+
+    def __init__(self, source: Source) -> None:
+        kha = source.model.kha
+        if not kha.variants:
+            raise CheckpointError(f"{source.path} has no knocking heads to fold away")
+        for projection, variant in kha.variants.items():
+            if variant != "linear":
+                raise CheckpointError(
+                    f"{source.path} has {projection}={variant}: only linear knocking heads can be "
+                    "folded into the projection before them; export it as kha"
+                )
+        super().__init__(source, replace(source.model, kha=KHAConfig()))
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        parts = self.source.read(place, meta=meta)
+        if place.row not in QKV or meta:
+            return parts
+        folded = []
+        for projection, part in zip(PROJECTIONS, parts, strict=True):
+            if projection in self.source.model.kha.variants:
+                (weight,) = self.source.read(Place(KNOCKS[projection], place.layer))
+                part = fold(part, weight.T[None])
+            folded.append(part)
+        return folded
+
+
+class Upcycled(_Around):
+    """With knocking heads at the identity, which change no bit of what the model computes.
+
+    Raises:
+        ConfigError: nothing would be knocked, or not from the identity.
+        CheckpointError: the model has knocking heads already, or latent attention.
+    """
+
+    def __init__(self, source: Source, kha: KHAConfig) -> None:
+        if not kha.variants or kha.init != "identity":
+            raise ConfigError(
+                f"KHA on {kha}: upcycling adds matrices at the identity: choose a --kha-preset or "
+                "--kha-query, --kha-key, --kha-value"
+            )
+        if source.model.kha.variants:
+            raise CheckpointError(
+                f"{source.path} has knocking heads on {source.model.kha} already: go on training it"
+            )
+        if source.model.latent is not None:
+            raise CheckpointError(
+                f"{source.path} has multi-latent attention, for which this version has no "
+                "knocking heads"
+            )
+        super().__init__(source, replace(source.model, kha=kha))
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        knocked = next((p for p, row in KNOCKS.items() if place.row is row), None)
+        if knocked is None:
+            return self.source.read(place, meta=meta)
+        dtype = _weights_dtype(self.source, place)
+        weight = torch.empty(place.row.shape(self.model), dtype=dtype, device="meta")
+        if not meta:
+            variant = self.model.kha.variants[knocked]
+            weight = initial_weight(torch.empty_like(weight, device="cpu"), variant)
+        return place.row.layout.split(weight, self.model)
+
+
+class Expressed(_Around):
+    """As another architecture has the same model: with zeros for the expert biases and the shared
+    expert that the source does without (``hf_expression.expressed``)."""
+
+    def __init__(self, source: Source, model: Architecture) -> None:
+        super().__init__(source, model)
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        if not self._added(place):
+            return self.source.read(place, meta=meta)
+        is_bias = place.row is EXPERT_BIAS
+        dtype = torch.float32 if is_bias else _weights_dtype(self.source, place)
+        shape = place.row.shape(self.model)
+        zeros = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
+        return place.row.layout.split(zeros, self.model)
+
+    def _added(self, place: Place) -> bool:
+        return place.row in (EXPERT_BIAS, *SHARED_EXPERT) and not place.row.when(
+            self.source.model, place.layer
+        )
+
+
+def _weights_dtype(source: Source, place: Place) -> torch.dtype:
+    """The dtype of the layer's other weights."""
+    return source.read(Place(ATTENTION_OUTPUT, place.layer), meta=True)[0].dtype
+
+
+class Padded(_Around):
+    """With a vocabulary that is padded to a number of rows."""
+
+    def __init__(self, source: Source, rows: int) -> None:
+        super().__init__(source, replace(source.model, padded_vocab_size=rows))

@@ -1,0 +1,156 @@
+"""Tiny random models of transformers' own classes, in ugly sizes."""
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from kha_megatron.config import MATRICES
+from kha_megatron.hf import KHAModelConfig
+
+SIZES = {
+    "vocab_size": 51,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 24,
+    "rms_norm_eps": 3e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+DEEPSEEK = SIZES | {
+    "num_key_value_heads": 6,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+    "n_group": 4,
+    "topk_group": 2,
+}
+DEEPSEEK.pop("head_dim")
+GLM = SIZES | {
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.7,
+    },
+}
+QWEN3_MOE = SIZES | {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+}
+KHA_MOE = SIZES | {
+    "num_hidden_layers": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+    "shared_expert_intermediate_size": 28,
+    "shared_expert_gate": True,
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3, tied": Qwen3Config(**SIZES | {"tie_word_embeddings": True}),
+    "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
+    "llama, llama3 rope": LlamaConfig(
+        **SIZES | {"rope_parameters": LLAMA3, "max_position_embeddings": 9000}
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen3_moe": Qwen3MoeConfig(**QWEN3_MOE),
+    "qwen3_moe, weights as they are, a dense layer": Qwen3MoeConfig(
+        **QWEN3_MOE | {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]}
+    ),
+    "glm4_moe": Glm4MoeConfig(**GLM),
+    "glm4_moe, top-1": Glm4MoeConfig(
+        **GLM | {"num_experts_per_tok": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+    ),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK),
+    "deepseek_v3, yarn": DeepseekV3Config(
+        **DEEPSEEK
+        | {
+            "rope_parameters": YARN,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 9000,
+        }
+    ),
+    "kha": KHAModelConfig(**SIZES, kha_query="linear", kha_key="gate", kha_value="mlp"),
+    "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
+    **{
+        f"kha, {variant}": KHAModelConfig(
+            **SIZES, kha_query=variant, kha_key=variant, kha_value=variant
+        )
+        for variant in MATRICES
+    },
+}
+
+
+def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
+    """A model whose every tensor is drawn anew, so far from zero that logits differ by token."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() < 2 or "_knock." in name:
+                tensor += 0.3 * noise
+            else:
+                tensor.copy_(noise * tensor.shape[-1] ** -0.5)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    """The token ids ``[2, 11]``."""
+    return torch.randint(0, 51, (2, 11), generator=torch.Generator().manual_seed(3))

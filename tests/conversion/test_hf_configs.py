@@ -1,0 +1,157 @@
+"""A ``config.json`` that Megatron cannot express is refused by the field's name, before writing."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.hf_configs import FAMILIES, from_hf_config
+from kha_megatron.conversion.hf_expression import to_hf_config
+from kha_megatron.conversion.megatron_arguments import from_arguments
+from kha_megatron.conversion.megatron_command_line import to_arguments
+from kha_megatron.errors import CheckpointError
+from tests.conversion.models import CONFIGS, YARN, make
+
+REFUSED = {
+    "qwen3": {
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "partial_rotary_factor": 0.5,
+        "quantization_config": {"quant_method": "fp8"},
+        "some_new_switch": 3,
+        "num_key_value_heads": 4,
+        "model_type": "qwen2",
+    },
+    "llama": {
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    },
+    "mistral": {"sliding_window": 8},
+    "qwen3_moe": {"num_experts_per_tok": 1, "attention_bias": True, "shared_expert_gate": 2},
+    "glm4_moe": {
+        "num_nextn_predict_layers": 1,
+        "norm_topk_prob": False,
+        "n_group": 5,
+    },
+    "deepseek_v3": {
+        "rope_interleave": False,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "topk_group": 1,
+        "num_mtp_layers": 1,
+        "num_key_value_heads": 3,
+        "rope_parameters": YARN | {"beta_fast": 16},
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+    },
+}
+NAMED = {
+    # what the message calls it
+    "num_experts_per_tok": "norm_topk_prob=True with softmax scores and num_experts_per_tok=1",
+    "topk_group": "n_group=4 with topk_group=1",
+    "num_mtp_layers": "num_nextn_predict_layers=1",
+}
+CASES = [(name, field) for name, fields in REFUSED.items() for field in fields]
+
+
+@pytest.fixture(scope="module")
+def raw():
+    """``config.json`` of each model."""
+    return {name: json.loads(config.to_json_string()) for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize(("name", "field"), CASES)
+def test_a_field_is_refused_by_its_name(raw, name, field):
+    to_arguments(from_hf_config(raw[name]))  # without the change it is fine
+    with pytest.raises(CheckpointError, match=NAMED.get(field, field)) as caught:
+        to_arguments(from_hf_config(raw[name] | {field: REFUSED[name][field]}))
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_that_hide_nothing_are_harmless(raw):
+    model = from_hf_config(raw["mistral"])
+    assert from_hf_config(raw["mistral"] | {"sliding_window": 24}) == model
+    assert from_hf_config(raw["qwen3"] | {"sliding_window": 8}) == from_hf_config(raw["qwen3"])
+    with pytest.raises(CheckpointError, match="sliding_window=8"):
+        from_hf_config(raw["qwen3"] | {"sliding_window": 8, "use_sliding_window": True})
+    kinds = ["full_attention", "sliding_attention"]
+    with pytest.raises(CheckpointError, match="layer_types='sliding_attention'"):
+        from_hf_config(raw["qwen3"] | {"layer_types": kinds})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_descriptions_survive_both_translations(raw, name):
+    model = from_hf_config(raw[name])
+    assert from_arguments(to_arguments(model), model.kha, 51) == model
+    family = CONFIGS[name].model_type
+    assert from_hf_config(json.loads(to_hf_config(model, family).to_json_string())) == model
+
+
+SAME = {("llama", "mistral"), ("mistral", "llama")}
+"""Families that say the same in other words."""
+
+
+@pytest.mark.parametrize("target", FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_pair_is_exact_or_refused(raw, name, target):
+    model, family = from_hf_config(raw[name]), CONFIGS[name].model_type
+    plain = model.latent is None and not model.kha.variants
+    possible = target == family or (family, target) in SAME
+    possible |= target == "kha" and model.latent is None
+    possible |= target == "glm4_moe" and plain and model.experts is None  # all layers dense
+    if not possible:
+        with pytest.raises(CheckpointError, match=r"cannot (be expressed|express)"):
+            to_hf_config(model, target)
+        return
+    back = from_hf_config(json.loads(to_hf_config(model, target).to_json_string()))
+    assert back == model
+
+
+def _edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "lacks 11 tensors .*model.layers.2"),
+        ({"num_hidden_layers": 1}, "holds 11 tensors .*no place for: model.layers.1"),
+        ({"num_key_value_heads": 3}, r"k_proj.weight is \(12, 36\), .* calls for \(18, 36\)"),
+        ({"hidden_size": 42}, r"is \(51, 36\), its config.json calls for \(51, 42\)"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight"),
+        ({"vocab_size": 52}, r"calls for \(52, 36\)"),
+    ],
+)
+def test_a_config_that_disagrees_with_its_tensors_is_refused(tmp_path, changes, message):
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "hf")
+    _edit_config(tmp_path / "hf", layer_types=None, **changes)
+    for plan in (to_megatron.plan, to_hf.plan):
+        with pytest.raises(CheckpointError, match=message):
+            plan(tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tied_model_may_repeat_its_embedding(tmp_path):
+    make(CONFIGS["qwen3, tied"]).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    to_megatron.plan(tmp_path / "hf")
+
+
+def test_quantised_tensors_are_refused(tmp_path):
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, file, metadata={"format": "pt"})
+    for convert in (to_hf, to_megatron):
+        with pytest.raises(CheckpointError, match=r"model.norm.weight is torch.float8_e4m3fn"):
+            convert.plan(tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,173 @@
+"""Checkpoints of Transformer Engine, of one tensor for each expert, and of hybrid models."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.mcore.checkpoint import LAYERS, MegatronCheckpoint
+from kha_megatron.mcore.torch_dist import Record
+from kha_megatron.mcore.torch_dist_writer import TorchDistWriter
+from tests.conversion.models import CONFIGS, make
+
+INPUT = "self_attention.linear_qkv.layer_norm_weight"
+MLP = "mlp.linear_fc1.layer_norm_weight"
+
+LOCAL = {MLP: "pre_mlp_layernorm.weight", INPUT: "input_layernorm.weight"}
+"""Without Megatron's own renaming, as other programs save local modules."""
+
+
+def rewrite(save, target, rename, args=None):
+    """The same checkpoint with layers' tensors under other names: ``rename`` gives None to drop."""
+    checkpoint = MegatronCheckpoint.open(save)
+    target.mkdir(parents=True)
+    with TorchDistWriter(target) as writer:
+        for key, info in checkpoint.keys().items():
+            for name in rename(key):
+                offsets = (0,) * len(info.shape)
+                writer.write(name, checkpoint.tensor(key), shape=info.shape, offsets=offsets)
+        saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
+        common = {"args": Namespace(**saved | (args or {})), "iteration": 0}
+        writer.close(common | {"checkpoint_version": 3.0}, checkpoint.identity())
+    return target
+
+
+def _equal(one, other):
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def _renaming(names):
+    def rename(key):
+        for name, other in names.items():
+            if key.endswith(f".{name}"):
+                return [] if other is None else [key.removesuffix(name) + other]
+        return [key]
+
+    return rename
+
+
+@pytest.fixture(params=["kha", "kha, sparse", "deepseek_v3"])
+def model(request, tmp_path):
+    """A model's folder, and a Megatron checkpoint of it."""
+    make(CONFIGS[request.param]).save_pretrained(tmp_path / "hf")
+    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    return CONFIGS[request.param].model_type, tmp_path
+
+
+BACKENDS = {
+    "Transformer Engine": {"self_attention.q_layernorm.weight": None}
+    | {"self_attention.kv_layernorm.weight": None},
+    "local": {
+        "self_attention.linear_q_up_proj.layer_norm_weight": None,
+        "self_attention.linear_kv_up_proj.layer_norm_weight": None,
+    },
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_either_backends_names_are_read(model, backend):
+    family, folder = model
+    latent = family == "deepseek_v3"
+    names = BACKENDS[backend] if latent else {}
+    sparse = {"pre_mlp_layernorm.weight", MLP}
+    dropped = MLP if backend == "Transformer Engine" else "pre_mlp_layernorm.weight"
+    held = MegatronCheckpoint.open(folder / "save").keys()
+
+    def rename(key):
+        for name in names:
+            if key.endswith(f".{name}"):
+                return []
+        other = next((o for o in sparse if o != dropped), None)
+        if key.endswith(f".{dropped}") and key.removesuffix(dropped) + other in held:
+            return []
+        return [key]
+
+    rewritten = rewrite(folder / "save", folder / "iter_0000001", rename)
+    assert len(MegatronCheckpoint.open(rewritten).keys()) < len(held) or family == "kha"
+    to_hf.convert(to_hf.plan(rewritten, architecture=family), folder / "back")
+    _equal(folder / "hf", folder / "back")
+
+
+def test_names_of_unmapped_local_modules_are_read(tmp_path):
+    make(CONFIGS["kha"]).save_pretrained(tmp_path / "hf")
+    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    rewrite(tmp_path / "save", tmp_path / "iter_0000001", _renaming(LOCAL))
+    to_hf.convert(to_hf.plan(tmp_path / "iter_0000001"), tmp_path / "back")
+    _equal(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["kha, sparse", "qwen3, tied"])
+def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
+    """Its attention and its MLPs are layers of their own, its last norm has another name."""
+    make(CONFIGS[name]).save_pretrained(tmp_path / "hf")
+    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    checkpoint = MegatronCheckpoint.open(tmp_path / "save")
+    layers = CONFIGS[name].num_hidden_layers
+    kinds = getattr(CONFIGS[name], "mlp_layer_types", ["dense"] * layers)
+    pattern = "".join("*" + {"dense": "-", "sparse": "E"}[kind] for kind in kinds)
+
+    target = tmp_path / "iter_0000001"
+    target.mkdir()
+    with TorchDistWriter(target) as writer:
+
+        def write(key, tensor):
+            writer.write(key, tensor, shape=tuple(tensor.shape), offsets=(0,) * tensor.dim())
+
+        for key in checkpoint.keys():  # noqa: SIM118
+            if not key.startswith(LAYERS):
+                write(key.replace("final_layernorm", "final_norm"), checkpoint.tensor(key))
+                continue
+            suffix = key.removeprefix(LAYERS)
+            first, _, rest = suffix.partition(".")
+            found = [int(first)] if first.isdecimal() else range(layers)
+            suffix = rest if first.isdecimal() else suffix
+            for layer in found:
+                behind = not suffix.startswith(("self_attention.", "input_layernorm."))
+                tensor = checkpoint.layer_tensor(layer, suffix)
+                write(f"{LAYERS}{2 * layer + behind}.{suffix}", tensor)
+        args = {"hybrid_layer_pattern": pattern, "num_layers": 2 * layers}
+        common = {"args": Namespace(**checkpoint.args | args), "iteration": 1}
+        writer.close(common | {"checkpoint_version": 3.0}, checkpoint.identity())
+
+    planned = to_hf.plan(target, architecture=CONFIGS[name].model_type)
+    to_hf.convert(planned, tmp_path / "back")
+    _equal(tmp_path / "hf", tmp_path / "back")
+
+
+def test_layouts_of_ranks_give_the_same_model(ranks, tmp_path):
+    """TP2, PP2 and EP2 sources hold the tensors that one rank saves."""
+    from tests.conversion.checkpoints import save_gpt
+
+    config = {
+        "num_layers": 2,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 20,
+    }
+    layouts = [
+        {},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 2},
+    ]
+    for number, layout in enumerate(layouts):
+        folder = tmp_path / f"save{number}"
+        world = 2 if layout else 1
+        ranks(save_gpt, world, str(folder), KHAConfig(value="mlp"), layout, config, {})
+        to_hf.convert(to_hf.plan(folder), tmp_path / f"hf{number}")
+        # and back: Megatron -> Hugging Face -> Megatron -> Hugging Face
+        planned = to_megatron.plan(tmp_path / f"hf{number}", divisible_by=8)
+        to_megatron.convert(planned, tmp_path / f"again{number}")
+        before, after = (
+            MegatronCheckpoint.open(tmp_path / f"{kind}{number}") for kind in ("save", "again")
+        )
+        for key, info in before.keys().items():
+            assert after.keys()[key] == info, key
+            assert torch.equal(before.tensor(key), after.tensor(key)), key
+        extra = after.keys().keys() - before.keys().keys()
+        assert extra == {f"{LAYERS}pre_mlp_layernorm.weight"}  # the other backend's name

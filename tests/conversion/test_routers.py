@@ -1,0 +1,122 @@
+"""Both libraries' routers choose the same experts with the same weights, ties included."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from kha_megatron.conversion.architecture import Experts
+from kha_megatron.conversion.hf_configs import from_hf_config
+from kha_megatron.conversion.hf_expression import expressed, to_hf_config
+from kha_megatron.conversion.megatron_command_line import to_arguments
+from kha_megatron.hf.modeling_kha import KHARouter
+from tests.conversion.models import SIZES
+
+TOKENS, EXPERTS = 9, 8
+CASES = {
+    "softmax": Experts(count=EXPERTS, per_token=3, size=4, sparse=(True, True)),
+    "softmax before the choice": Experts(
+        count=EXPERTS, per_token=3, size=4, sparse=(True, True), normalised=False
+    ),
+    "softmax, top-1": Experts(
+        count=EXPERTS, per_token=1, size=4, sparse=(True, True), normalised=False
+    ),
+    "sigmoid": Experts(
+        count=EXPERTS, per_token=3, size=4, sparse=(True, True), score="sigmoid", bias=True
+    ),
+    "sigmoid, scaled": Experts(
+        count=EXPERTS,
+        per_token=2,
+        size=4,
+        sparse=(True, True),
+        score="sigmoid",
+        bias=True,
+        scaling=2.5,
+    ),
+    "sigmoid, scaled, top-1": Experts(
+        count=EXPERTS,
+        per_token=1,
+        size=4,
+        sparse=(True, True),
+        score="sigmoid",
+        bias=True,
+        normalised=False,
+        scaling=2.5,
+    ),
+    "sigmoid, groups": Experts(
+        count=EXPERTS,
+        per_token=4,
+        size=4,
+        sparse=(True, True),
+        score="sigmoid",
+        bias=True,
+        groups=4,
+        groups_per_token=2,
+    ),
+}
+
+
+def megatron_routing(logits, bias, args):
+    """Dense weights ``[tokens, experts]`` of Megatron's router, zero where it does not send."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    with torch.enable_grad():  # as in training; without, its top-k is unsorted
+        weights, _ = topk_routing_with_score_function(
+            torch.from_numpy(logits),
+            args["moe_router_topk"],
+            use_pre_softmax=args["moe_router_pre_softmax"],
+            num_groups=args["moe_router_num_groups"],
+            group_topk=args["moe_router_group_topk"],
+            scaling_factor=args["moe_router_topk_scaling_factor"],
+            score_function=args["moe_router_score_function"],
+            expert_bias=torch.from_numpy(bias) if args["moe_router_enable_expert_bias"] else None,
+        )
+    return weights.numpy()
+
+
+def _dense(router, logits, bias):
+    """The same of a transformers router that is given its logits: hidden states times identity."""
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(EXPERTS))
+        if hasattr(router, "e_score_correction_bias"):
+            router.e_score_correction_bias.copy_(torch.from_numpy(bias))
+        _, weights, experts = router(torch.from_numpy(logits))
+    return torch.zeros(TOKENS, EXPERTS).scatter(1, experts, weights).numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_routers_agree(ranks, case):
+    experts = CASES[case]
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(TOKENS, EXPERTS, generator=generator).numpy()
+    logits[3] = 0.5  # all experts alike
+    logits[4, 2:6] = logits[4].max() + 1  # four of them share the first place
+    logits[5] = -40.0  # sigmoids that vanish beside 1e-20
+    bias = 0.4 * torch.randn(EXPERTS, generator=generator).numpy()
+    bias[[1, 6]] = bias[1]
+    raw = {"model_type": "qwen3", **SIZES, "hidden_size": EXPERTS, "intermediate_size": 4}
+
+    model = replace(from_hf_config(raw), experts=experts)
+    expected = ranks(megatron_routing, 1, logits, bias, to_arguments(model))[0]
+    assert ((expected != 0).sum(-1) <= experts.per_token).all()
+    stock = "glm4_moe" if experts.score == "sigmoid" else "qwen3_moe"
+    routers = {stock: Glm4MoeTopkRouter if stock == "glm4_moe" else Qwen3MoeTopKRouter}
+    if experts.groups == 1:
+        routers["kha"] = KHARouter
+    for family, router in routers.items():
+        config = to_hf_config(expressed(model, family), family)
+        found = _dense(router(config), logits, bias)
+        ties = [3, 4, 5] if experts.groups == 1 else []
+        clear = [token for token in range(TOKENS) if token not in ties]
+        # transformers divides after a softmax over all experts where Megatron takes it over the
+        # chosen ones: the same but for the last bits
+        exact = not (family == "qwen3_moe" and experts.normalised)
+        limit = 0.0 if exact else 1.5e-7
+        np.testing.assert_allclose(found[clear], expected[clear], rtol=limit, atol=0)
+        # among equals either choice is right: the weights are the same whoever gets them
+        np.testing.assert_allclose(
+            np.sort(found[ties]), np.sort(expected[ties]), rtol=max(limit, 1e-6), atol=0
+        )

@@ -1,0 +1,96 @@
+"""What ``to-megatron`` writes is what Megatron's own model loads and computes, and goes back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kha_megatron.conversion import to_hf, to_megatron
+from tests.conversion.megatron import load_and_run
+from tests.conversion.models import CONFIGS, make, tokens
+from tests.versions import needs_training_package
+
+LAYOUTS = {
+    "1 rank": {},
+    "TP2": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "PP2": {"pipeline_model_parallel_size": 2},
+    "EP2": {"expert_model_parallel_size": 2},
+}
+RUNS = [
+    (name, layout)
+    for name, config in CONFIGS.items()
+    for layout in LAYOUTS
+    if layout != "EP2" or any(getattr(config, n, 0) for n in ("num_experts", "n_routed_experts"))
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """``name`` to its folder, and the logits of transformers' own class; made when asked for."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("hf")
+            model = make(CONFIGS[name])
+            model.save_pretrained(folder)
+            with torch.no_grad():
+                made[name] = folder, model(tokens()).logits
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def converted(models, tmp_path_factory):
+    """``name`` to the Megatron checkpoint made of it."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("megatron") / "save"
+            planned = to_megatron.plan(models(name)[0], divisible_by=8)
+            to_megatron.convert(planned, made[name], workers=3)
+        return made[name]
+
+    return get
+
+
+def back(save, name, folder):
+    """A Megatron checkpoint as a folder of the architecture that it was made from."""
+    planned = to_hf.plan(save, architecture=CONFIGS[name].model_type)
+    to_hf.convert(planned, folder / "hf", workers=3)
+    return folder / "hf"
+
+
+def assert_same_tensors(one, other):
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(("name", "layout"), RUNS)
+def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, layout):
+    """And what its ranks save converts back into the model that it came from."""
+    needs_training_package()
+    folder, expected = models(name)
+    world = 1 if layout == "1 rank" else 2
+    saved = tmp_path / "iter_0000001"
+    case = str(converted(name)), tokens().tolist(), LAYOUTS[layout]
+    theirs = torch.from_numpy(ranks(load_and_run, world, *case, save_to=str(saved))[-1])[..., :51]
+    assert expected.std(dim=(0, 1)).mean() > 0.3
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
+    assert_same_tensors(folder, back(saved, name, tmp_path))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_and_setting_comes_back(models, converted, tmp_path, name):
+    folder = models(name)[0]
+    assert_same_tensors(folder, back(converted(name), name, tmp_path))
+    one, other = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
+    if name.startswith("kha"):  # says what is the default
+        one["rope_parameters"]["partial_rotary_factor"] = 1.0
+    for config in (one, other):
+        config.pop("auto_map", None)
+    assert one == other

@@ -1,0 +1,203 @@
+"""Folding knocking heads away changes no logit, and neither does adding them at the identity."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import fold, to_hf, to_megatron, upcycle
+from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.hf import KHAModelConfig
+from tests.conversion.checkpoints import save_and_run
+from tests.conversion.megatron import load_and_run
+from tests.conversion.models import CONFIGS, KHA_MOE, SIZES, make, tokens
+from tests.versions import needs_training_package
+
+LINEAR = {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"}
+SOFTMAX = KHA_MOE | {
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "shared_expert_intermediate_size": 0,
+    "shared_expert_gate": False,
+}
+SIGMOID = KHA_MOE | {
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "shared_expert_intermediate_size": 40,
+    "shared_expert_gate": False,
+}
+FOLDED = {
+    "qwen3": KHAModelConfig(**SIZES, **LINEAR),
+    "qwen3, tied, value only": KHAModelConfig(
+        **SIZES | {"tie_word_embeddings": True}, kha_value="linear"
+    ),
+    "llama, without QK-norm": KHAModelConfig(**SIZES, **LINEAR, use_qk_norm=False),
+    "qwen3_moe": KHAModelConfig(**SOFTMAX, **LINEAR),
+    "glm4_moe, biases": KHAModelConfig(**SIGMOID, **LINEAR, attention_bias=True),
+    "glm4_moe, no shared expert": KHAModelConfig(
+        **SIGMOID | {"shared_expert_intermediate_size": 0}, **LINEAR
+    ),
+}
+WITHOUT_US = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "kha_megatron":
+            raise ImportError("refused: " + name)
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import AutoModelForCausalLM
+ids = torch.load(sys.argv[1])
+for folder, out in zip(sys.argv[2::2], sys.argv[3::2]):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        torch.save({"logits": model.eval()(ids).logits, "class": type(model).__module__}, out)
+assert not [name for name in sys.modules if name.startswith("kha_megatron")]
+"""
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory):
+    """Each case's ``kha`` logits, and what a process without our package makes of its fold."""
+    base = tmp_path_factory.mktemp("folded")
+    torch.save(tokens(), base / "tokens.pt")
+    words, expected = [], {}
+    for number, (case, config) in enumerate(FOLDED.items()):
+        model = make(config, seed=number)
+        model.save_pretrained(base / f"kha{number}")
+        with torch.no_grad():
+            expected[case] = model(tokens()).logits
+        target = base / f"stock{number}"
+        to_hf.convert(fold.plan(base / f"kha{number}"), target)
+        words += [target, base / f"logits{number}.pt"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_US, base / "tokens.pt", *words],
+        capture_output=True,
+        text=True,
+        cwd=base,
+        env={name: v for name, v in os.environ.items() if name != "PYTHONPATH"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {
+        case: (torch.load(words[2 * number + 1]), expected[case])
+        for number, case in enumerate(FOLDED)
+    }
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_a_folded_model_is_stock_and_computes_the_same(folded, case):
+    found, expected = folded[case]
+    architecture = case.split(",")[0]
+    assert found["class"] == f"transformers.models.{architecture}.modeling_{architecture}"
+    assert expected.std(dim=(0, 1)).mean() > 0.3
+    torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-5)
+
+
+def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
+    kha, layout = KHAConfig.from_preset("kha_linear"), {"tensor_model_parallel_size": 2}
+    parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, {"num_layers": 3}, {})
+    written = to_hf.convert(fold.plan(tmp_path / "save"), tmp_path / "qwen3")
+    assert written.architecture == "qwen3"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3", dtype=torch.float32)
+    from tests.conversion import checkpoints
+
+    with torch.no_grad():
+        ours = model.eval()(checkpoints.tokens()).logits
+    torch.testing.assert_close(ours, torch.from_numpy(parts[-1][1]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kha_query": "linear", "kha_value": "mlp"}, "value=mlp: only linear"),
+        ({"kha_key": "gate"}, "key=gate: only linear"),
+        ({}, "has no knocking heads to fold away"),
+    ],
+)
+def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
+    make(KHAModelConfig(**SIZES, **changes)).save_pretrained(tmp_path / "kha")
+    with pytest.raises(CheckpointError, match=message):
+        fold.plan(tmp_path / "kha")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["qwen3, tied", "llama, llama3 rope", "mistral", "glm4_moe", "glm4_moe, top-1"]
+)
+def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
+    model = make(CONFIGS[name]).to(dtype)
+    model.save_pretrained(tmp_path / "stock")
+    kha = KHAConfig(query="linear", key="gate", value="mlp")
+    to_hf.convert(upcycle.plan_hf(tmp_path / "stock", kha), tmp_path / "kha")
+    # eager experts, because torch's grouped product takes no rows of 36 bfloat16
+    upcycled, stock = (
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=dtype, experts_implementation="eager"
+        ).eval()
+        for folder in ("kha", "stock")
+    )
+    assert upcycled.config.kha == kha
+    with torch.no_grad():
+        assert torch.equal(upcycled(tokens()).logits, stock(tokens()).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe"])
+def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path, name, dtype):
+    needs_training_package()
+    make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
+    stock = tmp_path / "stock"
+    to_megatron.convert(to_megatron.plan(stock, dtype=dtype, divisible_by=8), tmp_path / "plain")
+    runs = []
+    for preset in ("kha_linear", "kha_mlp"):
+        planned = upcycle.plan_megatron(
+            stock, KHAConfig.from_preset(preset), dtype=dtype, divisible_by=8
+        )
+        to_megatron.convert(planned, tmp_path / preset)
+    for folder in ("plain", "kha_linear", "kha_mlp"):
+        found = ranks(load_and_run, 1, str(tmp_path / folder), tokens().tolist(), {}, dtype)[0]
+        runs.append(found)
+    assert np.array_equal(runs[0], runs[1])
+    assert np.array_equal(runs[0], runs[2])
+    assert len(np.unique(runs[0].argmax(-1))) > 3
+
+
+def test_a_plain_megatron_checkpoint_is_upcycled_with_its_padding(ranks, tmp_path):
+    needs_training_package()
+    layout = {"pipeline_model_parallel_size": 2}
+    logits = ranks(save_and_run, 2, str(tmp_path / "save"), None, layout, {}, {})[-1][1]
+    kha = KHAConfig.from_preset("kha_mlp")
+    to_megatron.convert(upcycle.plan_megatron(tmp_path / "save", kha), tmp_path / "kha")
+    from tests.conversion import checkpoints
+
+    ids = checkpoints.tokens().tolist()
+    found = ranks(load_and_run, 1, str(tmp_path / "kha"), ids, {})[0]
+    np.testing.assert_allclose(found, logits, rtol=0, atol=1e-5)
+    before = to_hf.convert(to_hf.plan(tmp_path / "save"), tmp_path / "a")
+    after = to_hf.convert(to_hf.plan(tmp_path / "kha"), tmp_path / "b")
+    one, other = (load_file(w.path / "model.safetensors") for w in (before, after))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert {name.split(".")[4] for name in other.keys() - one.keys()} == {"v_knock"}
+
+
+def test_what_cannot_be_upcycled_is_refused(tmp_path):
+    make(CONFIGS["kha"]).save_pretrained(tmp_path / "kha")
+    make(CONFIGS["deepseek_v3"]).save_pretrained(tmp_path / "latent")
+    kha = KHAConfig.from_preset("kha_mlp")
+    with pytest.raises(CheckpointError, match="has knocking heads on query=linear"):
+        upcycle.plan_hf(tmp_path / "kha", kha)
+    with pytest.raises(CheckpointError, match="multi-latent attention"):
+        upcycle.plan_megatron(tmp_path / "latent", kha)
+    for nothing in (KHAConfig(), KHAConfig(**asdict(kha) | {"init": "random"})):
+        with pytest.raises(ConfigError, match="upcycling adds matrices at the identity"):
+            upcycle.plan_hf(tmp_path / "kha", nothing)

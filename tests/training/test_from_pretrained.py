@@ -1,0 +1,37 @@
+"""The whole way of a pretrained model: upcycled, trained by Megatron, folded, stock again."""
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import fold, to_hf, to_megatron, upcycle
+from kha_megatron.hf import KHAForCausalLM
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+from tests.conversion.models import CONFIGS, make, tokens
+from tests.training.conftest import start
+from tests.training.test_pretrain import moved
+
+RUN = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3", "--lr", "1e-2", "--seq-length", "24", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "51", "--split", "99,1,0", "--eval-iters", "0", "--eval-interval", "100", "--num-workers", "0", "--save-interval", "3"]
+
+
+def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_package, tmp_path):
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
+    planned = upcycle.plan_megatron(
+        tmp_path / "base", KHAConfig(query="linear", key="linear", value="linear")
+    )
+    arguments = to_megatron.convert(planned, tmp_path / "start").arguments
+
+    run = start([*RUN, *arguments, "--save", str(tmp_path / "run")], 2)
+    assert run.codes == [0, 0], run.output[-4000:]
+    assert "knocks query=linear key=linear value=linear in 2 of 2 layers" in run.output
+    trained = MegatronCheckpoint.open(tmp_path / "run")
+    assert trained.iteration == 3
+    assert all(moved(trained.knock_weights()))
+
+    to_hf.convert(to_hf.plan(tmp_path / "run"), tmp_path / "knocked")
+    to_hf.convert(fold.plan(tmp_path / "run"), tmp_path / "folded")
+    knocked = KHAForCausalLM.from_pretrained(tmp_path / "knocked").eval()
+    folded = Qwen3ForCausalLM.from_pretrained(tmp_path / "folded").eval()
+    with torch.no_grad():
+        expected = knocked(tokens()).logits
+        torch.testing.assert_close(folded(tokens()).logits, expected, rtol=0, atol=1e-5)
