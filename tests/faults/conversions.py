@@ -1,0 +1,139 @@
+"""Conversions that are killed at every step, forked from a process that has imported torch once."""
+
+import gc
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from kha_megatron.errors import OutputError
+from kha_megatron.files import check_output_folder
+from tests.faults import writes
+
+Tree = dict[str, bytes]
+
+
+def tree(folder: Path) -> Tree:
+    """Every file below a folder by its path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def convert(kind: str, source: Path, target: Path) -> None:
+    """One conversion by one thread, so that two of the same are the same to the byte."""
+    from kha_megatron.conversion import to_hf, to_megatron
+
+    if kind == "to-hf":
+        to_hf.convert(to_hf.plan(source), target, max_shard_bytes=3000, workers=1)
+    else:
+        to_megatron.convert(to_megatron.plan(source, divisible_by=8), target, workers=1)
+
+
+def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tuple[int, list[str]]:
+    """Kill a conversion over an old folder at up to ``most`` of its steps, and look what is there.
+
+    Returns:
+        How many were killed, and what was wrong after which.
+    """
+    old, first = tree(target), target.with_name("first")
+    convert(kind, source, first)  # imports what the children would import one by one
+    gc.collect()  # a thread that waits for work would be missing in them
+    new = tree(first)
+    steps = _steps(kind, source, first)
+    assert tree(first) == new
+    last = range(max(0, len(steps) - 12), len(steps))
+    chosen = sorted({*range(0, len(steps), -(-len(steps) // most)), *last})
+    wrong = []
+    for number in chosen:
+        status = _forked(lambda n=number: _killed(kind, source, target, n))
+        place = f"step {number} ({' '.join(steps[number])})"
+        if status != -signal.SIGKILL:
+            wrong.append(f"{place}: it ended with {status}")
+        _recover(target)
+        if tree(target) == new:
+            _forked(lambda: _restore(target, old))
+        elif tree(target) != old:
+            wrong.append(f"{place}: neither the old folder nor the new one is there")
+    if _forked(lambda: convert(kind, source, target)) or tree(target) != new:
+        wrong.append("the last one, which nothing kills, failed")
+    left = sorted(path.name for path in target.parent.iterdir())
+    if left != sorted([target.name, "first"]):
+        wrong.append(f"left behind: {left}")
+    return len(chosen), wrong
+
+
+def _recover(target: Path) -> None:
+    """What the next command does first, which must refuse to replace what is there."""
+    try:
+        check_output_folder(target, overwrite=False)
+    except OutputError:
+        return
+    raise AssertionError(f"{target} would be replaced without --overwrite")
+
+
+def _restore(target: Path, old: Tree) -> None:
+    from kha_megatron.files import staged_folder
+
+    with staged_folder(target) as staged:
+        for name, content in old.items():
+            (staged / name).parent.mkdir(parents=True, exist_ok=True)
+            (staged / name).write_bytes(content)
+
+
+def _steps(kind: str, source: Path, target: Path) -> list[writes.Step]:
+    note = target.with_name("steps")
+
+    def listed() -> None:
+        steps: list[writes.Step] = []
+        _watch(target.parent, steps.append)
+        convert(kind, source, target)
+        note.write_text("\n".join(" ".join(step) for step in steps))
+
+    assert _forked(listed) == 0
+    steps = [tuple(line.split(" ", 1)) for line in note.read_text().splitlines()]
+    note.unlink()
+    return steps
+
+
+def _killed(kind: str, source: Path, target: Path, number: int) -> None:
+    counter = itertools.count()
+
+    def at(step: writes.Step) -> None:
+        if next(counter) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _watch(target.parent, at)
+    convert(kind, source, target)
+
+
+def _watch(folder: Path, at: Callable[[writes.Step], None]) -> None:
+    """``writes.watch``, and both halves of what goes to a place in a shard."""
+    writes.watch(folder, at)
+    plain = os.pwrite
+
+    def pwrite(descriptor: int, data: bytes, start: int) -> int:
+        half = len(data) // 2
+        plain(descriptor, data[:half], start)
+        at(("half", "shard"))
+        plain(descriptor, data[half:], start + half)
+        at(("write", "shard"))
+        return len(data)
+
+    os.pwrite = pwrite
+
+
+def _forked(function: Callable[[], object]) -> int:
+    """Exit code of a child that runs it; negative for the signal that killed it."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

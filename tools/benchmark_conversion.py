@@ -1,0 +1,254 @@
+"""Memory and speed of the converter on a synthetic checkpoint, beside copying the same bytes.
+
+    python tools/benchmark_conversion.py --folder /a/disk/with/room
+
+Makes a dense bfloat16 model of the sizes of Qwen3-1.7B with an output layer of its own (4.1 GB),
+then runs, in turn and `--repetitions` times: a copy with fsync of the Megatron checkpoint, `convert
+to-hf`, a copy with fsync of the Hugging Face folder, `convert to-megatron`. Both sources are in the
+page cache for the copy as for the conversion. Prints a table in Markdown. What it makes is deleted.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from kha_megatron.files import flush
+from kha_megatron.mcore.torch_dist_writer import TorchDistWriter
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 6144, 16, 8, 128, 151_936
+WHOLE = 28
+"""Layers, fewer with a smaller --gigabytes."""
+
+LIMIT_GB, SHARE = 1.5, 0.6
+"""What the converter must stay below, and the share of the copy's throughput that it must reach."""
+
+
+def sizes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the model's tensors by Megatron's names."""
+    each = {
+        "input_layernorm.weight": (HIDDEN,),
+        "self_attention.linear_qkv.weight": ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN),
+        "self_attention.q_layernorm.weight": (HEAD_DIM,),
+        "self_attention.k_layernorm.weight": (HEAD_DIM,),
+        "self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "pre_mlp_layernorm.weight": (HIDDEN,),
+        "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
+        "mlp.linear_fc2.weight": (HIDDEN, FFN),
+    }
+    return {
+        "embedding.word_embeddings.weight": (VOCAB, HIDDEN),
+        **{f"decoder.layers.{name}": (layers, *shape) for name, shape in each.items()},
+        "decoder.final_layernorm.weight": (HIDDEN,),
+        "output_layer.weight": (VOCAB, HIDDEN),
+    }
+
+
+def arguments(layers: int) -> Namespace:
+    """What Megatron would have saved of its command line, as far as conversion asks."""
+    return Namespace(
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        group_query_attention=True,
+        num_query_groups=GROUPS,
+        kv_channels=HEAD_DIM,
+        max_position_embeddings=40_960,
+        init_method_std=0.02,
+        layernorm_epsilon=1e-6,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        attention_dropout=0.0,
+        swiglu=True,
+        position_embedding_type="rope",
+        rotary_base=1_000_000,
+        rotary_percent=1.0,
+        untie_embeddings_and_output_weights=True,
+        make_vocab_size_divisible_by=128,
+        tensor_model_parallel_size=1,
+        padded_vocab_size=VOCAB,
+        vocab_size=VOCAB,
+        num_experts=None,
+        bf16=True,
+        kha_query=None,
+        kha_key=None,
+        kha_value=None,
+    )
+
+
+def make(folder: Path, layers: int) -> None:
+    """Write the checkpoint as one rank would have: a chunk a layer."""
+    path = folder / "iter_0000001"
+    path.mkdir(parents=True)
+    noise = torch.randn(2**25, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    with TorchDistWriter(path) as writer:
+        for key, shape in sizes(layers).items():
+            stacked = key.startswith("decoder.layers.")
+            part = (1, *shape[1:]) if stacked else shape
+            count = torch.Size(part).numel()
+            filled = noise.repeat(-(-count // len(noise)))[:count].view(part)
+            for row in range(shape[0] if stacked else 1):
+                offsets = (row, *[0] * (len(shape) - 1))
+                writer.write(key, filled, shape=shape, offsets=offsets)
+        common = {"args": arguments(layers), "iteration": 1, "checkpoint_version": 3.0}
+        writer.close(common, {"format": "synthetic"})
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+@dataclass
+class Run:
+    """One conversion."""
+
+    seconds: float
+    """From the start of the process to its end."""
+    writing: float
+    """From the appearance of the staged folder on."""
+    peak: int
+    """Bytes of resident memory (``ru_maxrss``)."""
+    anonymous: int
+    """Bytes of it that are no file's pages (``RssAnon``), of all its processes together."""
+
+
+def run(command: list[str], target: Path) -> Run:
+    """Run a command that writes ``target`` and watch it."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    seen = {"anonymous": 0, "staged": 0.0}
+
+    def watch() -> None:
+        while process.returncode is None:
+            if not seen["staged"] and any(target.parent.glob(f".{target.name}.partial-*")):
+                seen["staged"] = time.perf_counter()
+            seen["anonymous"] = max(seen["anonymous"], _anonymous(process.pid))
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    end = time.perf_counter()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    watcher.join()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return Run(end - start, end - seen["staged"], usage.ru_maxrss * 1024, seen["anonymous"])
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        first = psutil.Process(pid)
+        pids = [pid, *(child.pid for child in first.children(recursive=True))]
+        return sum(_status(each, "RssAnon:") for each in pids)
+    except (psutil.Error, OSError):
+        return 0  # it has ended
+
+
+def _status(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds to copy all files of a folder and flush them, one after another."""
+    start = time.perf_counter()
+    target.mkdir()
+    for file in sorted(source.iterdir()):
+        shutil.copyfile(file, target / file.name)
+        flush(target / file.name)
+    flush(target)
+    flush(target.parent)
+    return time.perf_counter() - start
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def measure(name: str, source: Path, target: Path, repetitions: int, *options: str) -> list[str]:
+    """Rows of the table for one direction; leaves its result at ``target``."""
+    files = next((p for p in source.glob("iter_*")), source)
+    total, rows, shares, peaks = size(files), [], [], []
+    for number in range(1, repetitions + 1):
+        for old in (target, target.with_name("copy")):
+            shutil.rmtree(old, ignore_errors=True)
+        copied = copy(files, target.with_name("copy"))
+        command = [
+            sys.executable,
+            "-m",
+            "kha_megatron",
+            "convert",
+            name,
+            *map(str, (source, target)),
+        ]
+        done = run([*command, "--no-verify", *options], target)
+        shares.append(copied / done.writing)
+        peaks.append(done.peak)
+        columns = (
+            f"{name} | {number} | {total / copied / 1e9:.2f} | {total / done.writing / 1e9:.2f}",
+            f"{shares[-1]:.0%} | {done.writing:.1f} | {done.seconds:.1f}",
+            f"{done.peak / 1e9:.2f} | {done.anonymous / 1e9:.2f}",
+        )
+        rows.append(f"| {' | '.join(columns)} |")
+        print(rows[-1], file=sys.stderr)
+    shutil.rmtree(target.with_name("copy"))
+    met = max(peaks) < LIMIT_GB * 1e9 and statistics.median(shares) >= SHARE
+    rows.append(
+        f"| {name} | median | | | {statistics.median(shares):.0%} | | | {max(peaks) / 1e9:.2f} "
+        f"(largest) | targets {'met' if met else 'MISSED'} |"
+    )
+    return rows
+
+
+HEADING = """| direction | run | copy + fsync GB/s | conversion GB/s | share | writing s | \
+whole command s | peak RSS GB | peak RssAnon GB |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    """Make, measure, print, delete."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--gigabytes", type=float, default=4.06, help="at least 1.3")
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    attention, mlp = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * GROUPS), 3 * FFN * HIDDEN
+    fixed, layer = 2 * VOCAB * HIDDEN * 2, (attention + mlp) * 2
+    layers = max(1, min(WHOLE, round((options.gigabytes * 1e9 - fixed) / layer)))
+    needed = 4 * (fixed + layers * layer)
+    if (free := shutil.disk_usage(options.folder).free) < needed:
+        raise SystemExit(f"{options.folder} has {free:,} bytes free, {needed:,} are needed")
+    with tempfile.TemporaryDirectory(prefix="kha-benchmark-", dir=options.folder) as made:
+        folder = Path(made)
+        make(folder / "megatron", layers)
+        rows = measure("to-hf", folder / "megatron", folder / "hf", options.repetitions)
+        rows += measure("to-megatron", folder / "hf", folder / "back", options.repetitions)
+        total = size(folder / "megatron")
+    memory = psutil.virtual_memory().total / 1e9
+    print(f"{total / 1e9:.2f} GB of bfloat16 in {layers} layers; {os.cpu_count()} cores", end=" ")
+    print(
+        f"({platform.machine()}), {memory:.0f} GB of memory; load {os.getloadavg()[0]:.1f};",
+        end=" ",
+    )
+    print(f"Python {platform.python_version()}, torch {torch.__version__}\n\n{HEADING}")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
