@@ -12,7 +12,7 @@ from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
 EVERYONE = {"config", "datasets", "errors", "files", "layout", "layout_rules"}
-FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "cli"}
+FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "bridge", "cli"}
 ARROWS = {
     "": set(),
     "__main__": {"cli"},
@@ -30,7 +30,8 @@ ARROWS = {
     "hf": {"ops"},
     "conversion": {"hf", "mcore", "ops", "cpu"},
     "recipes": {"cpu"},
-    "cli": FREE - {"cli"} | {"patching"},
+    "bridge": {"hf", "mcore", "conversion"},
+    "cli": FREE - {"cli", "bridge"} | {"patching"},
 }
 OUTSIDE = {
     "ops": {"torch", "triton"},
@@ -45,6 +46,7 @@ OUTSIDE = {
     "": set(),
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
+    "bridge": {"torch", "megatron", "transformer_engine"},
 }
 
 

@@ -1,0 +1,70 @@
+"""A Hugging Face KHA folder into Megatron and back with Megatron-Bridge's AutoBridge.
+
+Runs on the CPU, in the environment that ``tools/bridge_environment.sh`` makes:
+``.venv-bridge/bin/python examples/bridge_round_trip.py``. On GPUs, under torchrun, leave out what
+is marked "CPU only", and set parallel sizes on the provider.
+"""
+
+import tempfile
+
+from kha_megatron import bridge, cpu
+
+cpu.install(despite_cuda=True, hide_cuda_only=False)  # CPU only, before the import of Megatron
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+bridge.register()  # before AutoBridge looks at a folder
+
+from megatron.bridge import AutoBridge
+from safetensors.torch import load_file
+
+from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+
+
+def make_folder(folder: str) -> None:
+    """A two-layer model with KHA-MLP on the values, as ``save_pretrained`` writes it."""
+    config = KHAModelConfig(
+        vocab_size=51,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        kha_value="mlp",
+    )
+    KHAForCausalLM(config).save_pretrained(folder)
+
+
+def main() -> None:
+    """Import a folder, look at the model, export it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # CPU only
+    parallel_state.initialize_model_parallel()
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(folder)
+        auto = AutoBridge.from_hf_pretrained(folder)
+        provider = auto.to_megatron_provider()  # a KHAModelProvider, which any recipe takes
+        print(type(provider).__name__, "knocks", provider.kha)
+
+        provider.gradient_accumulation_fusion = False  # CPU only
+        provider.finalize()
+        model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+        attention = model[0].decoder.layers[0].self_attention
+        print(type(attention.linear_qkv).__name__, "and", attention.knock_value)
+
+        exported = dict(auto.export_hf_weights(model, cpu=True, show_progress=False))
+        original = load_file(f"{folder}/model.safetensors")
+        same = all(torch.equal(tensor, exported.pop(name)) for name, tensor in original.items())
+        print("the same tensors, bit for bit:", same and not exported)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+
+# What you should see:
+#   KHAModelProvider knocks value=mlp
+#   TELayerNormColumnParallelLinear and KnockingHeads(mlp, weight=(3, 16, 16))
+#   the same tensors, bit for bit: True

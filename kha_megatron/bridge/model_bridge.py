@@ -1,0 +1,177 @@
+"""The bridge that ``AutoBridge`` picks for ``KHAForCausalLM``.
+
+Megatron-Bridge logs a warning and goes on where a tensor of one side has no place on the other.
+This bridge refuses.
+"""
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.model_bridge import (
+    MegatronModelBridge,
+    WeightConversionTask,
+)
+from megatron.bridge.models.conversion.utils import unwrap_model
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from kha_megatron.bridge.fields import check_agreement, hf_config_of, provider_fields
+from kha_megatron.bridge.mappings import mappings
+from kha_megatron.bridge.provider import KHAModelProvider
+from kha_megatron.errors import CheckpointError
+
+CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
+"""Stays float32, and is zeros where Megatron trained without: the architecture always has it."""
+
+
+# by its name: the class itself is not an attribute of transformers, where AutoBridge would look
+@MegatronModelBridge.register_bridge(
+    source="KHAForCausalLM", target=GPTModel, provider=KHAModelProvider, model_type="kha"
+)
+class KHABridge(MegatronModelBridge):
+    """Converts between ``KHAForCausalLM`` folders and the models of :class:`KHAModelProvider`."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider:
+        """A provider of the model that ``hf_pretrained.config`` describes, in its dtype.
+
+        Raises:
+            CheckpointError: Megatron cannot compute what a field of it asks for.
+        """
+        config = hf_pretrained.config
+        dtype = self.dtype_from_hf(config, default=torch.float32)
+        provider = KHAModelProvider(
+            **provider_fields(config),
+            make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(config.vocab_size),
+            params_dtype=dtype,
+            fp16=dtype == torch.float16,
+            bf16=dtype == torch.bfloat16,
+        )
+        if provider.num_moe_experts:
+            provider.moe_grouped_gemm = True
+            provider.moe_router_dtype = "fp32"
+            provider.moe_token_dispatcher_type = "alltoall"
+            if provider.moe_router_score_function == "sigmoid":
+                provider.moe_router_enable_expert_bias = True
+                provider.moe_router_load_balancing_type = "none"
+        return provider
+
+    @classmethod
+    def megatron_to_hf_config(cls, provider: KHAModelProvider) -> dict[str, Any]:
+        """The ``config.json`` of the models that ``provider`` builds.
+
+        Raises:
+            CheckpointError: a field changes the model in a way that it cannot express.
+        """
+        config = hf_config_of(provider)
+        config.dtype = provider.params_dtype
+        return config.to_dict()
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """Every tensor's place on the other side."""
+        return MegatronMappingRegistry(*mappings(self.hf_config))
+
+    def build_conversion_tasks(
+        self,
+        hf_pretrained: Any,
+        megatron_model: list[Any],
+        weight_dtype: torch.dtype | None = None,
+    ) -> list[WeightConversionTask]:
+        """Bridge's, after a look at whether both sides describe one model, and all of it.
+
+        Raises:
+            CheckpointError: the configurations differ, a parameter of Megatron or a tensor of
+                Hugging Face has no place on the other side, or two have the same.
+        """
+        megatron_config = self._look_at(megatron_model)
+        check_agreement(megatron_config, getattr(hf_pretrained, "config", hf_pretrained))
+        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, weight_dtype)
+        self._check_complete(tasks, megatron_config)
+        return tasks
+
+    def stream_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Bridge's; tasks that were built before may come from another instance than this one."""
+        self._look_at(megatron_model if isinstance(megatron_model, list) else [megatron_model])
+        return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
+
+    def _look_at(self, megatron_model: list[Any]) -> Any:
+        config = unwrap_model(megatron_model)[0].config
+        self._without_bias = not config.moe_router_enable_expert_bias
+        return config
+
+    def _check_complete(
+        self, tasks: list[WeightConversionTask | None], megatron_config: Any
+    ) -> None:
+        names = self._cached_param_names
+        if self._share_embeddings_and_output_weights(megatron_config):
+            names = [name for name in names if "output_layer" not in name]
+        places = Counter(key for task in tasks if task for key in _hf_names(task))
+        problems = {
+            "without a place in the folder": [
+                name for name, task in zip(names, tasks, strict=True) if task is None
+            ],
+            "two of Megatron's for one": [key for key, count in places.items() if count > 1],
+        }
+        state = getattr(self.hf_pretrained, "state", None)
+        if state is not None:
+            there = set(state.source.get_all_keys())
+            experts = range(megatron_config.num_moe_experts or 0)
+            # a rank has tasks for its own experts only
+            wanted = {other for key in places for other in _of_all_experts(key, experts)}
+            biases = {key for key in there - wanted if self._is_left_out(key)}
+            problems["missing in the folder"] = sorted(wanted - there)
+            problems["without a place in Megatron"] = sorted(there - wanted - biases)
+            problems["of a router without moe_router_enable_expert_bias, and not zero"] = [
+                key for key in sorted(biases) if state[key].any()
+            ]
+        listed = [f"{what}: {_some(keys)}" for what, keys in problems.items() if keys]
+        if listed:
+            raise CheckpointError(
+                f"the Megatron model and the Hugging Face folder do not fit: {'; '.join(listed)}"
+            )
+
+    def _is_left_out(self, key: str) -> bool:
+        """Whether the tensor is a correction bias that this Megatron model does not have."""
+        return (
+            self._without_bias
+            and self.hf_config.scoring_func == "sigmoid"
+            and key.endswith(CORRECTION_BIAS)
+        )
+
+    def maybe_modify_converted_hf_weight(
+        self,
+        task: WeightConversionTask,
+        converted_weights_dict: dict[str, Tensor],
+        hf_state_dict: Any,
+    ) -> dict[str, Tensor]:
+        """Add the correction bias that a sigmoid router without one does not have."""
+        for name, weight in tuple(converted_weights_dict.items()):
+            bias = name.removesuffix("mlp.gate.weight") + CORRECTION_BIAS
+            if name.endswith("mlp.gate.weight") and self._is_left_out(bias):
+                converted_weights_dict[bias] = torch.zeros_like(weight[:, 0], dtype=torch.float32)
+        return converted_weights_dict
+
+    @staticmethod
+    def _cast_export_weight_dtype(
+        weights: dict[str, Tensor], weight_dtype: torch.dtype | None
+    ) -> dict[str, Tensor]:
+        """Bridge's, which rounds every tensor, except for the correction bias."""
+        cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
+        return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}
+
+
+def _hf_names(task: WeightConversionTask) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else list(names.values())
+
+
+def _of_all_experts(key: str, experts: range) -> list[str]:
+    prefix, found, suffix = re.match(r"(.*\.experts\.)(\d+)(\..*)|", key).groups()
+    return [f"{prefix}{number}{suffix}" for number in experts] if found else [key]
+
+
+def _some(keys: list[str], most: int = 5) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more

@@ -1,0 +1,98 @@
+"""What the ranks of the Bridge tests do: build, load, run, write."""
+
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+LOCAL = {
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""What a CPU can run: Megatron's own modules. Transformer Engine's can only be constructed."""
+TE = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
+IMPLEMENTATIONS = {"local": LOCAL, "te": TE}
+
+
+@contextmanager
+def quiet():
+    """Without the deprecations that Megatron and Bridge announce to each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def auto_bridge(folder: str) -> Any:
+    """The AutoBridge of a folder, ours registered."""
+    from kha_megatron import bridge
+
+    bridge.register()
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge.from_hf_pretrained(folder)
+
+
+def build(
+    folder: str,
+    implementation: str = "local",
+    layout: dict[str, Any] | None = None,
+    *,
+    load: bool = True,
+    **overrides: Any,
+) -> tuple[Any, list[torch.nn.Module]]:
+    """The AutoBridge of a folder and this rank's model, as a recipe would make it."""
+    from tests.distributed import models
+
+    layout = layout or {}
+    models.initialize(**{k: v for k, v in layout.items() if k != "sequence_parallel"})
+    auto = auto_bridge(folder)
+    provider = auto.to_megatron_provider(load_weights=load)
+    for name, value in (IMPLEMENTATIONS[implementation] | layout | overrides).items():
+        setattr(provider, name, value)
+    with quiet():
+        provider.finalize()
+        return auto, provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True
+        )
+
+
+def write(auto: Any, model: list[torch.nn.Module], folder: str, **options: Any) -> None:
+    """Export a model, config and tokenizer included."""
+    with quiet():
+        auto.save_hf_pretrained(model, folder, show_progress=False, **options)
+
+
+def tensors(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder."""
+    from safetensors.torch import load_file
+
+    return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@torch.no_grad()
+def logits(model: list[torch.nn.Module], ids: torch.Tensor) -> torch.Tensor:
+    """Megatron's logits ``[b, s, padded vocabulary]`` in float32."""
+    from megatron.core.transformer.moe import moe_utils
+
+    length = ids.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    # the router multiplies with Transformer Engine wherever it is installed, which needs a GPU
+    with mock.patch.object(moe_utils, "te_general_gemm", None):
+        return model[0](ids, torch.arange(length).expand_as(ids), mask).float()
+
+
+@torch.no_grad()
+def hf_logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
+    """Those of ``KHAForCausalLM``."""
+    from kha_megatron.hf import KHAForCausalLM
+
+    return KHAForCausalLM.from_pretrained(folder).eval()(ids).logits.float()

@@ -1,0 +1,39 @@
+"""Ranks that see Transformer Engine and Megatron-Bridge, where both are installed."""
+
+from importlib import metadata
+
+import pytest
+
+from tests.bridge.models import CONFIGS, save
+from tests.distributed.launcher import RankPool
+
+
+def _missing() -> str | None:
+    for package in ("megatron-bridge", "transformer-engine", "transformer-engine-torch"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return package
+    return None
+
+
+@pytest.fixture(scope="session")
+def bridge_ranks():
+    """``ranks`` that see Transformer Engine: they construct its modules, and cannot run them."""
+    if missing := _missing():
+        pytest.skip(
+            f"NOT TESTED: Megatron-Bridge's side, because {missing} is not installed: "
+            "tools/bridge_environment.sh makes an environment that has it and runs these tests"
+        )
+    pool = RankPool(hide_cuda_only=False)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """A Hugging Face folder of every model in ``models.CONFIGS``, by its name."""
+    root = tmp_path_factory.mktemp("hf")
+    for name in CONFIGS:
+        save(root / name, name)
+    return {name: str(root / name) for name in CONFIGS}

@@ -1,0 +1,138 @@
+"""AutoBridge with our bridge: real Megatron-Bridge, gloo ranks, local and Transformer Engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bridge import cases
+from tests.bridge.models import CONFIGS, SIZES, tokens
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+PADDED = {"make_vocab_size_divisible_by": 8}
+
+
+def picked(folder, with_auto_map):
+    """The bridge that AutoBridge picks, and the provider that it makes."""
+    from kha_megatron.bridge.fields import provider_fields
+
+    auto = cases.auto_bridge(folder)
+    if with_auto_map:
+        auto.hf_pretrained.config.auto_map = {"AutoModelForCausalLM": "modeling_kha.KHAForCausalLM"}
+    provider = auto.to_megatron_provider(load_weights=False)
+    fields = provider_fields(auto.hf_pretrained.config)
+    return {
+        "bridge": type(auto._model_bridge).__name__,
+        "supported": "KHAForCausalLM" in type(auto).list_supported_models(),
+        "provider": type(provider).__name__,
+        "fields": [name for name, value in fields.items() if getattr(provider, name) != value],
+        "kha": str(provider.kha),
+        "dtype": provider.params_dtype,
+        "bias": provider.moe_router_enable_expert_bias,
+    }
+
+
+@pytest.mark.parametrize("with_auto_map", [False, True])
+@pytest.mark.parametrize("name", ["dense", "sigmoid"])
+def test_auto_bridge_picks_ours(bridge_ranks, folders, name, with_auto_map):
+    assert bridge_ranks(picked, 1, folders[name], with_auto_map)[0] == {
+        "bridge": "KHABridge",
+        "supported": True,
+        "provider": "KHAModelProvider",
+        "fields": [],
+        "kha": {"dense": "query=linear key=gate value=mlp", "sigmoid": "value=mlp"}[name],
+        "dtype": torch.float32,
+        "bias": name == "sigmoid",
+    }
+
+
+def places(folder, implementation):
+    """Tensors of the model without a task, and the keys of the folder that all tasks name."""
+    auto, model = cases.build(folder, implementation, load=False)
+    tasks = auto.get_conversion_tasks(model)
+    tied = model[0].share_embeddings_and_output_weights
+    ours = {
+        name
+        for name, tensor in model[0].state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+        and not name.endswith("_extra_state")
+        and not (tied and name == "output_layer.weight")
+    }
+    named = [task.mapping.hf_param for task in tasks]
+    keys = [key for n in named for key in ([n] if isinstance(n, str) else n.values())]
+    return ours ^ {task.param_name for task in tasks}, sorted(keys)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_has_one_place(bridge_ranks, folders, name, implementation):
+    left_over, keys = bridge_ranks(places, 1, folders[name], implementation)[0]
+    assert left_over == set()
+    assert keys == sorted(cases.tensors(folders[name]))
+
+
+def round_trip(folder, target, implementation, layout, overrides):
+    """Load, write, and the shared matrices of the first layer of this rank."""
+    auto, model = cases.build(folder, implementation, layout, **overrides)
+    cases.write(auto, model, target)
+    return {
+        name.split("self_attention.")[1]: weight.detach().clone()
+        for name, weight in model[0].named_parameters()
+        if "layers.0.self_attention.knock_" in name
+    }
+
+
+ROUND_TRIPS = [
+    *((name, "te", 1, {}) for name in CONFIGS),
+    *((name, "te", 2, TP2 | {"sequence_parallel": True}) for name in CONFIGS if name != "dense"),
+    ("dense", "local", 1, {}),
+    ("dense", "local", 2, TP2),
+    ("tied", "te", 2, PP2),
+    ("sigmoid", "te", 2, PP2),
+    ("sigmoid", "te", 2, EP2),
+    ("sigmoid", "local", 2, EP2),
+    ("softmax", "local", 2, TP2 | EP2),
+]
+
+
+@pytest.mark.parametrize(("name", "implementation", "n", "layout"), ROUND_TRIPS, ids=str)
+def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementation, n, layout):
+    """Every tensor, in value and dtype, with a padded vocabulary; and the configuration."""
+    source, target = folders[name], str(tmp_path / "out")
+    ranks = bridge_ranks(round_trip, n, source, target, implementation, layout, PADDED)
+    before, after = cases.tensors(source), cases.tensors(target)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype
+        assert torch.equal(tensor, after[key]), key
+    same = (json.loads((Path(f) / "config.json").read_text()) for f in (source, target))
+    assert next(same) == next(same)
+    for projection in ("query", "key", "value"):
+        if CONFIGS[name].get(f"kha_{projection}") == "linear":
+            theirs = before[f"model.layers.0.self_attn.{projection[0]}_knock.proj.weight"]
+            for knocks in ranks if "pipeline_model_parallel_size" not in layout else ranks[:1]:
+                assert torch.equal(knocks[f"knock_{projection}.weight"], theirs.T[None])
+
+
+def loaded_logits(folder, layout):
+    _, model = cases.build(folder, "local", layout, parallel_output=False, **PADDED)
+    return cases.logits(model, tokens()).numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "layout"),
+    [*((name, 1, {}) for name in CONFIGS), ("dense", 2, TP2), ("sigmoid", 2, EP2)],
+    ids=str,
+)
+def test_loaded_model_computes_the_same(bridge_ranks, folders, name, n, layout):
+    """A layout that is wrong both ways would pass a round trip, and fail here."""
+    expected = cases.hf_logits(folders[name], tokens())
+    assert expected.abs().max() > 1
+    for found in bridge_ranks(loaded_logits, n, folders[name], layout):
+        # two implementations in float32, as in the conversion's own tests
+        torch.testing.assert_close(
+            torch.from_numpy(found)[..., : SIZES["vocab_size"]], expected, rtol=0, atol=1e-5
+        )

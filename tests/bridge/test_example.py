@@ -1,0 +1,19 @@
+"""The example prints what it says you should see."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "bridge_round_trip.py"
+
+
+def test_bridge_round_trip_prints_what_it_promises(bridge_ranks):
+    result = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    promised = re.findall(r"#   (.+)", SCRIPT.read_text().split("# What you should see:")[1])
+    assert len(promised) == 3
+    for line in promised:
+        assert line in result.stdout

@@ -1,0 +1,144 @@
+"""What the bridge refuses where Megatron-Bridge would log a warning, and what it adds."""
+
+import json
+import queue
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kha_megatron.errors import CheckpointError
+from tests.bridge import cases
+
+BIAS = "mlp.gate.e_score_correction_bias"
+
+
+def change(source, target, drop=(), add=(), **config):
+    """A copy of a folder with some tensors fewer or more, and another configuration."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    tensors = {k: v for k, v in load_file(file).items() if k not in drop}
+    save_file(tensors | {name: torch.ones(2) for name in add}, file, metadata={"format": "pt"})
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return str(target)
+
+
+def refusal(folder, overrides):
+    with pytest.raises(CheckpointError) as refused:
+        cases.build(folder, "local", **overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "overrides", "message"),
+    [
+        (
+            "dense",
+            {"drop": ["model.layers.1.self_attn.v_knock.gate_proj.weight"]},
+            {},
+            "missing in the folder: model.layers.1.self_attn.v_knock.gate_proj.weight",
+        ),
+        (
+            "dense",
+            {"add": ["model.layers.4.mlp.up_proj.weight"]},
+            {},
+            "without a place in Megatron: model.layers.4.mlp.up_proj.weight",
+        ),
+        (
+            "sigmoid",
+            {"drop": ["model.layers.2.mlp.experts.5.up_proj.weight"]},
+            {},
+            "missing in the folder: model.layers.2.mlp.experts.5.up_proj.weight",
+        ),
+        ("dense", {}, {"kha_query": None}, "kha_query None against 'linear'"),
+        ("dense", {}, {"rotary_base": 1e6}, "rotary_base 1000000.0 against 20000.0"),
+        (
+            "sigmoid",
+            {},
+            {"moe_layer_freq": [1] * 4},
+            "moe_layer_freq [1, 1, 1, 1] against [0, 1, 1, 1]",
+        ),
+        (
+            "sigmoid",
+            {},
+            {"moe_router_enable_expert_bias": False},
+            f"without moe_router_enable_expert_bias, and not zero: model.layers.1.{BIAS}",
+        ),
+        ("baseline", {"hidden_act": "relu"}, {}, "hidden_act='relu'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_by_name(bridge_ranks, folders, tmp_path, name, changes, overrides, message):
+    folder = change(folders[name], tmp_path / "in", **changes)
+    assert message in bridge_ranks(refusal, 1, folder, overrides)[0]
+
+
+def export(folder, target, overrides, options):
+    auto, model = cases.build(folder, "local", load=False, **overrides)
+    cases.write(auto, model, target, **options)
+
+
+def test_a_router_without_biases_is_exported_with_zeros(bridge_ranks, folders, tmp_path):
+    """Which is what the architecture calls training without; into a folder, and from a config."""
+    file = tmp_path / "in" / "model.safetensors"
+    folder = change(folders["sigmoid"], tmp_path / "in")
+    zero = {k: torch.zeros_like(v) if BIAS in k else v for k, v in load_file(file).items()}
+    save_file(zero, file, metadata={"format": "pt"})
+    without = {"moe_router_enable_expert_bias": False}
+    bridge_ranks(export, 1, folder, str(tmp_path / "out"), without, {})
+    bridge_ranks(export_config_only, 1, folder, str(tmp_path / "config"), without)
+    for out in ("out", "config"):
+        written = cases.tensors(str(tmp_path / out))
+        assert written.keys() == zero.keys()
+        for layer in (1, 2, 3):
+            assert torch.equal(written[f"model.layers.{layer}.{BIAS}"], torch.zeros(6))
+
+
+def export_config_only(folder, target, overrides):
+    from megatron.bridge import AutoBridge
+
+    _, model = cases.build(folder, "local", load=False, **overrides)
+    config = cases.auto_bridge(folder).hf_pretrained.config
+    cases.write(AutoBridge.from_hf_config(config), model, target)
+
+
+def test_correction_biases_stay_float32(bridge_ranks, folders, tmp_path):
+    target = str(tmp_path / "out")
+    bridge_ranks(export, 1, folders["sigmoid"], target, {}, {"weight_dtype": torch.bfloat16})
+    dtypes = {key.endswith(BIAS): tensor.dtype for key, tensor in cases.tensors(target).items()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+def through_a_checkpoint(folder, megatron, target, config_only):
+    """Write a Megatron checkpoint as Bridge does, read it in a model of its own, export that."""
+    auto, model = cases.build(folder, "te")
+    from megatron.bridge import AutoBridge
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Megatron would start a manager process for this queue, which a daemonic rank may not
+    filesystem_async._results_queue = queue.Queue()
+    with cases.quiet():
+        auto.save_megatron_model(model, megatron, hf_tokenizer_path=folder)
+        if config_only:
+            auto = AutoBridge.from_auto_config(megatron, folder)
+        loaded = auto.load_megatron_model(megatron, wrap_with_ddp=False)
+    cases.write(auto, loaded, target)
+    return type(loaded[0].config).__name__, str(loaded[0].config.kha)
+
+
+@pytest.mark.parametrize("config_only", [False, True])
+def test_through_a_megatron_checkpoint(bridge_ranks, folders, tmp_path, config_only):
+    target, megatron = str(tmp_path / "out"), str(tmp_path / "megatron")
+    source = folders["sigmoid"]
+    built = bridge_ranks(through_a_checkpoint, 1, source, megatron, target, config_only)[0]
+    assert built == ("KHAModelProvider", "value=mlp")
+    before, after = cases.tensors(source), cases.tensors(target)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    configs = [json.loads((Path(f) / "config.json").read_text()) for f in (source, target)]
+    for config in configs:
+        config.pop("transformers_version")
+    assert {k: v for k, v in configs[1].items() if configs[0].get(k) != v} == {}

@@ -1,0 +1,36 @@
+"""What `register()` says where Megatron-Bridge is missing. Runs without it."""
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from kha_megatron import bridge
+from kha_megatron.errors import MissingDependencyError, VersionError
+
+
+def no_package(name):
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_without_megatron_bridge(monkeypatch):
+    monkeypatch.setattr(metadata, "version", no_package)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'kha-megatron\[bridge\]'"):
+        bridge.register()
+
+
+@pytest.mark.parametrize("version", ["0.5.1", "0.60.0", "1.0"])
+def test_another_version(monkeypatch, version):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    with pytest.raises(VersionError, match=rf"{version} is not supported \(0\.6 is\)"):
+        bridge.register()
+
+
+def test_without_transformer_engine(monkeypatch):
+    """Megatron-Bridge imports it while it is imported itself."""
+    monkeypatch.setattr(metadata, "version", lambda name: "0.6.2")
+    for module in ("megatron.bridge", "transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "kha_megatron.bridge.model_bridge", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"kha-megatron\[bridge,te\]"):
+        bridge.register()
