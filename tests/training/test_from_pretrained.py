@@ -1,5 +1,7 @@
 """The whole way of a pretrained model: upcycled, trained by Megatron, folded, stock again."""
 
+import shlex
+
 import torch
 from transformers import Qwen3ForCausalLM
 
@@ -11,7 +13,11 @@ from tests.conversion.models import CONFIGS, make, tokens
 from tests.training.conftest import start
 from tests.training.test_pretrain import moved
 
-RUN = ["--device", "cpu", "--tensor-model-parallel-size", "2", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3", "--lr", "1e-2", "--seq-length", "24", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "51", "--split", "99,1,0", "--eval-iters", "0", "--eval-interval", "100", "--num-workers", "0", "--save-interval", "3"]
+RUN = shlex.split("""
+--device cpu --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4
+--train-iters 3 --lr 1e-2 --seq-length 24 --mock-data --tokenizer-type NullTokenizer
+--vocab-size 51 --split 99,1,0 --eval-iters 0 --eval-interval 100 --num-workers 0 --save-interval 3
+""")
 
 
 def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_package, tmp_path):
