@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import Place, places
+from kha_megatron.mcore.memory import give_back_freed_memory
 
 OnBytes = Callable[[int], None]
 Put = Callable[[Place, list[Tensor]], None]
@@ -47,6 +48,7 @@ def transfer(
     Raises:
         CheckpointError: a file is damaged.
     """
+    give_back_freed_memory()
     sizes = {place: source.nbytes(place) for place in places(source.model)}
     room = _Room(max(_ROOM, _COPIES * max(sizes.values())))
 
