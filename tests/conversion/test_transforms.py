@@ -28,7 +28,7 @@ SOFTMAX = KHA_MOE | {
     "shared_expert_gate": False,
 }
 SIGMOID = KHA_MOE | {
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "shared_expert_intermediate_size": 40,
     "shared_expert_gate": False,
 }
