@@ -69,21 +69,33 @@ def initial_weight(
     return weight
 
 
-def fold(projection: Tensor, weight: Tensor) -> Tensor:
+def fold(
+    projection: Tensor, weight: Tensor, *, head_rows: int | None = None, start: int = 0
+) -> Tensor:
     """Absorb a ``linear`` knock into the projection before it: ``W' = W T`` (eq. 8).
 
     Computed in float64 and rounded once to the projection's dtype.
 
+    A head of latent attention has more rows than are knocked. With ``n`` no-position features, a
+    rotary part of ``r`` and values of ``v``, its matrices fold into the up-projections so::
+
+        query_up = fold(query_up, t_query, head_rows=n + r)
+        key_value_up = fold(key_value_up, t_key, head_rows=n + v)
+        key_value_up = fold(key_value_up, t_value, head_rows=n + v, start=n)
+
     Args:
-        projection: ``[H * D, K]``, the ``torch.nn.Linear`` weight (or ``[H * D]`` bias) of the
-            knocked tensor, heads outermost.
+        projection: ``[H * head_rows, K]``, the ``torch.nn.Linear`` weight (or ``[H * head_rows]``
+            bias) of the knocked tensor, heads outermost.
         weight: ``[1, D, D]``.
+        head_rows: rows of one head; ``D`` if None.
+        start: the first of the ``D`` rows of a head that are knocked.
 
     Returns:
         Same shape and dtype as ``projection``, with ``fold(projection, T) @ h`` equal to knocking
-        every head of ``projection @ h``.
+        every head of ``projection @ h``. Rows that are not knocked keep their bits.
     """
     head_dim = weight.shape[-1]
-    heads = projection.double().unflatten(0, (-1, head_dim))
-    folded = torch.einsum("hd...,de->he...", heads, weight[0].double())
-    return folded.flatten(0, 1).to(projection.dtype)
+    folded = projection.clone().unflatten(0, (-1, head_rows or head_dim))
+    rows = folded[:, start : start + head_dim]
+    rows.copy_(torch.einsum("hd...,de->he...", rows.double(), weight[0].double()))
+    return folded.flatten(0, 1)

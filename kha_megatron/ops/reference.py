@@ -1,8 +1,13 @@
 """The oracle: Knocking-Heads Attention written head by head, as slowly as the paper states it.
 
 Every test compares with this file, so it shares no code with ``knocking.py`` and uses no fused or
-batched form. Shape legend: ``S`` sequence, ``B`` batch, ``H`` query heads, ``G`` key/value heads,
-``D`` head dim. Everything is computed in the dtype of the inputs; tests pass float64.
+batched form. Shape legend: ``S`` sequence, ``B`` batch, ``K`` hidden, ``H`` query heads, ``G``
+key/value heads, ``D`` head dim. Weights are applied from the right (``hidden @ w``). Everything is
+computed in the dtype of the inputs; tests pass float64.
+
+:func:`attention` is MHA, MQA and GQA; :func:`tied_attention` and :func:`latent_attention` are GTA,
+and MLA and GLA (Zadouri, Strauss and Dao 2025, arXiv 2505.21487; MLA: DeepSeek-V2, arXiv
+2405.04434, section 2.1).
 """
 
 import math
@@ -52,6 +57,20 @@ def rotate(x: Tensor, base: float) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def rotate_pairs(x: Tensor, base: float) -> Tensor:
+    """The same over neighbouring features, as MLA has it: ``(x_2i, x_2i+1)`` turn together."""
+    return rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), base)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention of one head: ``[B, S, D]`` each, values of any width."""
+    length = query.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1])
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return torch.einsum("bqk,bkd->bqd", weights, value)
+
+
 def attention(
     hidden: Tensor,
     w_query: Tensor,
@@ -85,8 +104,6 @@ def attention(
         ``[B, S, K]``.
     """
     heads = w_query.shape[1] // head_dim
-    length = hidden.shape[1]
-    future = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
@@ -105,7 +122,149 @@ def attention(
             key = rms_norm(key, k_norm, eps)
         if rotary_base is not None:
             query, key = rotate(query, rotary_base), rotate(key, rotary_base)
-        scores = torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(head_dim)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("bqk,bkd->bqd", weights, value))
+        outputs.append(attend(query, key, value))
+    return torch.cat(outputs, dim=-1) @ w_output
+
+
+def tied_attention(
+    hidden: Tensor,
+    w_query: Tensor,
+    w_tied: Tensor,
+    w_rotary: Tensor,
+    w_output: Tensor,
+    kha: KHAConfig,
+    matrices: dict[str, list[Tensor]],
+    *,
+    num_query_groups: int,
+    head_dim: int,
+    rotary_base: float,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Causal Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
+
+    All of the state is the value; its first half is the half of the key without position. The
+    other half of the key, to which the rotary embedding is applied, is one head of ``D / 2``
+    features for all groups. A query head has both halves. A cache needs the ``G`` states and that
+    one head: ``G D + D / 2`` numbers for each token.
+
+    The state is knocked, once, before it is used as either. QK-norm sees whole heads and comes
+    before the rotary embedding, as in :func:`attention`.
+
+    Args:
+        hidden: ``[B, S, K]``.
+        w_query: ``[K, H * D]``, of each head the rotary half first.
+        w_tied: ``[K, G * D]``.
+        w_rotary: ``[K, D / 2]``.
+        w_output: ``[H * D, K]``.
+        kha: what is knocked: ``value`` stands for the tied state.
+        matrices: the shared matrices of each knocked projection, by its name.
+        num_query_groups: ``G``.
+        head_dim: ``D``.
+        rotary_base: base of the rotary embedding.
+        q_norm: ``[D]`` weight of the query RMSNorm, the rotary half first, or None for no norm;
+            likewise ``k_norm``.
+
+    Returns:
+        ``[B, S, K]``.
+    """
+    heads, half = w_query.shape[1] // head_dim, head_dim // 2
+
+    def project(weight: Tensor, head: int, name: str) -> Tensor:
+        x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
+        variant = getattr(kha, name)
+        return x if variant is None else knock_head(x, matrices[name], variant)
+
+    def rotate_first_half(x: Tensor) -> Tensor:
+        return torch.cat([rotate(x[..., :half], rotary_base), x[..., half:]], dim=-1)
+
+    outputs = []
+    for head in range(heads):
+        query = project(w_query, head, "query")
+        tied = project(w_tied, head // (heads // num_query_groups), "value")
+        key = torch.cat([hidden @ w_rotary, tied[..., :half]], dim=-1)
+        if q_norm is not None:
+            query = rms_norm(query, q_norm, eps)
+        if k_norm is not None:
+            key = rms_norm(key, k_norm, eps)
+        outputs.append(attend(rotate_first_half(query), rotate_first_half(key), tied))
+    return torch.cat(outputs, dim=-1) @ w_output
+
+
+def latent_attention(
+    hidden: Tensor,
+    w_query: Tensor,
+    w_latent: Tensor,
+    w_key: Tensor,
+    w_value: Tensor,
+    w_rotary: Tensor,
+    w_output: Tensor,
+    kha: KHAConfig,
+    matrices: dict[str, list[Tensor]],
+    *,
+    heads: int,
+    rotary_base: float,
+    w_query_latent: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    kv_norm: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Causal Multi-head Latent Attention; with several latent heads, Grouped Latent Attention.
+
+    Keys and values of a head are up-projections of a latent, without position, and one rotary key
+    of ``R`` features is shared by all heads. In GLA the latent is cut into ``kha.latent_heads``
+    heads, each normalised by itself, each giving keys and values to its own group of query heads.
+    A cache needs the ``C`` numbers of the latent and the ``R`` of the rotary key for each token.
+
+    Knocked are the parts without position of queries (``n`` features a head) and keys, and values
+    (``v`` features a head), after the up-projections: being linear, the matrices fold into these.
+
+    Args:
+        hidden: ``[B, S, K]``.
+        w_query: ``[K or Q, H * (n + R)]``, of each head the rotary part last.
+        w_latent: ``[K, C]``, latent heads outermost.
+        w_key: ``[C / latent heads, H * n]``, likewise ``w_value`` ``[..., H * v]``.
+        w_rotary: ``[K, R]``.
+        w_output: ``[H * v, K]``.
+        kha: what is knocked, and the number of latent heads.
+        matrices: the shared matrices of each knocked projection, by its name.
+        heads: ``H``.
+        rotary_base: base of the rotary embedding, which turns neighbouring features.
+        w_query_latent: ``[K, Q]``, or None for queries without a latent.
+        q_norm: ``[Q]`` weight of the query latent's RMSNorm, or None for no norm.
+        kv_norm: ``[C]`` weight of the RMSNorm of each latent head, or None for no norm.
+
+    Returns:
+        ``[B, S, K]``.
+    """
+    latent_heads = kha.latent_heads if kha.attention == "gla" else 1
+    rotary_dim, nope = w_rotary.shape[1], w_key.shape[1] // heads
+    value_dim = w_value.shape[1] // heads
+    query_source = hidden
+    if w_query_latent is not None:
+        query_source = hidden @ w_query_latent
+        if q_norm is not None:
+            query_source = rms_norm(query_source, q_norm, eps)
+    latents = (hidden @ w_latent).chunk(latent_heads, dim=-1)
+    if kv_norm is not None:
+        weights = kv_norm.chunk(latent_heads)
+        latents = [rms_norm(x, w, eps) for x, w in zip(latents, weights, strict=True)]
+    rotary_key = rotate_pairs(hidden @ w_rotary, rotary_base)
+
+    def knocked(x: Tensor, name: str) -> Tensor:
+        variant = getattr(kha, name)
+        return x if variant is None else knock_head(x, matrices[name], variant)
+
+    outputs = []
+    for head in range(heads):
+        latent = latents[head // (heads // latent_heads)]
+        query = query_source @ w_query[:, head * (nope + rotary_dim) :][:, : nope + rotary_dim]
+        key = latent @ w_key[:, head * nope : (head + 1) * nope]
+        value = latent @ w_value[:, head * value_dim : (head + 1) * value_dim]
+        query = torch.cat(
+            [knocked(query[..., :nope], "query"), rotate_pairs(query[..., nope:], rotary_base)], -1
+        )
+        key = torch.cat([knocked(key, "key"), rotary_key], dim=-1)
+        outputs.append(attend(query, key, knocked(value, "value")))
     return torch.cat(outputs, dim=-1) @ w_output
