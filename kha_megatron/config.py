@@ -15,6 +15,7 @@ from kha_megatron.errors import ConfigError
 Variant = Literal["linear", "mlp", "gate"]
 Init = Literal["identity", "random"]
 Projection = Literal["query", "key", "value"]
+AttentionKind = Literal["gta", "gla"]
 
 PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
 """The projected tensors that can be knocked, in the order Megatron lays them out."""
@@ -32,6 +33,10 @@ CONFIG_VARIABLE = "KHA_CONFIG"
 """Environment variable from which a spec chosen by its name takes what the name cannot carry."""
 
 INITS: tuple[Init, ...] = ("identity", "random")
+
+ATTENTIONS: tuple[AttentionKind, ...] = ("gta", "gla")
+"""Kinds of attention that Megatron has no flag for (Zadouri et al. 2025, arXiv 2505.21487):
+Grouped-Tied and Grouped Latent Attention. MHA, MQA, GQA and MLA are Megatron's to choose."""
 
 
 def parse_variant(text: str | None) -> Variant | None:
@@ -75,6 +80,14 @@ class KHAConfig:
     init_seed: int = 1234
     """Seed of ``init="random"``. The draw does not depend on any rank's own random state."""
 
+    attention: AttentionKind | None = None
+    """``gta`` ties keys and values: ``value`` then names what is applied to the tied state, which
+    is the value and half of the key. ``gla`` is latent attention whose latent is cut into heads.
+    None is what Megatron's own flags ask for: MHA, MQA, GQA, or MLA."""
+
+    latent_heads: int = 2
+    """Heads of the latent in ``gla`` (two in the paper's GLA-2). Nothing else has any."""
+
     def __post_init__(self) -> None:
         for projection in PROJECTIONS:
             parse_variant(getattr(self, projection))
@@ -84,6 +97,28 @@ class KHAConfig:
             raise ConfigError(f"unknown KHA init {self.init!r}: choose one of {', '.join(INITS)}")
         if type(self.init_seed) is not int:
             raise ConfigError(f"KHA init_seed {self.init_seed!r} is not a whole number")
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        if self.attention not in (None, *ATTENTIONS):
+            raise ConfigError(
+                f"unknown KHA attention {self.attention!r}: choose one of {', '.join(ATTENTIONS)}, "
+                "or none for what Megatron's own flags ask for"
+            )
+        if type(self.latent_heads) is not int or self.latent_heads < 1:
+            raise ConfigError(f"KHA latent_heads {self.latent_heads!r}: use 1 or more")
+        if self.attention != "gla" and self.latent_heads != type(self).latent_heads:
+            raise ConfigError(
+                f"KHA latent_heads={self.latent_heads} without attention=gla, which alone has "
+                "them: remove one"
+            )
+        if self.attention == "gta" and self.key is not None:
+            raise ConfigError(
+                f"KHA key={self.key} on grouped-tied attention: half of a key is the tied state, "
+                "which value= knocks, and the other half is one head that all share: leave key out"
+            )
+        if self.attention == "gla":
+            check_latent_attention(self)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -144,11 +179,19 @@ class KHAConfig:
         """The knocked projections and their variants; empty for the baseline."""
         return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
 
-    def parameters_per_layer(self, head_dim: int) -> int:
-        """How many parameters one layer gains, for heads of ``head_dim`` features."""
-        return sum(len(MATRICES[v]) for v in self.variants.values()) * head_dim**2
+    def parameters_per_layer(self, head_dim: int, value_dim: int | None = None) -> int:
+        """How many parameters one layer gains.
 
-    def forward_flops_per_token(self, head_dim: int, query_heads: int, kv_heads: int) -> int:
+        Args:
+            head_dim: ``D``; in latent attention the no-position features of a query or key head.
+            value_dim: features of a value head; as ``head_dim`` if None.
+        """
+        dims = _dims(head_dim, value_dim)
+        return sum(len(MATRICES[v]) * dims[p] ** 2 for p, v in self.variants.items())
+
+    def forward_flops_per_token(
+        self, head_dim: int, query_heads: int, kv_heads: int, value_dim: int | None = None
+    ) -> int:
         """Matrix-multiplication FLOPs that one layer gains per token in the forward pass.
 
         Each ``[D, D]`` matrix costs ``2 D^2`` per head of its tensor. With ``n`` query and ``n``
@@ -161,30 +204,44 @@ class KHAConfig:
         and in Megatron's own count.
 
         Args:
-            head_dim: ``D``.
+            head_dim: ``D``; in latent attention the no-position features of a query or key head.
             query_heads: query heads of the whole layer.
-            kv_heads: key/value heads of the whole layer.
+            kv_heads: key/value heads of the whole layer; latent attention has as many as query
+                heads.
+            value_dim: features of a value head; as ``head_dim`` if None.
         """
         heads = {"query": query_heads, "key": kv_heads, "value": kv_heads}
-        return sum(2 * head_dim**2 * heads[p] * len(MATRICES[v]) for p, v in self.variants.items())
+        dims = _dims(head_dim, value_dim)
+        return sum(2 * dims[p] ** 2 * heads[p] * len(MATRICES[v]) for p, v in self.variants.items())
 
-    def saved_elements_per_token(self, head_dim: int, query_heads: int, kv_heads: int) -> int:
+    def saved_elements_per_token(
+        self, head_dim: int, query_heads: int, kv_heads: int, value_dim: int | None = None
+    ) -> int:
         """Elements per token that one layer keeps for the backward pass, without recomputing.
 
         Args:
-            head_dim: ``D``.
+            head_dim: ``D``; in latent attention the no-position features of a query or key head.
             query_heads: query heads of one rank.
             kv_heads: key/value heads of one rank.
+            value_dim: features of a value head; as ``head_dim`` if None.
         """
         heads = {"query": query_heads, "key": kv_heads, "value": kv_heads}
-        return sum(head_dim * heads[p] * SAVED[v] for p, v in self.variants.items())
+        dims = _dims(head_dim, value_dim)
+        return sum(dims[p] * heads[p] * SAVED[v] for p, v in self.variants.items())
 
     def __str__(self) -> str:
-        """Short form for logs: ``query=linear key=linear value=linear``."""
+        """Short form for logs: ``query=linear key=linear value=linear``, ``value=mlp in gta``."""
         words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
         if words and self.init != "identity":
             words.append(f"init={self.init}")
-        return " ".join(words) or "nothing (baseline)"
+        kind = f" in {self.attention}" if self.attention else ""
+        if self.attention == "gla" and self.latent_heads != type(self).latent_heads:
+            kind += f" of {self.latent_heads}"
+        return (" ".join(words) or "nothing (baseline)") + kind
+
+
+def _dims(head_dim: int, value_dim: int | None) -> dict[Projection, int]:
+    return {"query": head_dim, "key": head_dim, "value": value_dim or head_dim}
 
 
 PRESETS: Mapping[str, Mapping[str, Variant]] = MappingProxyType(
@@ -202,11 +259,10 @@ models and MLA (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
 
 
 def check_latent_attention(kha: KHAConfig) -> None:
-    """Refuse what multi-latent attention cannot carry.
+    """Refuse what latent attention (MLA, GLA) cannot carry.
 
     Raises:
-        ConfigError: a variant that does not fold away, with the paper's reason (section 4.2.3), or
-            linear ones, which this version does not have for MLA.
+        ConfigError: a variant that does not fold away, with the paper's reason (section 4.2.3).
     """
     nonlinear = [f"{p}={v}" for p, v in kha.variants.items() if v != "linear"]
     if nonlinear:
@@ -214,8 +270,25 @@ def check_latent_attention(kha: KHAConfig) -> None:
             f"KHA {' '.join(nonlinear)} on multi-latent attention: MLA never forms q, k and v at "
             "inference, so only matrices that fold away are allowed: use linear"
         )
-    if kha.variants:
+
+
+def check_attention_kind(kha: KHAConfig, *, multi_latent: bool) -> None:
+    """Refuse a kind of attention that Megatron's own choice contradicts.
+
+    Args:
+        multi_latent: whether Megatron was asked for ``--multi-latent-attention``.
+
+    Raises:
+        ConfigError: naming both, or what latent attention cannot carry.
+    """
+    if kha.attention == "gta" and multi_latent:
         raise ConfigError(
-            f"KHA {kha} on multi-latent attention is not available in this version: "
-            "use MHA, MQA or GQA, or the baseline preset"
+            "attention=gta and --multi-latent-attention are two kinds of attention: remove one"
         )
+    if kha.attention == "gla" and not multi_latent:
+        raise ConfigError(
+            "attention=gla takes its sizes from Megatron's multi-latent attention: add "
+            "--multi-latent-attention (with --kv-lora-rank for all latent heads together)"
+        )
+    if multi_latent:
+        check_latent_attention(kha)

@@ -40,6 +40,15 @@ class Model:
     tied_embeddings: bool = True
     norm_parameters: int = 1
     """Parameters of a norm for each feature: 1 for RMSNorm, 2 for LayerNorm."""
+    tied_keys: bool = False
+    """Grouped-Tied Attention: half of a key is the value, and there is no key projection."""
+    latents: tuple[tuple[str, int], ...] = ()
+    """Widths of latent attention that tensor parallelism cuts, by the flags that set them; see
+    :func:`latents`."""
+    latent_width: int | None = None
+    """Features of the latent of keys and values; None without latent attention."""
+    latent_heads: int = 1
+    """Heads of that latent: 1 in MLA."""
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer (counted from 0) has experts."""
@@ -54,7 +63,8 @@ class Model:
     def qkv_rows(self) -> int:
         """Output features of the QKV projection, the output gate's included."""
         query = self.num_attention_heads * (1 + self.attention_output_gate)
-        return (query + 2 * self.num_query_groups) * self.kv_channels
+        states = 1 if self.tied_keys else 2
+        return (query + states * self.num_query_groups) * self.kv_channels
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding as Megatron builds it for ``tp`` tensor-parallel ranks."""
@@ -148,3 +158,21 @@ def moe_pattern(frequency: int | Sequence[int], layers: int) -> tuple[bool, ...]
     if isinstance(frequency, int):
         return tuple(layer % frequency == 0 for layer in range(layers))
     return tuple(map(bool, frequency))
+
+
+def latents(
+    query: int | None, key_value: int, position: int, *, down_projections_cut: bool
+) -> tuple[tuple[str, int], ...]:
+    """:attr:`Model.latents` from Megatron's sizes of multi-latent attention.
+
+    Args:
+        query: ``--q-lora-rank``; None for queries without a latent.
+        key_value: ``--kv-lora-rank``.
+        position: ``--qk-pos-emb-head-dim``.
+        down_projections_cut: whether tensor parallelism cuts the down-projections, as without
+            Transformer Engine and with ``--mla-down-proj-fusion``; else every rank has them whole.
+    """
+    if not down_projections_cut:
+        return ()
+    joint = ("--kv-lora-rank plus --qk-pos-emb-head-dim", key_value + position)
+    return (("--q-lora-rank", query), joint) if query else (joint,)

@@ -34,6 +34,8 @@ def check_layout(
         ConfigError: naming both numbers, and what would be legal.
     """
     check_head_layout(model.num_attention_heads, model.num_query_groups, layout.tp)
+    _check_tied_keys(model)
+    _check_latent_heads(model, layout)
     _check_widths(model, layout)
     _check_sequence_parallel(model, layout, trains)
     _check_experts(model, layout)
@@ -75,6 +77,31 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
     raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
 
 
+def _check_tied_keys(model: Model) -> None:
+    if model.tied_keys and model.kv_channels % 4:
+        raise ConfigError(
+            f"--kv-channels {model.kv_channels}: in grouped-tied attention half of a key is rotated "
+            f"in pairs of features: use {_multiples(model.kv_channels, 4)}"
+        )
+
+
+def _check_latent_heads(model: Model, layout: Layout) -> None:
+    """A rank must hold whole latent heads, or be one of several that share one."""
+    count, heads = model.latent_heads, model.num_attention_heads
+    for flag, width in (("--kv-lora-rank", model.latent_width), ("--num-attention-heads", heads)):
+        if width and width % count:
+            raise ConfigError(
+                f"{flag} {width} cannot be divided over {count} latent heads: use "
+                f"{_multiples(width, count)}, or {_either(_near(_divisors(width), count))} heads"
+            )
+    if count % layout.tp and layout.tp % count:
+        legal = [n for n in _divisors(heads) if count % n == 0 or n % count == 0]
+        raise ConfigError(
+            f"{count} latent heads neither divide {layout.tp} tensor-parallel ranks nor are "
+            f"divided by them: choose --tensor-model-parallel-size from {legal}"
+        )
+
+
 def _check_widths(model: Model, layout: Layout) -> None:
     """What tensor parallelism cuts besides the heads."""
     rows = model.qkv_rows
@@ -86,9 +113,9 @@ def _check_widths(model: Model, layout: Layout) -> None:
         )
     tensor = ("tensor-parallel", "--tensor-model-parallel-size", layout.tp)
     expert = ("expert-tensor-parallel", "--expert-tensor-parallel-size", layout.expert_tp)
-    widths = [
-        (model.ffn_hidden_size if model.has_dense_layers else None, "--ffn-hidden-size", tensor)
-    ]
+    widths = [(width, flag, tensor) for flag, width in model.latents]
+    if model.has_dense_layers:
+        widths.append((model.ffn_hidden_size, "--ffn-hidden-size", tensor))
     if model.num_experts:
         shared = "--moe-shared-expert-intermediate-size"
         widths += [

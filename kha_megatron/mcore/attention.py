@@ -1,4 +1,4 @@
-"""Megatron's self-attention (MHA, MQA, GQA) with knocking heads.
+"""What all knocked attentions share, and Megatron's self-attention (MHA, MQA, GQA) among them.
 
 Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core attention (paper
 section 4.5.2 for the place before QK-norm, which is what lets KHA-Linear fold into the projection).
@@ -10,19 +10,56 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig, Projection, check_latent_attention
+from kha_megatron.config import PROJECTIONS, AttentionKind, KHAConfig, Projection
+from kha_megatron.config import check_attention_kind
 from kha_megatron.errors import ConfigError
 from kha_megatron.layout_rules import check_layout
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 
 
-class KHASelfAttention(SelfAttention):
+class KnockedAttention:
+    """Beside a Megatron attention: one :class:`KnockingHeads` for each knocked projection.
+
+    They are ``knock_query``, ``knock_key`` and ``knock_value``, or None.
+    """
+
+    kind: AttentionKind | None = None
+    """What ``KHAConfig.attention`` calls it; None for the kinds that Megatron's flags choose."""
+
+    kha: KHAConfig
+
+    def _add_knocking(self, kha: KHAConfig) -> None:
+        self.kha = kha
+        for projection in PROJECTIONS:
+            setattr(self, f"knock_{projection}", self._knocking(projection))
+
+    def _knocking(self, projection: Projection) -> KnockingHeads | None:
+        if projection not in self.kha.variants:
+            return None
+        return KnockingHeads(
+            self.config,
+            self.kha,
+            projection,
+            layer_number=self.layer_number,
+            head_dim=self._head_dim(projection),
+            tp_group=self.tp_group,
+        )
+
+    def _head_dim(self, projection: Projection) -> int:
+        """Features of a head that are knocked."""
+        return self.hidden_size_per_attention_head
+
+    @property
+    def cache_elements_per_token(self) -> int:
+        """Numbers that decoding must keep of each token for this layer, on all ranks together."""
+        return 2 * self.kv_projection_size
+
+
+class KHASelfAttention(KnockedAttention, SelfAttention):
     """Self-attention whose heads knock on each other before the scaled dot product.
 
-    Takes and returns what Megatron's ``SelfAttention`` does (``[s, b, h]``). Adds one
-    :class:`KnockingHeads` for each knocked projection: ``knock_query``, ``knock_key`` and
-    ``knock_value``, or None.
+    Takes and returns what Megatron's ``SelfAttention`` does (``[s, b, h]``).
 
     Args:
         kha: what is knocked; ``KHAConfig()`` makes this Megatron's own layer.
@@ -43,25 +80,10 @@ class KHASelfAttention(SelfAttention):
     ) -> None:
         check_config(config, kha)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        self.kha = kha
-        self.knock_query = self._knocking("query")
-        self.knock_key = self._knocking("key")
-        self.knock_value = self._knocking("value")
+        self._add_knocking(kha)
         # Megatron splits and normalises in one method: the only door between the two is the norm's
         for knocking, norm in self._knocked_before_norm():
             norm.register_forward_pre_hook(knocking.before_norm)
-
-    def _knocking(self, projection: Projection) -> KnockingHeads | None:
-        if projection not in self.kha.variants:
-            return None
-        return KnockingHeads(
-            self.config,
-            self.kha,
-            projection,
-            layer_number=self.layer_number,
-            head_dim=self.hidden_size_per_attention_head,
-            tp_group=self.tp_group,
-        )
 
     def _knocked_before_norm(self) -> list[tuple[KnockingHeads, Any]]:
         pairs = ((self.knock_query, self.q_layernorm), (self.knock_key, self.k_layernorm))
@@ -106,12 +128,16 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
     Raises:
         ConfigError: see :class:`KHASelfAttention`.
     """
-    if config.multi_latent_attention:
-        check_latent_attention(kha)
-    check_layout(model_of(config), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
+    check_attention_kind(kha, multi_latent=config.multi_latent_attention)
+    check_layout(model_of(config, kha), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
-    if config.flash_decode and kha.variants:
+    if config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
+        raise ConfigError(
+            f"num_query_groups={config.num_query_groups} with multi-latent attention, each of "
+            f"whose {config.num_attention_heads} query heads has a key: leave it out"
+        )
+    if config.flash_decode and (kha.variants or kha.attention):
         raise ConfigError(
             f"flash_decode=True decodes in kernels that were never run with KHA on {kha}: "
             "remove --flash-decode, or use the baseline preset"

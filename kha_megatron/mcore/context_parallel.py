@@ -29,6 +29,9 @@ class GatheredDotProductAttention(DotProductAttention):
     this rank's queries against the whole sequence ``[b or 1, 1, s / cp, s]`` (True hides), or None
     for the causal one. Returns ``[s / cp, b, heads * D]``.
 
+    Latent attention has values of another width than keys, which upstream's cannot be told:
+    ``v_channels`` is that width, and ``k_channels`` is taken from the tensors.
+
     Raises:
         ConfigError: sliding windows, which Megatron's local softmax cannot place in a shard.
     """
@@ -38,6 +41,8 @@ class GatheredDotProductAttention(DotProductAttention):
         config: TransformerConfig,
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
         single = config
@@ -53,6 +58,8 @@ class GatheredDotProductAttention(DotProductAttention):
             single.masked_softmax_fusion = False  # the fused kernel takes no mask but its own
         super().__init__(single, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
         self.cp_group = getattr(pg_collection, "cp", None)
         if self.cp_group is None:
             self.cp_group = parallel_state.get_context_parallel_group()

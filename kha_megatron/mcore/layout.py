@@ -2,11 +2,12 @@
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from kha_megatron.layout import Layout, Model, moe_pattern
+from kha_megatron.config import KHAConfig
+from kha_megatron.layout import Layout, Model, latents, moe_pattern
 
 
-def model_of(config: TransformerConfig) -> Model:
-    """The sizes that ``config`` gives; it knows no vocabulary.
+def model_of(config: TransformerConfig, kha: KHAConfig) -> Model:
+    """The sizes that ``config`` and the kind of attention give; they know no vocabulary.
 
     A hybrid model's pattern of layers is not in ``config``, so its depth and dense width are left
     open; so is the depth under a custom pipeline layout, against which ``config`` has checked it.
@@ -30,6 +31,17 @@ def model_of(config: TransformerConfig) -> Model:
         qk_layernorm=config.qk_layernorm,
         attention_output_gate=config.attention_output_gate,
         norm_parameters=1 if config.normalization == "RMSNorm" else 2,
+        tied_keys=kha.attention == "gta",
+        latent_heads=kha.latent_heads if kha.attention == "gla" else 1,
+        latents=_latents(config) if latent else (),
+        latent_width=config.kv_lora_rank if latent else None,
+    )
+
+
+def _latents(config: TransformerConfig) -> tuple[tuple[str, int], ...]:
+    cut = config.transformer_impl != "transformer_engine" or config.mla_down_proj_fusion
+    return latents(
+        config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim, down_projections_cut=cut
     )
 
 

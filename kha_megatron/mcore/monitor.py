@@ -6,7 +6,7 @@ from megatron.core.transformer.attention import Attention
 
 from kha_megatron.config import PROJECTIONS, KHAConfig, Projection, Variant
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.attention import KHASelfAttention
+from kha_megatron.mcore.attention import KnockedAttention
 
 
 def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
@@ -26,8 +26,11 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
     """
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
-    attentions = [attention for attention in every if isinstance(attention, KHASelfAttention)]
-    wrong = sum(_built(attention) != kha.variants for attention in every)
+    attentions = [attention for attention in every if isinstance(attention, KnockedAttention)]
+    wrong = sum(
+        _built(attention) != kha.variants or getattr(attention, "kind", None) != kha.attention
+        for attention in every
+    )
     added = sum(
         p.numel() for a in attentions for n, p in a.named_parameters() if n.startswith("knock_")
     )
@@ -38,7 +41,7 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
     )
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, total, added, wrong = totals.tolist()
-    if wrong or (kha.variants and not total):
+    if wrong or ((kha.variants or kha.attention) and not total):
         raise ConfigError(
             f"{wrong} of {total} layers were built without the asked-for KHA on {kha}: another "
             "layer spec was used (check --spec and pre-wrap hooks)"

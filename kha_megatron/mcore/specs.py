@@ -20,15 +20,26 @@ with megatron_imports():
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.multi_latent_attention import (
+        FusedMLASelfAttention,
+        MLASelfAttention,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import BaseTransformerLayer, TransformerLayer
+    from megatron.core.transformer.transformer_layer import (
+        BaseTransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
     from megatron.core.utils import get_pg_rank
 
     from kha_megatron.mcore.attention import KHASelfAttention, check_config
     from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
+    from kha_megatron.mcore.gla import check_grouped, grouped
+    from kha_megatron.mcore.gta import KHAGroupedTiedAttention, check_tied, tied_layer
+    from kha_megatron.mcore.mla import KHAFusedMLASelfAttention, KHAMLASelfAttention
     from kha_megatron.mcore.norm import TorchNorm, accept_sequence_parallelism
     from kha_megatron.mcore.settings import named_config, publish
 
@@ -41,18 +52,27 @@ _LOCAL: dict[type, type] = {
 """Modules without Transformer Engine that refuse a parallelism, and those that accept it."""
 
 
+_LATENT: dict[type, type] = {
+    MLASelfAttention: KHAMLASelfAttention,
+    FusedMLASelfAttention: KHAFusedMLASelfAttention,
+}
+
+
 def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     """A copy of ``spec`` whose self-attention knocks.
 
-    Every ``SelfAttention`` becomes :class:`~kha_megatron.mcore.attention.KHASelfAttention`. Of the
-    local modules, the norm becomes one that sequence parallelism accepts and the core attention one
-    that context parallelism accepts. The rest, the experts and the backend's linear layers
-    included, stays as it was. ``spec`` is not changed.
+    Every ``SelfAttention`` becomes :class:`~kha_megatron.mcore.attention.KHASelfAttention` (or
+    :class:`~kha_megatron.mcore.gta.KHAGroupedTiedAttention`), every ``MLASelfAttention`` one of
+    :mod:`kha_megatron.mcore.mla`. Of the local modules, the norm becomes one that sequence
+    parallelism accepts and the core attention one that context parallelism and latent attention
+    accept. The rest, the experts and the backend's linear layers included, stays as it was.
+    ``spec`` is not changed.
 
     Raises:
-        ConfigError: there is no ``SelfAttention`` in it (MLA and linear attention have others).
+        ConfigError: there is no attention in it that can be as ``kha`` asks.
     """
     rewritten: dict[int, Any] = {}  # one object in the spec stays one object in the copy
+    alive: list[Any] = []  # what is known by its id must not go
     found = False
 
     def rewrite(node: Any) -> Any:
@@ -64,21 +84,34 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
         if not is_dataclass(node):
             return node
         if id(node) not in rewritten:
-            changed = {f.name: rewrite(getattr(node, f.name)) for f in fields(node) if f.init}
-            if isinstance(node, ModuleSpec) and node.module is SelfAttention:
+            whole = node
+            if isinstance(node, TransformerLayerSubmodules) and kha.attention == "gta":
+                whole = tied_layer(node)
+                alive.append(whole)
+            changed = {f.name: rewrite(getattr(whole, f.name)) for f in fields(whole) if f.init}
+            if isinstance(node, ModuleSpec) and (module := _knocked(node.module, kha)):
                 found = True
-                changed |= {"module": KHASelfAttention, "params": {**node.params, "kha": kha}}
-            rewritten[id(node)] = replace(node, **changed)
+                changed |= {"module": module, "params": {**node.params, "kha": kha}}
+                if kha.attention == "gla":
+                    changed["submodules"] = grouped(changed["submodules"], kha.latent_heads)
+            rewritten[id(node)] = replace(whole, **changed)
         return rewritten[id(node)]
 
     result = rewrite(spec)
     empty_stage = isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
     if not found and not empty_stage:
         raise ConfigError(
-            "no megatron.core SelfAttention in the layer spec to put KHA into: use a model with "
-            "MHA, MQA or GQA attention (not MLA, linear or experimental attention variants)"
+            f"no attention in the layer spec to put KHA on {kha} into: use a model with MHA, MQA, "
+            "GQA or multi-latent attention (not linear or experimental attention variants)"
         )
     return result
+
+
+def _knocked(module: Any, kha: KHAConfig) -> type | None:
+    """What takes the place of an attention; None for other modules, and where ``kha`` forbids."""
+    if module is SelfAttention and kha.attention != "gla":
+        return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
+    return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None
 
 
 def kha_layer_spec(
@@ -99,7 +132,9 @@ def kha_layer_spec(
     """
     transformer: TransformerConfig = getattr(config, "transformer", config)
     check_config(transformer, kha)
-    if kha.variants and transformer.mtp_num_layers:
+    if kha.attention is not None:
+        {"gta": check_tied, "gla": check_grouped}[kha.attention](transformer)
+    if (kha.variants or kha.attention) and transformer.mtp_num_layers:
         raise ConfigError(
             f"mtp_num_layers={transformer.mtp_num_layers}: Megatron builds its multi-token "
             "prediction layers without the layer spec, so they would train plain attention: "

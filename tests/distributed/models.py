@@ -6,13 +6,26 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.mcore.attention import KHASelfAttention
+from kha_megatron.mcore.attention import KnockedAttention
 from kha_megatron.mcore.specs import kha_layer_spec
 
 VOCAB, SEQUENCE, BATCH = 56, 12, 3
+
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+    "rope_type": "rope",
+}
+"""Sizes of multi-latent attention, all different; four ranks can divide them."""
 
 
 def transformer_config(**overrides: Any) -> TransformerConfig:
@@ -41,9 +54,14 @@ def transformer_config(**overrides: Any) -> TransformerConfig:
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
     }
+    settings |= overrides
+    build: type[TransformerConfig] = TransformerConfig
+    if settings.get("multi_latent_attention"):
+        build = MLATransformerConfig
+        settings = LATENT | settings | {"num_query_groups": None, "kv_channels": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return TransformerConfig(**settings | overrides)
+        return build(**settings)
 
 
 def initialize(seed: int = 7, **sizes: int) -> None:
@@ -63,6 +81,8 @@ def gpt_model(
     **overrides: Any,
 ) -> GPTModel:
     """A GPTModel; ``perturbed`` moves its shared matrices away from their initial value."""
+    if kha.attention == "gta":
+        overrides["rotary_percent"] = 0.5
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
@@ -82,7 +102,7 @@ def gpt_model(
 def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
     """Add noise to every shared matrix: at the identity, half of the gradients would vanish."""
     for module in model.modules():
-        if not isinstance(module, KHASelfAttention):
+        if not isinstance(module, KnockedAttention):
             continue
         for name, parameter in module.named_parameters():
             if name.startswith("knock_"):

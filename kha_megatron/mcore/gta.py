@@ -1,0 +1,216 @@
+"""Grouped-Tied Attention (GTA) with knocking heads (Zadouri et al. 2025, arXiv 2505.21487).
+
+A key/value head is one tied state of ``D`` features. All of it is the value; its first half is the
+half of the key without position. The other half of the key is one head of ``D / 2`` features that
+all groups share, and the only part of a key that the rotary embedding turns. KHA knocks the tied
+state, once, before it is used as either, so that a cache holds ``G D + D / 2`` numbers a token.
+
+The rotary half comes first, in keys, in queries and in the weights of their QK-norms, because that
+is the half that Megatron's partial rotary embedding (``--rotary-percent 0.5``) turns.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+)
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.mcore.attention import KHASelfAttention
+
+_FUSED_NORM = "input_layernorm."
+
+
+class RotaryKeyProjection(MegatronModule):
+    """The rotary half of all keys: ``[s, b, h]`` to ``[s, b, 1, D / 2]``.
+
+    Under sequence parallelism it takes this rank's part of the sequence and returns all of it. Its
+    weight ``[D / 2, h]`` is whole on every tensor-parallel rank, and so is its gradient: every rank
+    attends to this head with queries of its own, and the sum over ranks is taken inside autograd,
+    of the key where ranks see the same tokens, of the weight where they see different ones.
+    Nothing else may reduce it again (see :mod:`kha_megatron.mcore.knocking`).
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.tensor_model_parallel = False  # by which Megatron-FSDP sorts modules
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        if config.init_model_with_meta_device:
+            device = "meta"
+        shape = (config.kv_channels // 2, config.hidden_size)
+        self.weight = torch.nn.Parameter(
+            torch.empty(shape, dtype=config.params_dtype, device=device)
+        )
+        if config.perform_initialization:
+            # from the random state that tensor-parallel ranks share, like a router's weight
+            config.init_method(self.weight)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Project."""
+        if not self.config.sequence_parallel:
+            key = torch.nn.functional.linear(hidden_states, self.weight)
+            return copy_to_tensor_model_parallel_region(key, group=self.tp_group).unsqueeze(2)
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
+        key = torch.nn.functional.linear(hidden_states, weight)
+        return gather_from_sequence_parallel_region(key, group=self.tp_group).unsqueeze(2)
+
+
+class KHAGroupedTiedAttention(KHASelfAttention):
+    """Self-attention with tied keys and values, whose heads may knock.
+
+    Takes and returns what Megatron's ``SelfAttention`` does. ``linear_qkv`` is
+    ``[(H + G) * D, h]``: for each group its query heads, then its tied state. ``linear_k_rope`` is
+    ``[D / 2, h]``. ``knock_value`` holds the matrices of the tied state; there is no ``knock_key``.
+
+    Raises:
+        ConfigError: an option of ``config`` has no meaning here, or the model's rotary embedding is
+            not that of ``D / 2`` features.
+    """
+
+    kind = "gta"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *args: Any,
+        kha: KHAConfig,
+        **kwargs: Any,
+    ) -> None:
+        check_tied(config)
+        states = config.num_query_groups * config.kv_channels
+
+        def without_keys(inputs: int, outputs: int, **options: Any) -> torch.nn.Module:
+            return submodules.linear_qkv(inputs, outputs - states, **options)
+
+        tied = replace(submodules, linear_qkv=without_keys)
+        super().__init__(config, tied, layer_number, *args, kha=kha, **kwargs)
+        self.linear_qkv_out_dim -= states
+        self.linear_k_rope = RotaryKeyProjection(config, self.tp_group)
+
+    @property
+    def cache_elements_per_token(self) -> int:
+        """The tied states and the rotary head: ``512 + 64`` in the paper."""
+        return self.kv_projection_size + self.config.kv_channels // 2
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As ``SelfAttention.forward``; needs ``rotary_pos_emb`` of ``D / 2`` features."""
+        rotary = kwargs.get("rotary_pos_emb")
+        found = None if rotary is None else (rotary if torch.is_tensor(rotary) else rotary[0])
+        turned = 0 if found is None else found.shape[-1]
+        if turned != self.config.kv_channels // 2:
+            raise ConfigError(
+                f"attention=gta rotates half of {self.config.kv_channels} features, and the model's "
+                f"rotary embedding is of {turned}: give --position-embedding-type rope "
+                "--rotary-percent 0.5"
+            )
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]`` of this rank."""
+        query, tied, rotary = self.project(hidden_states)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)  # its hook knocks first
+        elif self.knock_query is not None:
+            query = self.knock_query(query)
+        return query, self.keys(tied, rotary), tied
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and what a cache holds: the knocked tied states and the rotary half of the keys.
+
+        Returns:
+            ``[s, b, heads, D]``, ``[s, b, groups, D]`` and ``[s, b, 1, D / 2]``, the first and last
+            before norm and rotary embedding.
+        """
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, rank = self.config.num_query_groups, self.tp_group.rank()
+        sharing = max(1, self.world_size // groups)  # ranks that attend to one tied state
+        if sharing > 1:  # a rank's rows are a piece of a group
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
+            mixed = mixed.chunk(groups, dim=-1)[rank // sharing]
+        heads = mixed.unflatten(
+            -1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head)
+        )
+        query = heads[..., :-1, :].flatten(2, 3)
+        tied = heads[..., -1, :]
+        if sharing > 1:
+            query = query.chunk(sharing, dim=2)[rank % sharing]
+        if self.knock_value is not None:
+            tied = self.knock_value(tied)
+        return query, tied, self.linear_k_rope(hidden_states)
+
+    def keys(self, tied: Tensor, rotary: Tensor) -> Tensor:
+        """Keys ``[s, b, groups, D]`` before the rotary embedding, from what a cache holds."""
+        half = rotary.shape[-1]
+        key = torch.cat([rotary.expand(-1, -1, tied.shape[2], -1), tied[..., :half]], dim=-1)
+        return key if self.k_layernorm is None else self.k_layernorm(key)
+
+
+def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """A layer whose input norm is a module of its own, for the two projections that follow it.
+
+    Transformer Engine fuses the norm with the one projection that stock attention has. Checkpoints
+    of both backends call the norm ``input_layernorm``.
+
+    Raises:
+        ConfigError: another backend, whose fused projection is not known here.
+    """
+    attention = layer.self_attention
+    renamed = dict(layer.sharded_state_dict_keys_map or {})
+    renamed.pop(_FUSED_NORM, None)
+    layer = replace(layer, sharded_state_dict_keys_map=renamed)
+    linear = attention.submodules.linear_qkv
+    if HAVE_TE and linear is TELayerNormColumnParallelLinear:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        submodules = replace(attention.submodules, linear_qkv=TEColumnParallelLinear)
+        attention = replace(attention, submodules=submodules)
+        norm = TESpecProvider().layer_norm(has_residual=True)
+        return replace(layer, input_layernorm=norm, self_attention=attention)
+    if linear not in (ColumnParallelLinear, TEColumnParallelLinear):
+        raise ConfigError(
+            f"attention=gta cannot take apart {getattr(linear, '__name__', linear)}: use "
+            "--transformer-impl transformer_engine or local"
+        )
+    return layer
+
+
+def check_tied(config: TransformerConfig) -> None:
+    """Refuse what has no meaning for tied keys and values.
+
+    Raises:
+        ConfigError: naming the option and what to do.
+    """
+    for option, flag in (
+        ("attention_output_gate", "--attention-output-gate"),
+        ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
+        ("add_qkv_bias", "--add-qkv-bias"),
+        ("qk_clip", "--qk-clip"),
+        ("no_rope_freq", "--no-rope-freq"),
+    ):
+        if getattr(config, option, None):
+            raise ConfigError(f"attention=gta has no {option}: remove {flag}")

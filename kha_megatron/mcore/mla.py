@@ -1,0 +1,159 @@
+"""Megatron's multi-latent attention (MLA) with knocking heads, and what GLA shares with it.
+
+Knocked are the parts without position of queries and keys, and the values, right after the
+up-projections that make them from the latents. So the rotary embedding (fused or not), recomputing
+and Megatron's handling of packed sequences see knocked tensors. The matrices are linear: at
+inference they fold into the up-projections, and what is cached stays the latent.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import (
+    FusedMLASelfAttention,
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from kha_megatron.config import AttentionKind, KHAConfig, Projection
+from kha_megatron.errors import ConfigError
+from kha_megatron.mcore.attention import KnockedAttention, check_config
+from kha_megatron.mcore.gla import LatentUpProjection
+from kha_megatron.ops import fold
+
+_Hooked = tuple[Tensor, Tensor | None]
+
+
+class _KnockedLatentAttention(KnockedAttention):
+    """Mixed into both of Megatron's classes for MLA.
+
+    ``knock_query`` and ``knock_key`` hold ``[1, qk_head_dim, qk_head_dim]``, ``knock_value``
+    ``[1, v_head_dim, v_head_dim]``. Takes and returns what ``MLASelfAttention`` does.
+
+    Args:
+        kha: what is knocked; with ``attention="gla"`` the spec has other submodules
+            (:mod:`kha_megatron.mcore.gla`).
+
+    Raises:
+        ConfigError: a variant that does not fold away, or sizes that cannot be divided.
+    """
+
+    config: MLATransformerConfig
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        *args: Any,
+        kha: KHAConfig,
+        **kwargs: Any,
+    ) -> None:
+        check_config(config, kha)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self._add_knocking(kha)
+        query_up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        if self.knock_query is not None:
+            query_up.register_forward_hook(self._knock_query_heads)
+        if self.knock_key is not None or self.knock_value is not None:
+            self.linear_kv_up_proj.register_forward_hook(self._knock_key_value_heads)
+        self._count_query_norm_once()
+
+    @property
+    def kind(self) -> AttentionKind | None:
+        """``gla`` where the up-projection is that of several latent heads."""
+        return "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
+
+    @property
+    def cache_elements_per_token(self) -> int:
+        """The latent and the rotary key, which all heads share (``512 + 64`` in the paper)."""
+        return self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+
+    def _head_dim(self, projection: Projection) -> int:
+        return self.config.v_head_dim if projection == "value" else self.config.qk_head_dim
+
+    def _knock_query_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
+        nope, position = self._heads(output[0]).split(
+            [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
+        )
+        return torch.cat([self.knock_query(nope), position], dim=-1).flatten(-2), output[1]
+
+    def _knock_key_value_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
+        key, value = self._heads(output[0]).split(
+            [self.config.qk_head_dim, self.config.v_head_dim], dim=-1
+        )
+        key = key if self.knock_key is None else self.knock_key(key)
+        value = value if self.knock_value is None else self.knock_value(value)
+        return torch.cat([key, value], dim=-1).flatten(-2), output[1]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Megatron's, with the gradient of the rotary key summed over tensor-parallel ranks.
+
+        All heads share this key, so each rank's gradient of it is a partial sum. Megatron-Core 0.19
+        completes it only where sequence parallelism gathers the key, and takes it for the whole
+        elsewhere: replicas of the down-projection, and everything below, would drift apart.
+        """
+        query, latent = super()._qkv_down_projection(hidden_states)
+        if self.tp_group.size() == 1:
+            return query, latent
+        rank, position = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
+        if latent.size(-1) != rank + position:
+            latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
+            if self.config.sequence_parallel:
+                latent = scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+        if self.config.sequence_parallel:
+            return query, latent  # what Megatron does next completes the sum
+        latent, key = latent.split([rank, position], dim=-1)
+        key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
+        return query, torch.cat([latent, key], dim=-1)
+
+    def _count_query_norm_once(self) -> None:
+        """Keep the gradient of a separate norm of the query latent as it is.
+
+        Megatron sums gradients by the name ``q_layernorm``, because a QK-norm sees its rank's heads
+        only. This one sees the latent of all heads: without sequence parallelism its gradient is
+        complete on every rank, and the sum would be as many times too large.
+        """
+        norm = getattr(self, "q_layernorm", None)
+        if norm is not None and not self.config.sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.average_gradients_across_tp_domain = True
+
+    def prepare_for_absorption(self) -> None:
+        """Fold the matrices of keys and values into the up-projection that Megatron absorbs.
+
+        Megatron then splits this projection and deletes it (inference with cached latents only).
+        Queries are still knocked where they are made.
+        """
+        if isinstance(getattr(self, "linear_kv_up_proj", None), LatentUpProjection):
+            raise ConfigError(
+                "cache_mla_latents absorbs the one latent head of MLA, and this is GLA: remove "
+                "--cache-mla-latents"
+            )
+        if not hasattr(self, "up_k_weight"):
+            nope, value = self.config.qk_head_dim, self.config.v_head_dim
+            weight = self.linear_kv_up_proj.weight
+            with torch.no_grad():
+                for knocking, start in ((self.knock_key, 0), (self.knock_value, nope)):
+                    if knocking is not None:
+                        folded = fold(weight, knocking.weight, head_rows=nope + value, start=start)
+                        weight.copy_(folded)
+        super().prepare_for_absorption()
+
+
+class KHAMLASelfAttention(_KnockedLatentAttention, MLASelfAttention):
+    """``MLASelfAttention`` whose heads knock."""
+
+
+class KHAFusedMLASelfAttention(_KnockedLatentAttention, FusedMLASelfAttention):
+    """``FusedMLASelfAttention`` (``mla_down_proj_fusion``) whose heads knock."""
