@@ -40,6 +40,17 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
 }
 
+FOLDABLE = {"query": "linear", "key": "linear", "value": "linear"}
+LATENT = {"num_layers": 2, "multi_latent_attention": True}
+FAMILY = {
+    "mla": (LATENT, KHAConfig(**FOLDABLE)),
+    "gla": (LATENT, KHAConfig(attention="gla", **FOLDABLE)),
+    "gta": (
+        {"num_layers": 2, "kv_channels": 8},
+        KHAConfig(attention="gta", query="linear", value="mlp"),
+    ),
+}
+
 TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 ONE = (1, {})
 TWO_REPLICAS = (2, {})
@@ -58,8 +69,8 @@ def train_and_save(folder, layout, model, zero, kha=KHA):
     return training.go_on(folder)
 
 
-def load_and_go_on(source, folder, layout, model, zero):
-    training = Training(layout, model, zero, KHA, seed=99)
+def load_and_go_on(source, folder, layout, model, zero, kha=KHA):
+    training = Training(layout, model, zero, kha, seed=99)
     training.load(f"{source}/state")
     return training.go_on(folder)
 
@@ -135,10 +146,38 @@ def test_another_layout_goes_on_alike(run, trained, tmp_path, before, after, exp
     source, expected = trained(before, experts, zero)
     model = EXPERTS if experts else DENSE
     results = run(load_and_go_on, after[0], str(source), str(tmp_path), after[1], model, zero)
+    _check_alike(source, tmp_path, expected, results)
 
+
+@pytest.mark.parametrize("after", [ONE, (4, {TP: 4})], ids=["TP1", "TP4"])
+@pytest.mark.parametrize("kind", FAMILY)
+def test_another_layout_of_another_attention_goes_on_alike(
+    run, family_trained, tmp_path, kind, after
+):
+    source, expected = family_trained(kind)
+    model, kha = FAMILY[kind]
+    results = run(load_and_go_on, after[0], str(source), str(tmp_path), after[1], model, True, kha)
+    _check_alike(source, tmp_path, expected, results, len(kha.variants))
+
+
+@pytest.fixture(scope="module")
+def family_trained(run, tmp_path_factory):
+    """Three steps with TP2 of each attention that has a layer of its own, saved."""
+
+    @functools.cache
+    def train(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        model, kha = FAMILY[kind]
+        return folder, run(train_and_save, 2, str(folder), {TP: 2}, model, True, kha)
+
+    return train
+
+
+def _check_alike(source, tmp_path, expected, results, knocked=3):
     one, two = contents(source / "state"), contents(tmp_path / "state")
     assert one[0].keys() == two[0].keys()
-    assert len([key for key in one[0] if ".exp_avg_sq." in key and ".knock_" in key]) >= 3
+    moments = [key for key in one[0] if ".exp_avg_sq." in key and ".knock_" in key]
+    assert len(moments) >= knocked
     for key, tensor in one[0].items():
         assert torch.equal(tensor, two[0][key]), key
     assert set(_steps(one[1]["optimizer"])) == set(_steps(two[1]["optimizer"])) == {3}
