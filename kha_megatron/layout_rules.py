@@ -80,8 +80,8 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
 def _check_tied_keys(model: Model) -> None:
     if model.tied_keys and model.kv_channels % 4:
         raise ConfigError(
-            f"--kv-channels {model.kv_channels}: in grouped-tied attention half of a key is rotated "
-            f"in pairs of features: use {_multiples(model.kv_channels, 4)}"
+            f"--kv-channels {model.kv_channels}: grouped-tied attention rotates half of a key, in "
+            f"pairs of features: use {_multiples(model.kv_channels, 4)}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron.config import PRESETS, KHAConfig
+from kha_megatron.config import PRESETS, KHAConfig, check_attention_kind
 from kha_megatron.errors import ConfigError
 
 
@@ -18,6 +18,36 @@ def test_the_papers_parameter_count():
     assert KHAConfig.from_preset("kha_linear").parameters_per_layer(128) == 3 * 128**2
     assert KHAConfig.from_preset("kha_mlp").parameters_per_layer(128) == 3 * 128**2
     assert KHAConfig().parameters_per_layer(128) == 0
+
+
+def test_parameters_of_latent_attention_follow_both_widths():
+    kha = KHAConfig.from_preset("kha_linear")
+    assert kha.parameters_per_layer(128, 96) == 2 * 128**2 + 96**2
+    assert kha.forward_flops_per_token(6, 8, 8, value_dim=5) == 2 * 8 * (2 * 6**2 + 5**2)
+    assert kha.saved_elements_per_token(6, 8, 8, value_dim=5) == 8 * (6 + 6 + 5)
+
+
+def test_the_kind_of_attention_goes_round_and_into_the_log():
+    kha = KHAConfig(attention="gla", latent_heads=4, value="linear")
+    assert KHAConfig.from_dict(kha.to_dict()) == kha
+    entries = {f"kha_{name}": value for name, value in kha.to_dict().items()}
+    assert KHAConfig.from_entries(entries) == kha
+    assert str(kha) == "value=linear in gla of 4"
+    assert str(KHAConfig(attention="gta")) == "nothing (baseline) in gta"
+
+
+@pytest.mark.parametrize(
+    ("kha", "latent", "words"),
+    [
+        (KHAConfig(attention="gta"), True, "attention=gta and --multi-latent-attention"),
+        (KHAConfig(attention="gla"), False, "add --multi-latent-attention"),
+        (KHAConfig(value="mlp"), True, "value=mlp on multi-latent attention: MLA never forms"),
+    ],
+)
+def test_a_kind_that_megatrons_flags_contradict_is_refused(kha, latent, words):
+    with pytest.raises(ConfigError, match=words):
+        check_attention_kind(kha, multi_latent=latent)
+    check_attention_kind(KHAConfig(query="linear"), multi_latent=latent)
 
 
 @pytest.mark.parametrize("preset", ["kha_linear", "kha_mlp"])
@@ -52,6 +82,11 @@ def test_megatrons_arguments_name_a_preset_by_its_spec():
         (lambda: KHAConfig(value="mpl"), ["'mpl'", "linear, mlp, gate"]),
         (lambda: KHAConfig(value="none"), ["write None"]),
         (lambda: KHAConfig(init="zeros"), ["'zeros'", "identity, random"]),
+        (lambda: KHAConfig(attention="mla"), ["'mla'", "gta, gla"]),
+        (lambda: KHAConfig(attention="gta", key="linear"), ["key=linear", "value=", "leave key"]),
+        (lambda: KHAConfig(attention="gla", value="mlp"), ["value=mlp", "use linear"]),
+        (lambda: KHAConfig(latent_heads=4), ["latent_heads=4", "attention=gla"]),
+        (lambda: KHAConfig(attention="gla", latent_heads=0), ["latent_heads 0", "1 or more"]),
         (lambda: KHAConfig.from_preset("kha"), ["'kha'", "kha_mlp"]),
         (lambda: KHAConfig.from_dict({"values": "mlp"}), ["values", "another version"]),
     ],

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout import Batch, Layout, Model
+from kha_megatron.layout import Batch, Layout, Model, latents
 from kha_megatron.layout_rules import check_head_layout, check_layout
 
 DENSE = Model(
@@ -16,6 +16,14 @@ DENSE = Model(
     kv_channels=16,
     ffn_hidden_size=192,
 )
+TIED = replace(DENSE, tied_keys=True)
+LATENT = replace(
+    DENSE,
+    num_query_groups=8,
+    latents=latents(24, 20, 4, down_projections_cut=True),
+    latent_width=20,
+)
+GROUPED = replace(LATENT, latents=(), latent_heads=4)
 EXPERTS = replace(DENSE, num_experts=12, moe_ffn_hidden_size=80)
 BATCH = Batch(seq_length=96, micro_batch_size=3, global_batch_size=48)
 
@@ -204,3 +212,51 @@ def test_fp8_takes_what_fits():
 def test_layers_of_each_virtual_stage(sizes, layers, expected):
     expected = expected or [[1, 2, 2, 2], [2, 2, 2, 1]]
     assert layout(**sizes).chunk_layers(layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"), [(TIED, 1), (TIED, 8), (LATENT, 8), (GROUPED, 2), (GROUPED, 8)]
+)
+def test_legal_layouts_of_the_attention_family(model, tp):
+    check_layout(model, layout(tp=tp))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "words"),
+    [
+        (replace(TIED, kv_channels=6), 1, ["--kv-channels 6", "use 4 or 8"]),
+        # 8 query heads and 2 tied states of 4 features are 40 rows
+        (replace(TIED, kv_channels=4), 16, ["8 query heads", "16 tensor-parallel ranks"]),
+        (replace(LATENT, latents=(("--q-lora-rank", 18),)), 4, ["--q-lora-rank 18", "16 or 20"]),
+        (
+            replace(LATENT, latents=latents(None, 20, 2, down_projections_cut=True)),
+            4,
+            ["--kv-lora-rank plus --qk-pos-emb-head-dim 22", "20 or 24"],
+        ),
+        (replace(GROUPED, latent_heads=3), 1, ["--kv-lora-rank 20", "3 latent heads", "18 or 21"]),
+        (
+            replace(GROUPED, latent_heads=3, latent_width=21, num_attention_heads=8),
+            1,
+            ["--num-attention-heads 8", "3 latent heads", "2 or 4 heads"],
+        ),
+        (
+            replace(
+                GROUPED,
+                num_attention_heads=12,
+                num_query_groups=12,
+                latent_heads=3,
+                latent_width=21,
+            ),
+            2,
+            ["3 latent heads neither divide 2", "[1, 3, 6, 12]"],
+        ),
+    ],
+)
+def test_illegal_layouts_of_the_attention_family(model, tp, words):
+    with pytest.raises(ConfigError) as caught:
+        check_layout(model, layout(tp=tp))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_transformer_engine_has_whole_down_projections():
+    assert latents(24, 20, 4, down_projections_cut=False) == ()

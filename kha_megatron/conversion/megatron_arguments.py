@@ -21,6 +21,7 @@ REPRESENTED: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "layernorm_zero_centered_gamma": (False, None),
     "qk_l2_norm": (False, None),
+    "kha_attention": (None,),
     "attention_output_gate": (False, None),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),

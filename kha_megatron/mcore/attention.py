@@ -10,10 +10,16 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import PROJECTIONS, AttentionKind, KHAConfig, Projection
-from kha_megatron.config import check_attention_kind
+from kha_megatron.config import (
+    PROJECTIONS,
+    AttentionKind,
+    KHAConfig,
+    Projection,
+    check_attention_kind,
+)
 from kha_megatron.errors import ConfigError
 from kha_megatron.layout_rules import check_layout
+from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 
@@ -129,6 +135,8 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
         ConfigError: see :class:`KHASelfAttention`.
     """
     check_attention_kind(kha, multi_latent=config.multi_latent_attention)
+    if kha.attention or config.multi_latent_attention:
+        check_family_version()
     check_layout(model_of(config, kha), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)

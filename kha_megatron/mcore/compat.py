@@ -2,7 +2,8 @@
 
 The only file with version-dependent code. The plug-in (all of ``mcore``) is tested with every
 version from :data:`OLDEST` to :data:`NEWEST`; what stands on Megatron's training package (our entry
-point, verification) needs :data:`TRAINING`, hybrid models :data:`HYBRID`.
+point, verification) needs :data:`TRAINING`, hybrid models :data:`HYBRID`, MLA, GLA and GTA
+:data:`FAMILY`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from kha_megatron.errors import VersionError
 from kha_megatron.mcore.symbols import PLUG_IN, TRAINING_PACKAGE, Symbols, missing_symbols
 from kha_megatron.patching import megatron_version
 
-OLDEST, NEWEST, TRAINING, HYBRID = (0, 17), (0, 19), (0, 19), (0, 18)
+OLDEST, NEWEST, TRAINING, HYBRID, FAMILY = (0, 17), (0, 19), (0, 19), (0, 18), (0, 19)
 
 
 def installed_version() -> str:
@@ -81,6 +82,20 @@ def check_version() -> str:
             stacklevel=2,
         )
     return found
+
+
+def check_family_version() -> None:
+    """Refuse MLA, GLA and GTA where the Megatron classes that they stand on were never tried.
+
+    Raises:
+        VersionError: the installed version is older than :data:`FAMILY`.
+    """
+    found = check_version()
+    if release(found) < FAMILY:
+        raise VersionError(
+            f"KHA in multi-latent, grouped-latent and grouped-tied attention needs megatron-core "
+            f"{_dotted(FAMILY)}, and this is {found}: `{install(FAMILY)}`"
+        )
 
 
 def check_training_version() -> str:

@@ -118,8 +118,8 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         turned = 0 if found is None else found.shape[-1]
         if turned != self.config.kv_channels // 2:
             raise ConfigError(
-                f"attention=gta rotates half of {self.config.kv_channels} features, and the model's "
-                f"rotary embedding is of {turned}: give --position-embedding-type rope "
+                f"attention=gta rotates half of {self.config.kv_channels} features, and the rotary "
+                f"embedding of the model is of {turned}: give --position-embedding-type rope "
                 "--rotary-percent 0.5"
             )
         return super().forward(hidden_states, *args, **kwargs)

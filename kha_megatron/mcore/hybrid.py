@@ -140,6 +140,11 @@ def check_pattern(
         raise ConfigError(
             f"{where} has MoE layers ({Symbols.MOE}): give --num-experts, or use {Symbols.MLP}"
         )
+    if kha.attention:
+        raise ConfigError(
+            f"{where}: attention={kha.attention} is not available in hybrid models: use a GPT "
+            "model, or leave it out"
+        )
     if any(symbol in pattern for symbol in _LATENT):
         check_latent_attention(kha)
         raise ConfigError(

@@ -41,7 +41,10 @@ def model_of(config: TransformerConfig, kha: KHAConfig) -> Model:
 def _latents(config: TransformerConfig) -> tuple[tuple[str, int], ...]:
     cut = config.transformer_impl != "transformer_engine" or config.mla_down_proj_fusion
     return latents(
-        config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim, down_projections_cut=cut
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        config.qk_pos_emb_head_dim,
+        down_projections_cut=cut,
     )
 
 

@@ -7,8 +7,8 @@ file that holds one::
     KHA_CONFIG='{"value": "mlp", "init_seed": 5}' ... --spec kha_megatron.mcore.specs kha
     KHA_CONFIG=/shared/kha.json ...                   --spec kha_megatron.mcore.specs kha_mlp
 
-The spec ``kha`` takes all of it. A preset's name takes ``init`` and ``init_seed``, and refuses
-variants that contradict it.
+The spec ``kha`` takes all of it. A preset's name takes the rest (``init``, ``init_seed``,
+``attention``, ``latent_heads``), and refuses variants that contradict it.
 """
 
 import functools

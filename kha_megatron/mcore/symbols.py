@@ -15,6 +15,10 @@ PLUG_IN: Symbols = MappingProxyType(
     {
         "megatron.core.dist_checkpointing:LocalNonpersistentObject": (),
         "megatron.core.distributed:finalize_model_grads": ("model", "num_tokens"),
+        "megatron.core.extensions.transformer_engine:HAVE_TE": (),
+        "megatron.core.extensions.transformer_engine:TEColumnParallelLinear": (),
+        "megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear": (),
+        "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider": (),
         "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec": (
             "config",
             "use_transformer_engine",
@@ -26,8 +30,18 @@ PLUG_IN: Symbols = MappingProxyType(
         "megatron.core:mpu.get_pipeline_model_parallel_group": (),
         "megatron.core:parallel_state.get_context_parallel_group": (),
         "megatron.core.process_groups_config:ProcessGroupCollection": (),
+        "megatron.core.tensor_parallel.mappings:all_gather_last_dim_from_tensor_parallel_region": (
+            "group",
+        ),
+        "megatron.core.tensor_parallel:ColumnParallelLinear": (
+            "input_size",
+            "output_size",
+            "tp_group",
+        ),
         "megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region": ("group",),
         "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": ("group",),
+        "megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region": ("group",),
+        "megatron.core.tensor_parallel:scatter_to_sequence_parallel_region": ("group",),
         "megatron.core.transformer:transformer_block.LayerNormImpl": (),
         "megatron.core.transformer.attention:Attention": (),
         "megatron.core.transformer.attention:SelfAttention": (
@@ -47,11 +61,20 @@ PLUG_IN: Symbols = MappingProxyType(
             "pg_collection",
         ),
         "megatron.core.transformer.enums:AttnMaskType": (),
+        "megatron.core.transformer.identity_op:IdentityOp": (),
         "megatron.core.transformer.module:MegatronModule": ("config",),
+        "megatron.core.transformer.multi_latent_attention:FusedMLASelfAttention": (),
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention": (
+            "config",
+            "submodules",
+            "layer_number",
+        ),
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttentionSubmodules": (),
         "megatron.core.transformer.spec_utils:ModuleSpec": ("module", "params", "submodules"),
         "megatron.core.transformer.spec_utils:build_module": ("spec_or_module",),
         "megatron.core.transformer.torch_norm:WrappedTorchNorm": ("config", "hidden_size", "eps"),
         "megatron.core.transformer.transformer_block:TransformerBlockSubmodules": ("layer_specs",),
+        "megatron.core.transformer.transformer_config:MLATransformerConfig": (),
         "megatron.core.transformer.transformer_config:TransformerConfig": (
             "fused_single_qkv_rope",
             "init_method_std",
@@ -70,6 +93,7 @@ PLUG_IN: Symbols = MappingProxyType(
             "use_cpu_initialization",
         ),
         "megatron.core.transformer.transformer_layer:BaseTransformerLayer": (),
+        "megatron.core.transformer.transformer_layer:TransformerLayerSubmodules": (),
         "megatron.core.transformer.transformer_layer:TransformerLayer": (
             "config",
             "submodules",

@@ -5,11 +5,13 @@ import os
 
 from kha_megatron import cpu
 from kha_megatron.config import (
+    ATTENTIONS,
     CONFIG_VARIABLE,
     INITS,
     MATRICES,
     PRESETS,
     KHAConfig,
+    check_attention_kind,
     parse_variant,
 )
 from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
@@ -81,6 +83,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             metavar="VARIANT",
             help=f"{', '.join(MATRICES)} or none on the {projection} heads; overrides the preset.",
         )
+    group.add_argument(
+        "--kha-attention",
+        choices=ATTENTIONS,
+        help="gta: grouped-tied attention, with --rotary-percent 0.5; --kha-value then knocks the "
+        "tied state. gla: grouped latent attention, with --multi-latent-attention. Without it, "
+        "what Megatron's own arguments ask for.",
+    )
+    group.add_argument(
+        "--kha-latent-heads",
+        type=int,
+        default=KHAConfig.latent_heads,
+        help="Heads of the latent in gla.",
+    )
     group.add_argument(
         "--kha-init",
         choices=INITS,
@@ -159,8 +174,30 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
             f"{', '.join(PRESETS)}) or --kha-query, --kha-key, --kha-value"
         )
     return KHAConfig.from_preset(
-        args.kha_preset or "baseline", **given, init=args.kha_init, init_seed=args.kha_init_seed
+        args.kha_preset or "baseline",
+        **given,
+        init=args.kha_init,
+        init_seed=args.kha_init_seed,
+        attention=args.kha_attention,
+        latent_heads=args.kha_latent_heads,
     )
+
+
+def check_attention(args: argparse.Namespace, kha: KHAConfig) -> None:
+    """Refuse a kind of attention that Megatron's arguments contradict.
+
+    Raises:
+        ConfigError: naming the arguments to change.
+    """
+    check_attention_kind(kha, multi_latent=bool(args.multi_latent_attention))
+    if kha.attention != "gta":
+        return
+    if args.position_embedding_type != "rope" or args.rotary_percent != 0.5:
+        raise ConfigError(
+            f"--kha-attention gta rotates half of a head, and --position-embedding-type is "
+            f"{args.position_embedding_type} with --rotary-percent {args.rotary_percent}: give "
+            "--position-embedding-type rope --rotary-percent 0.5"
+        )
 
 
 def check_args(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ Defaults that Megatron fills in later are filled in here the same way.
 import argparse
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout import Batch, Layout, Model, moe_pattern
+from kha_megatron.layout import Batch, Layout, Model, latents, moe_pattern
 from kha_megatron.layout_rules import check_layout
 
 
@@ -55,6 +55,17 @@ def _model(args: argparse.Namespace) -> Model:
         vocab_size=padded,
         vocab_padding=0 if padded else args.make_vocab_size_divisible_by,
         attention_output_gate=args.attention_output_gate,
+        tied_keys=args.kha_attention == "gta",
+        latents=_latents(args) if args.multi_latent_attention else (),
+        latent_width=args.kv_lora_rank if args.multi_latent_attention else None,
+        latent_heads=args.kha_latent_heads if args.kha_attention == "gla" else 1,
+    )
+
+
+def _latents(args: argparse.Namespace) -> tuple[tuple[str, int], ...]:
+    cut = args.transformer_impl != "transformer_engine" or args.mla_down_proj_fusion
+    return latents(
+        args.q_lora_rank, args.kv_lora_rank, args.qk_pos_emb_head_dim, down_projections_cut=cut
     )
 
 

@@ -34,14 +34,19 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron import cpu
-from kha_megatron.config import KHAConfig, check_latent_attention
+from kha_megatron.config import KHAConfig
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.hybrid import check_pattern
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.monitor import describe_model
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
-from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
+from kha_megatron.training.arguments import (
+    add_kha_arguments,
+    check_args,
+    check_attention,
+    kha_from_args,
+)
 from kha_megatron.training.recovery import failures_explained, repair_tracker
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from kha_megatron.training.upcycle import checkpoint_to_upcycle
@@ -72,8 +77,7 @@ def run(program_start: float) -> None:
     check_saving(early)
     repair_tracker(early)
     kha = restored_kha(early) or kha_from_args(early)
-    if early.multi_latent_attention:
-        check_latent_attention(kha)
+    check_attention(early, kha)
     if pattern := early.hybrid_layer_pattern or early.hybrid_override_pattern:
         check_pattern(
             pattern,

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kha_megatron import cpu
 from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
@@ -105,14 +106,19 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         return
     stored, shapes = _stored(path)
     saved = stored or KHAConfig()
-    if saved.variants != kha.variants:
+    if _made(saved) != _made(kha):
         remedy = "resume with the same --kha-* arguments, or start without --load"
-        if not saved.variants:
+        if not saved.variants and saved.attention == kha.attention:
             remedy += ", or start a new run from it with --kha-upcycle"
         raise CheckpointError(
             f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
             f"{_differences(shapes, kha)}: {remedy}"
         )
+
+
+def _made(kha: KHAConfig) -> tuple[Any, ...]:
+    """What of a configuration gives the model its tensors."""
+    return kha.variants, kha.attention, kha.latent_heads
 
 
 def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]]]:

@@ -9,7 +9,11 @@ from typing import Any
 
 from kha_megatron.config import PROJECTIONS, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.training.arguments import add_model_arguments, kha_from_args
+from kha_megatron.training.arguments import (
+    add_model_arguments,
+    check_attention,
+    kha_from_args,
+)
 
 SPEC = ["kha_megatron.training.stock", "layer_spec"]
 """What ``--spec`` would say to choose :func:`layer_spec`."""
@@ -47,6 +51,7 @@ def use_arguments(args: argparse.Namespace) -> None:
             "HybridModel: remove one, or name a hybrid stack with --spec"
         )
     kha = kha_from_args(args)
+    check_attention(args, kha)
     for projection in PROJECTIONS:
         setattr(args, f"kha_{projection}", getattr(kha, projection))
     args.spec = SPEC
@@ -79,23 +84,32 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
     """FLOPs that KHA adds to one attention layer (``KHAConfig.forward_flops_per_token``)."""
-    return _kha(args).forward_flops_per_token(args.kv_channels, *_heads(args))
+    head_dim, value_dim = _dims(args)
+    return _kha(args).forward_flops_per_token(head_dim, *_heads(args), value_dim)
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
     """Parameters that KHA adds to one attention layer, replicated on tensor-parallel ranks."""
-    return _kha(args).parameters_per_layer(args.kv_channels)
+    return _kha(args).parameters_per_layer(*_dims(args))
 
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activations that KHA keeps in one layer of one rank for one microbatch, in 16-bit numbers."""
     heads = [max(1, n // args.tensor_model_parallel_size) for n in _heads(args)]
-    elements = _kha(args).saved_elements_per_token(args.kv_channels, *heads)
+    head_dim, value_dim = _dims(args)
+    elements = _kha(args).saved_elements_per_token(head_dim, *heads, value_dim)
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
     return KHAConfig.from_entries(vars(args)) or KHAConfig()
+
+
+def _dims(args: argparse.Namespace) -> tuple[int, int]:
+    """Knocked features of a query or key head, and of a value head."""
+    if args.multi_latent_attention:
+        return args.qk_head_dim, args.v_head_dim
+    return args.kv_channels, args.kv_channels
 
 
 def _heads(args: argparse.Namespace) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def gpt_model(
     **overrides: Any,
 ) -> GPTModel:
     """A GPTModel; ``perturbed`` moves its shared matrices away from their initial value."""
-    if kha.attention == "gta":
+    if kha is not None and kha.attention == "gta":
         overrides["rotary_percent"] = 0.5
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

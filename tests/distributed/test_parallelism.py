@@ -35,8 +35,10 @@ EVERY_PLACE = tuple(KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS)
 
 FOLDABLE = KHAConfig(query="linear", key="linear", value="linear")
 """All that latent attention takes."""
-MLA, GLA, GTA = FOLDABLE, replace(FOLDABLE, attention="gla"), KHAConfig(
-    attention="gta", query="gate", value="mlp"
+MLA, GLA, GTA = (
+    FOLDABLE,
+    replace(FOLDABLE, attention="gla"),
+    KHAConfig(attention="gta", query="gate", value="mlp"),
 )
 LATENT = {"multi_latent_attention": True}
 TIED = {"kv_channels": 8}

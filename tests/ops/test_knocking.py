@@ -62,6 +62,92 @@ def test_folding_equals_knocking(dtype):
     torch.testing.assert_close(folded, knock(projected, t, "linear").flatten(-2))
 
 
+NOPE, ROTARY, VALUE, RANK, HIDDEN = 6, 4, 5, 11, 13
+
+
+def latent_layer():
+    """Weights of an MLA layer and its matrices, in float64."""
+    torch.manual_seed(3)
+    shapes = {
+        "w_query": (HIDDEN, HEADS * (NOPE + ROTARY)),
+        "w_latent": (HIDDEN, RANK),
+        "w_key": (RANK, HEADS * NOPE),
+        "w_value": (RANK, HEADS * VALUE),
+        "w_rotary": (HIDDEN, ROTARY),
+        "w_output": (HEADS * VALUE, HIDDEN),
+    }
+    weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    weights["kv_norm"] = 1 + 0.3 * torch.randn(RANK, dtype=torch.float64)
+    sizes = {"query": NOPE, "key": NOPE, "value": VALUE}
+    matrices = {
+        p: torch.eye(n, dtype=torch.float64) + 0.3 * torch.randn(1, n, n, dtype=torch.float64)
+        for p, n in sizes.items()
+    }
+    return weights, matrices
+
+
+def fold_latent(weights, matrices):
+    """The same layer with its matrices folded into the up-projections."""
+    heads = [weights[name].T.unflatten(0, (HEADS, -1)) for name in ("w_key", "w_value")]
+    up = torch.cat(heads, dim=1).flatten(0, 1)  # as Megatron and Hugging Face store it
+    rows = NOPE + VALUE
+    up = fold(up, matrices["key"], head_rows=rows)
+    up = fold(up, matrices["value"], head_rows=rows, start=NOPE).unflatten(0, (HEADS, -1))
+    query = fold(weights["w_query"].T.contiguous(), matrices["query"], head_rows=NOPE + ROTARY)
+    folded = {
+        "w_query": query.T,
+        "w_key": up[:, :NOPE].flatten(0, 1).T,
+        "w_value": up[:, NOPE:].flatten(0, 1).T,
+    }
+    return weights | folded
+
+
+def test_folding_into_latent_attention_is_exact():
+    weights, matrices = latent_layer()
+    hidden = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64)
+    knocked = KHAConfig(query="linear", key="linear", value="linear")
+    sizes = {"heads": HEADS, "rotary_base": 10000.0}
+    want = reference.latent_attention(hidden, **weights, kha=knocked, matrices=matrices, **sizes)
+    folded = fold_latent(weights, matrices)
+    got = reference.latent_attention(hidden, **folded, kha=KHAConfig(), matrices={}, **sizes)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    plain = reference.latent_attention(hidden, **weights, kha=KHAConfig(), matrices={}, **sizes)
+    assert (plain - want).norm() > 0.1 * want.norm()  # the matrices do something
+    rotary = torch.arange(HEADS * (NOPE + ROTARY)).view(HEADS, -1)[:, NOPE:].flatten()
+    assert torch.equal(folded["w_query"][:, rotary], weights["w_query"][:, rotary])
+
+
+def test_a_cache_of_latents_is_enough_for_knocked_latent_attention():
+    """Decoding as MLA does: never a key or a value, and RANK + ROTARY numbers kept a token."""
+    weights, matrices = latent_layer()
+    hidden = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64)
+    kha = KHAConfig(query="linear", key="linear", value="linear")
+    sizes = {"heads": HEADS, "rotary_base": 10000.0}
+    want = reference.latent_attention(hidden, **weights, kha=kha, matrices=matrices, **sizes)
+    folded = fold_latent(weights, matrices)
+    cache = torch.cat(
+        [
+            reference.rms_norm(hidden @ folded["w_latent"], folded["kv_norm"], 1e-5),
+            reference.rotate_pairs(hidden @ folded["w_rotary"], 10000.0),
+        ],
+        dim=-1,
+    )
+    assert cache.shape[-1] == RANK + ROTARY
+    latent, rotary_key = cache.split([RANK, ROTARY], dim=-1)
+    query = (hidden @ folded["w_query"]).unflatten(-1, (HEADS, -1))
+    outputs = []
+    for head in range(HEADS):
+        w_key = folded["w_key"][:, head * NOPE : (head + 1) * NOPE]
+        absorbed = query[:, -1, head, :NOPE] @ w_key.T
+        rotary = reference.rotate_pairs(query[:, :, head, NOPE:], 10000.0)[:, -1]
+        scores = torch.einsum("bc,bsc->bs", absorbed, latent)
+        scores += torch.einsum("br,bsr->bs", rotary, rotary_key)
+        mixed = torch.einsum("bs,bsc->bc", (scores / (NOPE + ROTARY) ** 0.5).softmax(-1), latent)
+        outputs.append(mixed @ folded["w_value"][:, head * VALUE : (head + 1) * VALUE])
+    last = torch.cat(outputs, dim=-1) @ folded["w_output"]
+    torch.testing.assert_close(last, want[:, -1], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("variant", MATRICES)
 def test_flops_and_saved_elements_are_those_of_the_op(variant):
     """What ``KHAConfig`` says of one knocked tensor, counted on the op itself."""

@@ -22,7 +22,12 @@ def _checked(lines):
     """For each command line of a run of 8 ranks, its configuration or the error that refuses it."""
     from megatron.training.arguments import parse_args
 
-    from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
+    from kha_megatron.training.arguments import (
+        add_kha_arguments,
+        check_args,
+        check_attention,
+        kha_from_args,
+    )
 
     def one(words):
         sys.argv = ["training", *MODEL, *TRAINING, "--global-batch-size", "24", *words]
@@ -30,7 +35,9 @@ def _checked(lines):
         try:
             args = parse_args(add_kha_arguments)
             check_args(args)
-            return kha_from_args(args)
+            kha = kha_from_args(args)
+            check_attention(args, kha)
+            return kha
         except KHAError as error:
             return error
 
@@ -59,6 +66,27 @@ def test_a_preset_and_what_overrides_it(checked):
         KHAConfig(key="gate", init="random", init_seed=5),
         KHAConfig(),
     ]
+
+
+TIED = ["--kha-attention", "gta", "--kv-channels", "8"]
+
+
+def test_a_kind_of_attention_and_what_contradicts_it(checked):
+    linear = ["--kha-preset", "kha_linear"]
+    lines = [
+        ([*MLP, *TIED, "--rotary-percent", "0.5"], KHAConfig(value="mlp", attention="gta")),
+        ([*MLP, *TIED], "with --rotary-percent 1.0: give"),
+        ([*linear, *TIED, "--rotary-percent", "0.5"], "key=linear on grouped-tied attention"),
+        ([*MLP, "--kha-attention", "gta", "--rotary-percent", "0.5"], "--kv-channels 6"),
+        ([*linear, "--kha-attention", "gla"], "add --multi-latent-attention"),
+        ([*MLP, "--multi-latent-attention"], "value=mlp on multi-latent attention"),
+        ([*linear, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
+        ([*linear, "--kha-latent-heads", "4"], "latent_heads=4 without attention=gla"),
+    ]
+    for (_, want), answer in zip(
+        lines, checked(*([*MOCK, *words] for words, _ in lines)), strict=True
+    ):
+        assert answer == want if isinstance(want, KHAConfig) else want in str(answer), answer
 
 
 def _checked_with_variable(lines):
