@@ -126,3 +126,84 @@ def test_transformer_engine_spec_constructs(ranks_with_te, moe, named):
     assert found["replicated"] == {
         f"decoder.layers.self_attention.knock_{p}.weight": s for p, s in shapes.items()
     }
+
+
+def transformer_engine_family(kha, latent, changes):
+    """Construct one of the family on Transformer Engine; its modules, and what a checkpoint has."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from tests.distributed import models
+
+    models.initialize(tensor_model_parallel_size=2)
+    config = models.transformer_config(
+        transformer_impl="transformer_engine",
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        hidden_size=64,
+        ffn_hidden_size=64,
+        **({"multi_latent_attention": True} if latent else {"kv_channels": 16}),
+        **changes,
+    )
+    layer = models.gpt_model(config, kha).decoder.layers[0]
+    stored = layer.sharded_state_dict(metadata=None).values()
+    return (
+        {name: type(module).__name__ for name, module in layer.named_modules()},
+        {t.key: tuple(t.global_shape) for t in stored if isinstance(t, ShardedTensor)},
+    )
+
+
+LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
+
+
+@te
+@pytest.mark.te
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [None, "gla"], ids=["mla", "gla"])
+def test_transformer_engine_latent_attention_constructs(ranks_with_te, kind, fused):
+    kha = KHAConfig(attention=kind, **LINEAR)
+    changes = {"mla_down_proj_fusion": True} if fused else {}
+    modules, stored = ranks_with_te(transformer_engine_family, 2, kha, True, changes)[0]
+    name = "KHAFusedMLASelfAttention" if fused else "KHAMLASelfAttention"
+    up = "LatentUpProjection" if kind else "TELayerNormColumnParallelLinear"
+    assert modules["self_attention"] == name
+    assert modules["self_attention.linear_kv_up_proj"] == up
+    assert modules["self_attention.linear_q_up_proj"] == "TELayerNormColumnParallelLinear"
+    width = 12 // 2 if kind else 12
+    assert stored["self_attention.linear_kv_up_proj.weight"] == (8 * (6 + 10), width)
+    norm = "kv_layernorm.weight" if kind else "linear_kv_up_proj.layer_norm_weight"
+    assert stored[f"self_attention.{norm}"] == (12,)
+    for projection, width in (("query", 6), ("key", 6), ("value", 10)):
+        assert stored[f"self_attention.knock_{projection}.weight"] == (1, width, width)
+
+
+@te
+@pytest.mark.te
+def test_transformer_engine_gta_constructs(ranks_with_te):
+    kha = KHAConfig(attention="gta", value="mlp")
+    modules, stored = ranks_with_te(transformer_engine_family, 2, kha, False, {})[0]
+    assert modules["self_attention"] == "KHAGroupedTiedAttention"
+    assert modules["self_attention.linear_qkv"] == "TEColumnParallelLinear"
+    assert modules["input_layernorm"] in ("RMSNorm", "TENorm")
+    assert stored["input_layernorm.weight"] == (64,)
+    assert stored["self_attention.linear_qkv.weight"] == ((8 + 4) * 16, 64)
+    assert stored["self_attention.linear_k_rope.weight"] == (8, 64)
+    assert stored["self_attention.knock_value.weight"] == (3, 16, 16)
+
+
+def local_gta():
+    from tests.distributed import models
+
+    models.initialize()
+    model = models.gpt_model(
+        models.transformer_config(kv_channels=8), KHAConfig(attention="gta", value="mlp")
+    )
+    return sorted(t.key for t in model.sharded_state_dict().values() if ".self_" in t.key)
+
+
+def test_gta_is_stored_by_the_same_names_without_transformer_engine(ranks):
+    names = ranks(local_gta, 1)[0]
+    at = "decoder.layers.self_attention."
+    weights = ["knock_value", "linear_k_rope", "linear_proj", "linear_qkv"]
+    norms = ["k_layernorm", "q_layernorm"]
+    assert set(names) >= {f"{at}{name}.weight" for name in weights + norms}
+    assert f"{at}linear_qkv.layer_norm_weight" not in names

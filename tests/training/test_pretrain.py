@@ -11,9 +11,10 @@ from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, 
 CPU = ["--device", "cpu"]
 
 
-def train(words, corpus, folder, ranks, **kwargs):
+def train(words, corpus, folder, ranks, without=(), **kwargs):
+    model = [word for word in MODEL if word not in without]
     saved = ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]
-    run = start([*CPU, *MODEL, *TRAINING, *corpus, *words, *saved], ranks, **kwargs)
+    run = start([*CPU, *model, *TRAINING, *corpus, *words, *saved], ranks, **kwargs)
     assert set(run.codes) == {0}, run.output[-4000:]
     history = losses(folder / "tensorboard")
     assert sorted(history) == list(range(1, 9))
@@ -135,3 +136,29 @@ def test_the_baseline_counts_no_layer(ranks):
     layout = {"pipeline_model_parallel_size": 2}
     answers = ranks(_describe, 2, KHAConfig(), KHAConfig(), layout)
     assert answers == ["knocks nothing (baseline) in 0 of 2 layers: 0 parameters added"] * 2
+
+
+TIED = "--kha-preset kha_mlp --kha-attention gta --kv-channels 8 --rotary-percent 0.5"
+GROUPED = """--kha-preset kha_linear --kha-attention gla --multi-latent-attention --rope-type rope
+--q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 10"""
+QUERY_GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "knocks", "added"),
+    [
+        pytest.param(TIED, "value=mlp in gta", 3 * 8**2, id="gta", marks=pytest.mark.whole),
+        pytest.param(
+            GROUPED, "query=linear key=linear value=linear in gla", 2 * 6**2 + 10**2, id="gla"
+        ),
+    ],
+)
+def test_other_kinds_of_attention_train_and_are_recorded(corpus, tmp_path, words, knocks, added):
+    words = [*words.split(), "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    kind = knocks[-3:]
+    without = QUERY_GROUPS if kind == "gla" else []
+    run, checkpoint = train(words, corpus, tmp_path, 2, without=without)
+    assert run.knocks == f"knocks {knocks} in 4 of 4 layers: {added * LAYERS} parameters added"
+    assert str(checkpoint.kha) == knocks
+    for weight in checkpoint.knock_weights().values():
+        assert not any(torch.equal(matrix, torch.eye(len(matrix))) for matrix in weight)

@@ -1,0 +1,215 @@
+"""MLA, GLA and GTA beyond training: what a cache holds, decoding, names, and refusals."""
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from tests.mcore.test_family import GLA, GTA, MLA
+
+
+def caches(kha, latent):
+    """Features a token that decoding keeps, and what is rebuilt from them alone."""
+    from tests.distributed import models
+    from tests.mcore import family
+
+    models.initialize()
+    config = family.config_of(kha, latent)
+    layer = family.attention_layer(config, kha)
+    if latent:
+        return layer.cache_elements_per_token, config.kv_lora_rank + config.qk_pos_emb_head_dim
+    hidden, _ = family.inputs()
+    _, tied, rotary = layer.project(hidden)
+    _, key, value = layer.get_query_key_value_tensors(hidden)
+    kept = torch.cat([tied.flatten(2), rotary.flatten(2)], dim=-1).detach().clone()
+    tied, rotary = kept.split([tied[0, 0].numel(), rotary[0, 0].numel()], dim=-1)
+    tied, rotary = tied.unflatten(-1, (family.GROUPS, -1)), rotary.unsqueeze(2)
+    assert torch.equal(value, tied)
+    assert torch.equal(key, layer.keys(tied, rotary))
+    return layer.cache_elements_per_token, kept.shape[-1]
+
+
+@pytest.mark.parametrize(
+    ("kha", "latent", "papers"),
+    [
+        pytest.param(GTA[-1], False, lambda heads, dim: heads * dim + dim // 2, id="gta"),
+        pytest.param(MLA[1], True, lambda heads, dim: 12 + 4, id="mla"),
+        pytest.param(GLA[0], True, lambda heads, dim: 12 + 4, id="gla"),
+    ],
+)
+def test_a_cache_has_the_papers_size(ranks, kha, latent, papers):
+    """Table 3: ``G D + D / 2`` for GTA (512 + 64), latent and rotary key for MLA."""
+    said, kept = ranks(caches, 1, kha, latent)[0]
+    assert said == kept == papers(3, 12)
+
+
+def decoded(kha, latent):
+    """An attention's outputs for the whole sequence at once, and token by token from a cache."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from tests.distributed import models
+    from tests.mcore import family
+
+    models.initialize()
+    layer = family.attention_layer(family.config_of(kha, latent), kha).float().eval()
+    hidden, mask = family.inputs()
+    hidden = hidden.detach().float()
+    rotary = {}
+    if not latent:
+        rotary["rotary_pos_emb"] = RotaryEmbedding(
+            family.HEAD_DIM, 0.5, rotary_base=family.BASE, use_cpu_initialization=True
+        )(family.TOKENS)
+    with torch.no_grad():
+        whole, _ = layer(hidden, mask, **rotary)
+        context = StaticInferenceContext(family.BATCH, family.TOKENS)
+        steps = []
+        for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
+            context.sequence_len_offset = start
+            step, _ = layer(
+                hidden[start:end], mask[..., start:end, :end], inference_context=context, **rotary
+            )
+            steps.append(step)
+    return whole, torch.cat(steps)
+
+
+@pytest.mark.parametrize(
+    ("kha", "latent"),
+    [
+        pytest.param(GTA[-1], False, id="gta"),
+        pytest.param(MLA[1], True, id="mla"),
+        pytest.param(GLA[0], True, id="gla"),
+    ],
+)
+def test_decodes_with_megatrons_static_cache(ranks, kha, latent):
+    whole, steps = ranks(decoded, 1, kha, latent)[0]
+    torch.testing.assert_close(steps, whole, rtol=1e-4, atol=1e-5)
+
+
+def absorbed():
+    """Keys and values from up-projections that were made ready for absorption, and as trained."""
+    from unittest import mock
+
+    from megatron.core.transformer import multi_latent_attention as upstream
+
+    from tests.distributed import models
+    from tests.mcore import family
+
+    models.initialize()
+    kha = MLA[1]
+    config = family.config_of(kha, True)
+    layer = family.attention_layer(config, kha)
+    latent = torch.randn(5, 2, config.kv_lora_rank, dtype=torch.float64)
+    with torch.no_grad():
+        trained, _ = layer.linear_kv_up_proj(latent)
+        # what splits a fused module of Transformer Engine in two, for one that is not fused
+        split = mock.Mock(return_value=(torch.nn.Identity(), layer.linear_kv_up_proj))
+        layer.linear_kv_up_proj._forward_hooks.clear()  # as the new module has none
+        with mock.patch.object(upstream, "split_te_layernorm_column_parallel_linear", split):
+            layer.prepare_for_absorption()
+            layer.prepare_for_absorption()  # of every forward: the second time does nothing
+        up = torch.cat([layer.up_k_weight, layer.up_v_weight], dim=1)
+        return trained.unflatten(-1, (family.HEADS, -1)), torch.einsum("sbc,hdc->sbhd", latent, up)
+
+
+def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
+    trained, folded = ranks(absorbed, 1)[0]
+    torch.testing.assert_close(folded, trained, rtol=1e-12, atol=1e-12)
+
+
+def named(preset, settings, latent):
+    """Losses of a model chosen by ``--spec``, and of the one that the same settings build."""
+    import json
+    import os
+    from unittest import mock
+
+    from kha_megatron.mcore import specs
+    from tests.distributed import models
+
+    sizes = {"multi_latent_attention": True} if latent else {"kv_channels": 12}
+    config = models.transformer_config(**sizes)
+    kha = KHAConfig.from_preset(preset, **settings)
+    outputs = []
+    for layer_spec in (getattr(specs, preset), None):
+        models.initialize()
+        with mock.patch.dict(os.environ, KHA_CONFIG=json.dumps(settings)):
+            model = models.gpt_model(config, kha, layer_spec=layer_spec)
+        tokens, positions, mask = models.batch()
+        with torch.no_grad():
+            outputs.append(model(tokens, positions, mask, labels=tokens))
+    kinds = {layer.self_attention.kind for layer in model.decoder.layers}
+    return outputs, kinds
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "latent"),
+    [
+        pytest.param("kha_linear", {}, True, id="mla"),
+        pytest.param("kha_linear", {"attention": "gla"}, True, id="gla"),
+        pytest.param("kha_mlp", {"attention": "gta"}, False, id="gta"),
+    ],
+)
+def test_named_specs_make_the_family(ranks, preset, settings, latent):
+    (by_name, built), kinds = ranks(named, 1, preset, settings, latent)[0]
+    assert torch.equal(by_name, built)
+    assert kinds == {settings.get("attention")}
+
+
+def refused(kha, latent, overrides):
+    """The message with which the layer spec refuses a configuration."""
+    from kha_megatron.errors import KHAError
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+    from tests.mcore import family
+
+    models.initialize()
+    config = family.config_of(kha, latent)
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        kha_layer_spec(config, kha)
+    except KHAError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kha", "latent", "overrides", "words"),
+    [
+        (KHAConfig(value="gate"), True, {}, ["value=gate", "fold away", "linear"]),
+        (GTA[0], True, {}, ["attention=gta", "--multi-latent-attention"]),
+        (GLA[0], False, {}, ["attention=gla", "add --multi-latent-attention"]),
+        (MLA[0], True, {"num_query_groups": 2}, ["num_query_groups=2", "leave it out"]),
+        (MLA[0], True, {"tensor_model_parallel_size": 4}, ["6 query heads", "[1, 2, 3, 6]"]),
+        (MLA[0], True, {"tensor_model_parallel_size": 3}, ["--q-lora-rank 20", "18 or 21"]),
+        (GLA[1], True, {"tensor_model_parallel_size": 2}, ["3 latent heads", "[1, 3, 6]"]),
+        (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "remove"]),
+        (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "use RMSNorm"]),
+        (GTA[0], False, {"kv_channels": 6}, ["--kv-channels 6", "use 4 or 8"]),
+        (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "remove"]),
+        (GTA[0], False, {"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
+        (GTA[0], False, {"flash_decode": True}, ["flash_decode", "remove"]),
+    ],
+)
+def test_refuses_what_it_cannot_honour(ranks, kha, latent, overrides, words):
+    message = ranks(refused, 1, kha, latent, overrides)[0]
+    assert message is not None
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+def wrong_rotary_embedding():
+    """What a model whose rotary embedding turns whole heads is told at its first step."""
+    from kha_megatron.errors import ConfigError
+    from tests.distributed import models
+
+    models.initialize()
+    kha = GTA[0]
+    model = models.gpt_model(models.transformer_config(kv_channels=8), kha)
+    model.rotary_pos_emb.inv_freq = torch.ones(4)
+    tokens, positions, mask = models.batch()
+    with pytest.raises(ConfigError, match=r"of 8: give .* --rotary-percent 0\.5"):
+        model(tokens, positions, mask, labels=tokens)
+
+
+def test_gta_refuses_a_rotary_embedding_of_whole_heads(ranks):
+    ranks(wrong_rotary_embedding, 1)
