@@ -6,7 +6,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.layout import Layout, Model, latents, moe_pattern
 
 
-def model_of(config: TransformerConfig, kha: KHAConfig) -> Model:
+def model_of(config: TransformerConfig, kha: KHAConfig | None = None) -> Model:
     """The sizes that ``config`` and the kind of attention give; they know no vocabulary.
 
     A hybrid model's pattern of layers is not in ``config``, so its depth and dense width are left
@@ -14,6 +14,7 @@ def model_of(config: TransformerConfig, kha: KHAConfig) -> Model:
     """
     latent = config.multi_latent_attention
     hybrid = config.is_hybrid_model
+    kind = kha.attention if kha else None
     custom = config.pipeline_model_parallel_layout is not None
     return Model(
         num_layers=None if hybrid or custom else config.num_layers,
@@ -31,8 +32,8 @@ def model_of(config: TransformerConfig, kha: KHAConfig) -> Model:
         qk_layernorm=config.qk_layernorm,
         attention_output_gate=config.attention_output_gate,
         norm_parameters=1 if config.normalization == "RMSNorm" else 2,
-        tied_keys=kha.attention == "gta",
-        latent_heads=kha.latent_heads if kha.attention == "gla" else 1,
+        tied_keys=kind == "gta",
+        latent_heads=kha.latent_heads if kind == "gla" else 1,
         latents=_latents(config) if latent else (),
         latent_width=config.kv_lora_rank if latent else None,
     )

@@ -194,7 +194,8 @@ def test_after_training_the_patches_come_out_byte_for_byte(patched, trained):
 
 def arguments(*words, **others):
     parser = stock.add_arguments(argparse.ArgumentParser())
-    parser.set_defaults(spec=None, hybrid_layer_pattern=None, **others)
+    megatrons = {"spec": None, "hybrid_layer_pattern": None, "multi_latent_attention": False}
+    parser.set_defaults(**megatrons | others)
     return parser.parse_args(words)
 
 
