@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kha_megatron.mcore.compat import HYBRID, installed_version, release, training_refusal
+from kha_megatron.mcore.compat import FAMILY, HYBRID, installed_version, release, training_refusal
 
 
 def needs_training_package() -> None:
@@ -34,3 +34,9 @@ def on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
     plain = {} if release(installed_version()) < (0, 18) else {"is_hybrid_cp": False}
     return get_batch_on_this_cp_rank(batch, cp_group=cp_group, **plain)
+
+
+def needs_attention_family() -> None:
+    """Skip where Megatron-Core is too old for knocked MLA, GLA and GTA."""
+    if release(found := installed_version()) < FAMILY:
+        pytest.skip(f"NOT TESTED: megatron-core {found} is too old for MLA, GLA and GTA with KHA")

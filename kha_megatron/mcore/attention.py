@@ -58,7 +58,10 @@ class KnockedAttention:
 
     @property
     def cache_elements_per_token(self) -> int:
-        """Numbers that decoding must keep of each token for this layer, on all ranks together."""
+        """Numbers that decoding must keep of each token for this layer, over all heads.
+
+        Megatron's own static cache of MLA, GLA and GTA is larger: it holds whole keys and values.
+        """
         return 2 * self.kv_projection_size
 
 

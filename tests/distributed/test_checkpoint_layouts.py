@@ -17,6 +17,7 @@ from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
 from kha_megatron.mcore.torch_dist import TorchDistFolder
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
+from tests.versions import needs_attention_family
 
 pytestmark = pytest.mark.usefixtures("training_package")
 
@@ -154,6 +155,7 @@ def test_another_layout_goes_on_alike(run, trained, tmp_path, before, after, exp
 def test_another_layout_of_another_attention_goes_on_alike(
     run, family_trained, tmp_path, kind, after
 ):
+    needs_attention_family()
     source, expected = family_trained(kind)
     model, kha = FAMILY[kind]
     results = run(load_and_go_on, after[0], str(source), str(tmp_path), after[1], model, True, kha)

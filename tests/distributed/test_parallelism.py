@@ -22,7 +22,7 @@ import torch
 from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
-from tests.versions import needs_fsdp2
+from tests.versions import needs_attention_family, needs_fsdp2
 
 FP32 = 1e-5
 BF16 = {"grad norm": 0.01, "loss": 0.02, "": 0.1}
@@ -211,8 +211,11 @@ def bound(name, case):
 def test_equals_the_unsharded_run(ranks, unsharded, table, whole, case):
     if case.fsdp:
         needs_fsdp2()
+    family = bool(case.config.keys() & (LATENT | TIED).keys())
+    if family:
+        needs_attention_family()
     if whole:
-        everywhere = () if case.config.keys() & (LATENT | TIED).keys() else EVERYWHERE
+        everywhere = () if family else EVERYWHERE
         case = replace(case, khas=(*case.khas, *everywhere), steps=10)
     results = ranks(train, case.layout.world, case, timeout=600)
     for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
@@ -398,6 +401,7 @@ def test_without_the_reduction_outside_of_experts_replicas_drift(ranks, unsharde
 
 def test_megatron_alone_gets_the_rotary_key_of_mla_wrong(ranks, unsharded):
     """Should this fail, upstream has mended it, and the override in ``mcore/mla.py`` can go."""
+    needs_attention_family()
     latent = case(khas=(MLA,), tp=2, config=LATENT)
     wrong = mutated(ranks, unsharded, latent, with_the_rotary_key_left_to_megatron)
     assert any("linear_kv_down_proj" in name for name in wrong), wrong
@@ -405,6 +409,7 @@ def test_megatron_alone_gets_the_rotary_key_of_mla_wrong(ranks, unsharded):
 
 def test_megatron_alone_counts_the_query_norm_of_mla_twice(ranks, unsharded):
     """Likewise."""
+    needs_attention_family()
     latent = case(khas=(MLA,), tp=2, config=LATENT)
     wrong = mutated(ranks, unsharded, latent, with_the_query_norm_left_to_megatron)
     assert "gradients decoder.layers.self_attention.q_layernorm.weight" in wrong, wrong
@@ -412,6 +417,7 @@ def test_megatron_alone_counts_the_query_norm_of_mla_twice(ranks, unsharded):
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_without_the_sum_of_the_rotary_key_replicas_drift(ranks, unsharded, sp):
+    needs_attention_family()
     tied = case(khas=(GTA,), tp=2, sp=sp, config=TIED)
     wrong = mutated(ranks, unsharded, tied, without_the_sum_of_the_rotary_key)
     assert re.match(r"replicas of .* differ", str(wrong)), wrong

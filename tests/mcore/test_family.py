@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kha_megatron.config import MATRICES, KHAConfig
+from tests.versions import needs_attention_family
 
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
 FOLDABLE = [{}, LINEAR, *({p: "linear"} for p in LINEAR)]
@@ -20,6 +21,11 @@ GTA = [
     KHAConfig(attention="gta", query="gate", value="mlp"),
 ]
 TOLERANCE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def new_enough():
+    needs_attention_family()
 
 
 def against_oracle(kha, latent, overrides):

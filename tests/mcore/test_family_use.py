@@ -5,6 +5,12 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from tests.mcore.test_family import GLA, GTA, MLA
+from tests.versions import needs_attention_family
+
+
+@pytest.fixture(autouse=True)
+def new_enough():
+    needs_attention_family()
 
 
 def caches(kha, latent):
@@ -213,3 +219,22 @@ def wrong_rotary_embedding():
 
 def test_gta_refuses_a_rotary_embedding_of_whole_heads(ranks):
     ranks(wrong_rotary_embedding, 1)
+
+
+def rotary_projections():
+    """The replicated projection of two layers, drawn where training on a GPU draws it."""
+    from tests.distributed import models
+
+    models.initialize(tensor_model_parallel_size=2)
+    config = models.transformer_config(
+        kv_channels=8, tensor_model_parallel_size=2, use_cpu_initialization=False
+    )
+    model = models.gpt_model(config, GTA[0])
+    return [layer.self_attention.linear_k_rope.weight.detach() for layer in model.decoder.layers]
+
+
+def test_the_rotary_projection_starts_the_same_on_all_ranks(ranks):
+    first, second = ranks(rotary_projections, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(*first)
+    assert 0.015 < first[0].std() < 0.025
