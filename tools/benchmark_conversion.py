@@ -122,6 +122,8 @@ class Run:
     """Bytes of resident memory (``ru_maxrss``)."""
     anonymous: int
     """Bytes of it that are no file's pages (``RssAnon``), of all its processes together."""
+    processor: float
+    """Seconds of processor time, start of the process included."""
 
 
 def run(command: list[str], target: Path) -> Run:
@@ -145,7 +147,13 @@ def run(command: list[str], target: Path) -> Run:
     watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return Run(end - start, end - seen["staged"], usage.ru_maxrss * 1024, seen["anonymous"])
+    return Run(
+        end - start,
+        end - seen["staged"],
+        usage.ru_maxrss * 1024,
+        seen["anonymous"],
+        usage.ru_utime + usage.ru_stime,
+    )
 
 
 def _anonymous(pid: int) -> int:
@@ -200,7 +208,7 @@ def measure(name: str, source: Path, target: Path, repetitions: int, *options: s
         peaks.append(done.peak)
         columns = (
             f"{name} | {number} | {total / copied / 1e9:.2f} | {total / done.writing / 1e9:.2f}",
-            f"{shares[-1]:.0%} | {done.writing:.1f} | {done.seconds:.1f}",
+            f"{shares[-1]:.0%} | {done.writing:.1f} | {done.seconds:.1f} | {done.processor:.1f}",
             f"{done.peak / 1e9:.2f} | {done.anonymous / 1e9:.2f}",
         )
         rows.append(f"| {' | '.join(columns)} |")
@@ -208,15 +216,15 @@ def measure(name: str, source: Path, target: Path, repetitions: int, *options: s
     shutil.rmtree(target.with_name("copy"))
     met = max(peaks) < LIMIT_GB * 1e9 and statistics.median(shares) >= SHARE
     rows.append(
-        f"| {name} | median | | | {statistics.median(shares):.0%} | | | {max(peaks) / 1e9:.2f} "
+        f"| {name} | median | | | {statistics.median(shares):.0%} | | | | {max(peaks) / 1e9:.2f} "
         f"(largest) | targets {'met' if met else 'MISSED'} |"
     )
     return rows
 
 
 HEADING = """| direction | run | copy + fsync GB/s | conversion GB/s | share | writing s | \
-whole command s | peak RSS GB | peak RssAnon GB |
-|---|---|---|---|---|---|---|---|---|"""
+whole command s | its CPU s | peak RSS GB | peak RssAnon GB |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def main() -> None:
