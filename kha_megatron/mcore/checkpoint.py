@@ -25,6 +25,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMIT_MARK = "metadata.json"
 """Megatron writes this file last: a folder without it was never completed."""
 
+CONVERTED_FROM = "manifest.json"
+"""Only in a folder that a conversion wrote: what it was made from, and what it holds."""
+
 LEGACY_COMMON = "common.pt"
 """Where Megatron-Core kept what all ranks have in common before 0.19."""
 
@@ -261,7 +264,14 @@ def knock_suffix(projection: Projection) -> str:
     return f"self_attention.knock_{projection}.weight"
 
 
-_OF_A_SAVE = (MANIFEST, COMMIT_MARK, f".{MANIFEST}.partial-*", f"{METADATA}*", "*.distcp")
+_OF_A_SAVE = (
+    MANIFEST,
+    COMMIT_MARK,
+    f".{MANIFEST}.partial-*",
+    f"{METADATA}*",
+    "*.distcp",
+    CONVERTED_FROM,
+)
 """The files of a save. The manifest goes before the mark: alone it would tell of damage."""
 
 

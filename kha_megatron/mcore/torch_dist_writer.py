@@ -29,13 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from kha_megatron.errors import CheckpointError
 from kha_megatron.files import write_at
-from kha_megatron.mcore.checkpoint import COMMIT_MARK
+from kha_megatron.mcore.checkpoint import COMMIT_MARK, CONVERTED_FROM
 from kha_megatron.mcore.manifest import write_digests
 from kha_megatron.mcore.memory import bytes_of
 from kha_megatron.mcore.torch_dist import METADATA
-
-SOURCE = "manifest.json"
-"""What the checkpoint was made from, and what it holds."""
 
 COMMON = "common_state"
 _MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -171,7 +168,7 @@ class TorchDistWriter:
             for key, whole in sorted(self._tensors.items())
         }
         content = {"format": 1, "source": dict(source), "tensors": tensors}
-        (self.folder / SOURCE).write_text(json.dumps(content, indent=2) + "\n")
+        (self.folder / CONVERTED_FROM).write_text(json.dumps(content, indent=2) + "\n")
         (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
         write_digests(self.folder, {shard.name: shard.digest for shard in self._shards})
 
