@@ -7,11 +7,12 @@ import sys
 
 import typer
 
-from kha_megatron.cli import console, convert, data, doctor, patch
+from kha_megatron.cli import console, convert, data, doctor, patch, recipes
 from kha_megatron.cli.evaluate import evaluate
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import launch
+from kha_megatron.cli.params import count_flops, params
 from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
 from kha_megatron.cli.verify import verify
@@ -43,7 +44,10 @@ app.add_typer(convert.app)
 app.command()(verify)
 app.add_typer(patch.app)
 app.command()(launch)
+app.add_typer(recipes.app)
 app.command()(plan)
+app.command()(params)
+app.command("flops")(count_flops)
 app.command()(doctor.doctor)
 app.command()(inspect)
 app.command()(generate)

@@ -27,8 +27,6 @@ from kha_megatron.recipes import Command, Job, LaunchResult, Step
 
 EXECUTORS = ("local",)
 
-_RECIPES = "; ".join(f"{name} ({r.description})" for name, r in recipes.RECIPES.items())
-
 
 MegatronArguments = Annotated[
     list[str] | None,
@@ -40,7 +38,7 @@ MegatronArguments = Annotated[
 
 
 def launch(
-    recipe: Annotated[str, typer.Argument(help=f"What to train: {_RECIPES}.")],
+    recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
     megatron: MegatronArguments = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder made by `kha-megatron data prepare`.")

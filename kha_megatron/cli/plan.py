@@ -25,7 +25,7 @@ _ASSUMED = (
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(recipes.RECIPES)}.")],
+    recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
     gpus: Annotated[int, typer.Option(help="GPUs in all, 8 to 4096.")],
     gpu_memory: Annotated[
         str, typer.Option(help="Memory of one GPU: 80GB (10^9 bytes) or 80GiB.")

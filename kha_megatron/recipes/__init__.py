@@ -3,15 +3,17 @@
 ``launch(prepare(get_recipe("quickstart"), data=..., output=...))`` trains on this machine.
 """
 
+import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.logs import Failure, Step, read_steps
-from kha_megatron.recipes.paper import PAPER
+from kha_megatron.recipes.paper import EQUATION_12, PAPER
 from kha_megatron.recipes.quickstart import QUICKSTART
 from kha_megatron.recipes.recipe import Recipe
 from kha_megatron.recipes.run import Command, Job, LaunchResult, dry_run, launch, prepare
+from kha_megatron.recipes.tables import TABLES
 
 __all__ = [
     "RECIPES",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {recipe.name: recipe for recipe in (QUICKSTART, *PAPER)}
+    {recipe.name: recipe for recipe in (QUICKSTART, *PAPER, EQUATION_12, *TABLES)}
 )
 """Every recipe by name."""
 
@@ -41,5 +43,9 @@ def get_recipe(name: str) -> Recipe:
         ConfigError: there is none.
     """
     if name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
+        near = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]
+        raise ConfigError(
+            f"unknown recipe {name!r}: did you mean {' or '.join(near)}? "
+            "`kha-megatron recipes list` has them all"
+        )
     return RECIPES[name]

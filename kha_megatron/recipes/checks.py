@@ -8,6 +8,7 @@ from kha_megatron.config import check_latent_attention
 from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
 from kha_megatron.recipes.arguments import Arguments, word_of
+from kha_megatron.recipes.family import kind_of
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.sizes import batch_of, layout_of, model_of
 
@@ -28,6 +29,11 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
     kha = kha_of(arguments)
+    if (kind := kind_of(arguments)) in ("gta", "gla"):
+        raise ConfigError(
+            f"{kind.upper()} cannot be trained in this version, only counted (`kha-megatron "
+            "params`): choose a recipe with MHA, MQA or GQA"
+        )
     if "--multi-latent-attention" in arguments:
         check_latent_attention(kha)
     device = word_of(arguments, "--device")

@@ -25,6 +25,7 @@ from typing import Literal, Self
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.layout import Batch, Layout, Model
+from kha_megatron.recipes.family import Attention, grouped_query
 
 Precision = Literal["fp32", "bf16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -89,19 +90,28 @@ class Memory:
         )
 
 
-def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> Parameters:
-    """Parameters of a rank of pipeline rank ``stage``; equal on all of its ranks."""
+def parameters(
+    model: Model,
+    kha: KHAConfig,
+    layout: Layout,
+    stage: int = 0,
+    attention: Attention | None = None,
+) -> Parameters:
+    """Parameters of a rank of pipeline rank ``stage``; equal on all of its ranks.
+
+    Args:
+        attention: what is no grouped-query attention; then ``layout`` must leave it whole.
+    """
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
-    qkv = model.qkv_rows * hidden
-    projection = model.num_attention_heads * model.kv_channels * hidden
+    attention = attention or grouped_query(model)
     matrices = 3 if model.swiglu else 2
     knocking = kha.parameters_per_layer(model.kv_channels)
-    norms = norm * (2 * hidden + 2 * model.kv_channels * model.qk_layernorm)
+    norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0
     for layer in (layer for chunk in stage_layers(model, layout, stage) for layer in chunk):
         count += 1
-        linear += (qkv + projection) // tp
+        linear += attention.weights // tp
         if not model.is_moe(layer):
             linear += matrices * hidden * model.ffn_hidden_size // tp
             continue
@@ -120,9 +130,9 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     )
 
 
-def active_parameters(model: Model, kha: KHAConfig) -> int:
+def active_parameters(model: Model, kha: KHAConfig, attention: Attention | None = None) -> int:
     """Parameters that one token passes through: of the experts, those that it is routed to."""
-    whole = parameters(model, kha, Layout())
+    whole = parameters(model, kha, Layout(), attention=attention)
     if not whole.experts:
         return whole.total
     return whole.dense + whole.experts * model.moe_router_topk // model.num_experts

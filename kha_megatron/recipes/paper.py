@@ -1,19 +1,23 @@
-"""The paper's models (sections 4.1 and 4.4, Table 5) as recipes.
+"""The paper's models (sections 4.1 and 4.4, Table 5) as recipes, and what its tables vary.
 
 Sizes are the paper's. What it does not print is Megatron's default, or follows from its parameter
 counts: tied embeddings, a vocabulary of 157,184, and the shape of the 6.1B model of the long run.
 The parallel sizes are ours; the paper trained with FSDP.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 from kha_megatron.recipes.recipe import Recipe, Value
 
 VOCAB_SIZE = 157184
 """Entries of the paper's tokenizer, as its parameter counts give them."""
 
+BATCH = 512
+"""Sequences of one optimizer step: 2.1M tokens of 4,096, 4.2M of 8,192."""
+
 _ATTENTION: dict[str, Value] = {
-    "--num-attention-heads": 32,
-    "--group-query-attention": True,
-    "--num-query-groups": 4,
     "--kv-channels": 128,
     "--qk-layernorm": True,
     "--normalization": "RMSNorm",
@@ -32,7 +36,7 @@ _OPTIMISATION: dict[str, Value] = {
     "--lr-decay-style": "cosine",
     "--lr-warmup-fraction": 0.05,
     "--micro-batch-size": 1,
-    "--global-batch-size": 512,
+    "--global-batch-size": BATCH,
     "--bf16": True,
     "--use-distributed-optimizer": True,
     "--overlap-grad-reduce": True,
@@ -45,25 +49,120 @@ _OPTIMISATION: dict[str, Value] = {
     "--ckpt-format": "torch_dist",
 }
 
-_EXPLORATION: dict[str, Value] = {  # 100B tokens in batches of 2.1M
-    "--seq-length": 4096,
-    "--max-position-embeddings": 4096,
-    "--train-iters": 47684,
-    "--lr": 7.5e-4,
-    "--min-lr": 7.5e-5,
+
+@dataclass(frozen=True)
+class Training:
+    """A schedule of section 4.1: Adam's and the shape of it are the same for all."""
+
+    tokens: str
+    """As the paper writes it: ``75B``, ``100B`` or ``1T``."""
+    length: int
+    """Tokens of a sequence."""
+    rate: float
+    """Peak learning rate; cosine to a tenth of it."""
+
+    def arguments(self) -> dict[str, Value]:
+        """Megatron's; the last batch is a whole one."""
+        tokens = int(self.tokens[:-1]) * {"B": 10**9, "T": 10**12}[self.tokens[-1]]
+        return {
+            "--seq-length": self.length,
+            "--max-position-embeddings": self.length,
+            "--train-iters": -(-tokens // (BATCH * self.length)),
+            "--lr": self.rate,
+            "--min-lr": round(self.rate / 10, 10),
+        }
+
+
+ARCHITECTURE = Training("75B", 4096, 7.5e-4)  # Tables 1 and 2
+EXPLORATION = Training("100B", 4096, 7.5e-4)  # Tables 3 and 5
+MAIN_RUN = Training("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What Table 5 and section 4.1 vary between models."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    """Of the dense MLP, or of one expert."""
+    experts: tuple[int, int] | None = None
+    """All of them, and those that a token is routed to."""
+
+
+SHAPES: Mapping[str, Shape] = {
+    "moe-a0.44b-2.3b": Shape(12, 1152, 768, (64, 4)),
+    "moe-a0.8b-6.6b": Shape(18, 1536, 1152, (64, 4)),
+    "moe-a1.6b-14.6b": Shape(23, 2048, 1536, (64, 4)),
+    "dense-0.6b": Shape(24, 1024, 3072),
+    "dense-1.7b": Shape(24, 2048, 6144),
+    "dense-3.9b": Shape(36, 2560, 9728),
+    "moe-a1b-6.1b": Shape(18, 2048, 384, (128, 8)),
 }
 
-_MAIN_RUN: dict[str, Value] = {  # 1T tokens in batches of 4.2M
-    "--seq-length": 8192,
-    "--max-position-embeddings": 8192,
-    "--train-iters": 238419,
-    "--lr": 4.78e-4,
-    "--min-lr": 4.78e-5,
+PRINTED: Mapping[str, tuple[str, str]] = {  # Table 5 and section 4.1; 880M is Table 3's digit more
+    "moe-a0.44b-2.3b": ("2.3B", "0.44B"),
+    "moe-a0.8b-6.6b": ("6.6B", "880M"),
+    "moe-a1.6b-14.6b": ("14.6B", "1.6B"),
+    "dense-0.6b": ("0.61B", "0.61B"),
+    "dense-1.7b": ("1.68B", "1.68B"),
+    "dense-3.9b": ("3.94B", "3.94B"),
+    "moe-a1b-6.1b": ("6.1B", "1.01B"),
 }
+"""Total and active parameters of the baselines, as the paper prints them."""
+
+VARIANTS: Mapping[str, tuple[str, str]] = {
+    "baseline": ("baseline", "no KHA"),
+    "mlp": ("kha_mlp", "KHA-MLP on v"),
+    "linear": ("kha_linear", "KHA-Linear on q, k and v"),
+}
+"""The paper's two choices and what it compares them with: preset, words."""
 
 
-def _sizes(layers: int, hidden: int, ffn: int) -> dict[str, Value]:
-    return {"--num-layers": layers, "--hidden-size": hidden, "--ffn-hidden-size": ffn}
+def grouped_query(heads: int, groups: int) -> dict[str, Value]:
+    """Arguments of MHA, MQA or GQA with so many query and key/value heads."""
+    return {
+        "--num-attention-heads": heads,
+        "--group-query-attention": True,
+        "--num-query-groups": groups,
+    }
+
+
+def recipe_of(
+    name: str,
+    what: str,
+    shape: Shape,
+    training: Training,
+    *,
+    preset: str,
+    attention: Mapping[str, Value] | None = None,
+    **fields: Any,
+) -> Recipe:
+    """One training run of the paper.
+
+    Args:
+        what: the model and its variant in a few words; the training's length is added.
+        preset: a key of ``PRESETS``.
+        attention: arguments of another attention than 32 query and 4 key/value heads.
+        fields: of :class:`Recipe`, as they are.
+    """
+    sizes: dict[str, Value] = {
+        "--num-layers": shape.layers,
+        "--hidden-size": shape.hidden,
+        "--ffn-hidden-size": shape.ffn,
+    }
+    heads = grouped_query(32, 4) if attention is None else attention
+    experts = _experts(*shape.experts, shape.ffn) if shape.experts else {}
+    arguments = sizes | _ATTENTION | heads | experts | training.arguments() | _OPTIMISATION
+    return Recipe(
+        name=name,
+        description=f"{what}, {training.tokens} tokens",
+        ranks=8,
+        vocab_size=VOCAB_SIZE,
+        kha_preset=preset,
+        megatron=arguments,
+        **fields,
+    )
 
 
 def _experts(total: int, active: int, ffn: int) -> dict[str, Value]:
@@ -81,44 +180,25 @@ def _experts(total: int, active: int, ffn: int) -> dict[str, Value]:
     }
 
 
-def _moe(
-    name: str,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    *,
-    experts: tuple[int, int] = (64, 4),
-    training: dict[str, Value] = _EXPLORATION,
-) -> Recipe:
-    total, active = experts
-    sizes = _sizes(layers, hidden, ffn) | _ATTENTION | _experts(total, active, ffn)
-    tokens = "1T" if training is _MAIN_RUN else "100B"
-    return Recipe(
-        name=name,
-        description=f"the paper's MoE, {active} of {total} experts, KHA-MLP, {tokens} tokens",
-        ranks=8,
-        vocab_size=VOCAB_SIZE,
-        megatron=sizes | training | _OPTIMISATION,
-    )
+def _model(name: str) -> Recipe:
+    """A model with the variant that the paper chose for its kind."""
+    shape = SHAPES[name]
+    training = MAIN_RUN if name == "moe-a1b-6.1b" else EXPLORATION
+    preset, words = VARIANTS["mlp" if shape.experts else "linear"]
+    kind = "MoE, {1} of {0} experts".format(*shape.experts) if shape.experts else "dense model"
+    total, active = PRINTED[name]
+    printed = {"total": total, "active": active}
+    what = f"the paper's {kind}, {words}"
+    return recipe_of(name, what, shape, training, preset=preset, paper=printed)
 
 
-def _dense(name: str, layers: int, hidden: int, ffn: int) -> Recipe:
-    return Recipe(
-        name=name,
-        description="the paper's dense model, KHA-Linear, 100B tokens",
-        ranks=8,
-        vocab_size=VOCAB_SIZE,
-        kha_preset="kha_linear",
-        megatron=_sizes(layers, hidden, ffn) | _ATTENTION | _EXPLORATION | _OPTIMISATION,
-    )
+PAPER = tuple(map(_model, SHAPES))
 
-
-PAPER = (
-    _moe("moe-a0.44b-2.3b", 12, 1152, 768),
-    _moe("moe-a0.8b-6.6b", 18, 1536, 1152),
-    _moe("moe-a1.6b-14.6b", 23, 2048, 1536),
-    _dense("dense-0.6b", 24, 1024, 3072),
-    _dense("dense-1.7b", 24, 2048, 6144),
-    _dense("dense-3.9b", 36, 2560, 9728),
-    _moe("moe-a1b-6.1b", 18, 2048, 384, experts=(128, 8), training=_MAIN_RUN),
+EQUATION_12 = recipe_of(
+    "equation12",
+    "one layer of the worked example of eq. 12",
+    Shape(1, 1024, 3072),
+    replace(EXPLORATION, length=2048),
+    preset="kha_mlp",
+    attention=grouped_query(32, 32) | {"--kv-channels": 32},
 )

@@ -13,6 +13,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.layout import Batch, Layout
 from kha_megatron.layout_rules import check_layout
 from kha_megatron.recipes.communication import Communication, communication
+from kha_megatron.recipes.family import kind_of
 from kha_megatron.recipes.memory import Memory, Precision, Recompute, Setup, memory
 from kha_megatron.recipes.recipe import Recipe, kha_of
 from kha_megatron.recipes.sizes import batch_of, model_of
@@ -72,6 +73,8 @@ def setup_of(
     model, batch = model_of(arguments, recipe.vocab_size), batch_of(arguments)
     unknown = "--multi-latent-attention", "--mtp-num-layers", "--hybrid-layer-pattern"
     strange = [flag for flag in unknown if flag in arguments]
+    if (kind := kind_of(arguments)) not in ("gqa", "mla"):
+        strange.append(kind.upper())
     if "--disable-bias-linear" not in arguments:
         strange.append("linear layers with biases")
     if strange or model is None or batch is None:

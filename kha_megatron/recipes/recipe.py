@@ -53,6 +53,10 @@ class Recipe:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables the ranks need; one that the user has set already is left alone."""
 
+    paper: Mapping[str, str | float] = field(default_factory=dict)
+    """What the paper prints of this run: ``total`` and ``active`` parameters without KHA's, as it
+    writes them, and the final ``loss``."""
+
     entry: str = "kha_megatron.training"
     """What every rank runs: a module, or the path of a script that ends in ``.py``."""
 

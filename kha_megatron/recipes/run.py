@@ -170,7 +170,7 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
         MissingDependencyError: NeMo-Run is not installed.
         ConfigError: torchrun cannot be found, or NeMo-Run's home folder has an unusable name.
     """
-    mark = f"{job.recipe.name}-{uuid.uuid4().hex}"
+    mark = uuid.uuid4().hex
     last_step = None
     with _interruptible(), _experiment(job, mark=mark) as experiment:
         start = time.monotonic()
@@ -231,7 +231,7 @@ def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
     # machine, so an argument with a space or a bracket would reach Megatron with its quotes.
     script = run.Script(inline=f"exec {shlex.join(job.command)}\n", entrypoint="bash")
     experiment = run.Experiment(
-        job.recipe.name,
+        job.recipe.name.replace("/", "-"),  # NeMo-Run makes a folder of it
         executor=executor,
         log_level="WARNING",
         clean_mode=True,

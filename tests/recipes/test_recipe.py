@@ -109,5 +109,5 @@ def test_paths_are_absolute_whatever_the_caller_gave(data, monkeypatch):
 
 
 def test_unknown_recipe():
-    with pytest.raises(ConfigError, match="unknown recipe 'quikstart': choose one of quickstart"):
+    with pytest.raises(ConfigError, match="unknown recipe 'quikstart': did you mean quickstart"):
         get_recipe("quikstart")

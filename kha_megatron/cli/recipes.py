@@ -1,0 +1,73 @@
+"""``kha-megatron recipes``: every training run of the paper, as data."""
+
+import fnmatch
+import json
+import shlex
+from typing import Annotated, Any
+
+import typer
+
+from kha_megatron import recipes
+from kha_megatron.cli import console
+from kha_megatron.recipes import Recipe
+from kha_megatron.recipes.recipe import kha_of
+
+app = typer.Typer(name="recipes", help="The paper's training runs.", no_args_is_help=True)
+
+
+@app.command("list")
+def show_all(
+    pattern: Annotated[str, typer.Argument(help="Names to list, as in 'table2/*'.")] = "*",
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+) -> None:
+    """List the recipes with the paper's final loss, where it prints one.
+
+    \b
+    Example:
+      kha-megatron recipes list 'table5/*'
+    """
+    chosen = [r for name, r in recipes.RECIPES.items() if fnmatch.fnmatch(name, pattern)]
+    if as_json:
+        console.out.print_json(json.dumps([as_data(recipe) for recipe in chosen]))
+        return
+    for recipe in chosen:
+        loss = recipe.paper.get("loss", "")
+        line = f"{recipe.name:32} {loss:>6}  {recipe.description}"
+        console.out.print(line, markup=False, emoji=False)
+
+
+@app.command()
+def show(
+    recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what a recipe trains, with every argument it gives to Megatron.
+
+    \b
+    Example:
+      kha-megatron recipes show table2/mlp-v
+    """
+    chosen = recipes.get_recipe(recipe)
+    if as_json:
+        console.out.print_json(json.dumps(as_data(chosen)))
+        return
+    lines = [f"{chosen.name}: {chosen.description}"]
+    lines += [f"  the paper's {name}: {value}" for name, value in chosen.paper.items()]
+    lines += [f"  knocks {kha_of(chosen.arguments_for())}", ""]
+    for flag, words in chosen.arguments_for().items():
+        lines.append(shlex.join([flag, *words]))
+    console.out.print("\n".join(lines), markup=False, emoji=False)
+
+
+def as_data(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain JSON values."""
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "knocks": str(kha_of(recipe.arguments_for())),
+        "paper": dict(recipe.paper),
+        "ranks": recipe.ranks,
+        "vocab_size": recipe.vocab_size,
+        "environment": dict(recipe.environment),
+        "arguments": {flag: list(words) for flag, words in recipe.arguments_for().items()},
+    }

@@ -1,0 +1,91 @@
+"""Every row of the paper's tables is a recipe: what it knocks, how it trains."""
+
+import json
+import re
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes import RECIPES, get_recipe, prepare
+from kha_megatron.recipes.recipe import kha_of
+from kha_megatron.recipes.tables import TABLES
+
+TOKENS = {"table1": 75e9, "table2": 75e9, "table3": 100e9, "table4": 1e12, "table5": 100e9}
+
+
+def arguments(name):
+    return get_recipe(name).arguments_for()
+
+
+def test_every_row_is_there_once():
+    rows = {name: [r for r in TABLES if r.name.startswith(name)] for name in TOKENS}
+    # three models at six numbers of KV heads; three types at four places, and the baseline; six
+    # attentions, two models, and three variants at six scales
+    assert {name: len(found) for name, found in rows.items()} == {
+        "table1": 18,
+        "table2": 13,
+        "table3": 12,
+        "table4": 2,
+        "table5": 18,
+    }
+    assert len(RECIPES) == len({recipe.name for recipe in RECIPES.values()})
+
+
+@pytest.mark.parametrize("recipe", TABLES, ids=lambda recipe: recipe.name)
+def test_training_is_section_4_1s(recipe):
+    given = recipe.arguments_for()
+    json.dumps(dict(recipe.megatron))
+    tokens = TOKENS.get(recipe.name.partition("/")[0], 100e9)
+    long = recipe.name.startswith("table4")
+    assert given["--seq-length"] == (("8192",) if long else ("4096",))
+    step = int(given["--global-batch-size"][0]) * int(given["--seq-length"][0])
+    assert f"{step / 1e6:.1f}" == ("4.2" if long else "2.1")
+    iterations = int(given["--train-iters"][0])
+    assert (iterations - 1) * step < tokens <= iterations * step
+    assert float(given["--lr"][0]) == (4.78e-4 if long else 7.5e-4)
+    assert float(given["--min-lr"][0]) == pytest.approx(float(given["--lr"][0]) / 10)
+    for flag, word in {
+        "--adam-beta1": "0.9",
+        "--adam-beta2": "0.95",
+        "--weight-decay": "0.1",
+        "--clip-grad": "1.0",
+        "--lr-decay-style": "cosine",
+        "--lr-warmup-fraction": "0.05",
+        "--kv-channels": "128",
+    }.items():
+        assert given[flag] == (word,)
+    assert ("--num-experts" in given) == ("dense" not in recipe.name)
+    if "--num-experts" in given:
+        assert given["--moe-router-score-function"] == ("sigmoid",)
+        assert given["--moe-router-load-balancing-type"] == ("none",)
+
+
+def test_what_is_knocked():
+    assert kha_of(arguments("table1/mlp-kv8")) == KHAConfig(value="mlp")
+    assert kha_of(arguments("table1/linear-kv1")) == KHAConfig.from_preset("kha_linear")
+    assert arguments("table1/linear-kv1")["--num-query-groups"] == ("1",)
+    assert kha_of(arguments("table2/baseline")) == KHAConfig()
+    assert kha_of(arguments("table2/gate-v")) == KHAConfig(value="gate")
+    assert kha_of(arguments("table2/mlp-k")) == KHAConfig(key="mlp")
+    assert kha_of(arguments("table2/mlp-qkv")) == KHAConfig.from_preset("kha_mlp_qkv")
+    assert kha_of(arguments("table3/mla-linear")) == KHAConfig.from_preset("kha_linear")
+    assert kha_of(arguments("table5/dense-3.9b-linear")) == KHAConfig.from_preset("kha_linear")
+    mha = arguments("table3/mha-mlp")
+    assert mha["--num-query-groups"] == mha["--num-attention-heads"] == ("16",)
+
+
+def test_the_papers_losses_are_there():
+    """Each loss difference that a table prints is that of two recipes."""
+    loss = {recipe.name: recipe.paper.get("loss") for recipe in TABLES}
+    assert loss["table2/mlp-v"] - loss["table2/baseline"] == pytest.approx(-0.024, abs=1e-9)
+    assert loss["table3/mqa-mlp"] - loss["table3/mqa-baseline"] == pytest.approx(-0.013)
+    assert loss["table5/moe-a1.6b-14.6b-mlp"] == 1.737
+    without = [name for name, value in loss.items() if value is None]
+    assert all(re.match("table2/gate-(q|k|qkv)$|table4|attention/gla", name) for name in without)
+
+
+@pytest.mark.parametrize("name", ["table3/gta-mlp", "attention/gla-baseline"])
+def test_an_attention_that_cannot_be_trained_is_refused(name):
+    with pytest.raises(ConfigError, match="cannot be trained in this version"):
+        prepare(get_recipe(name), overrides=["--mock-data"])
