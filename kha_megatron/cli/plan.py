@@ -75,7 +75,7 @@ def plan(
         precision=precision,
         recompute=recompute,
     )
-    capacity = _bytes(gpu_memory)
+    capacity = memory_of(gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
     plans = planner.plan_layouts(setup, gpus, capacity, fixed)
     whole = parameters(setup.model, setup.kha, Layout())
@@ -114,7 +114,12 @@ def plan(
     console.out.print(_ASSUMED)
 
 
-def _bytes(text: str) -> float:
+def memory_of(text: str) -> float:
+    """Bytes of ``80GB`` or ``80GiB``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text, re.IGNORECASE)
     if found is None or not float(found[1]):
         raise ConfigError(f"--gpu-memory {text}: give a number and GB or GiB, as in 80GB")

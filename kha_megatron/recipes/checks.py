@@ -51,8 +51,11 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
         )
 
 
-def check_data(arguments: Arguments) -> None:
-    """The datasets and the tokenizer must exist on this machine.
+def check_data(arguments: Arguments, *, files: bool = True) -> None:
+    """The datasets and the tokenizer must be named, and exist on this machine.
+
+    Args:
+        files: False where they lie on machines that this one does not see.
 
     Raises:
         DataError: naming the file that is missing and the command that makes it.
@@ -64,14 +67,15 @@ def check_data(arguments: Arguments) -> None:
         raise DataError(
             "no training data: give --data a folder made by `kha-megatron data prepare`"
         )
-    for flag, words in blends.items():
+    for flag, words in blends.items() if files else ():
         check_blend(flag, words)
     if "--tokenizer-type" not in arguments:
         raise DataError(
             "no tokenizer: give --data a folder made by `kha-megatron data prepare`, "
             "or Megatron's --tokenizer-type"
         )
-    check_tokenizer(word_of(arguments, "--tokenizer-model"))
+    if files:
+        check_tokenizer(word_of(arguments, "--tokenizer-model"))
 
 
 def check_folders(arguments: Arguments, output: Path | None, *, resume: bool) -> None:

@@ -6,12 +6,13 @@ bytes sent; then by memory.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.layout import Batch, Layout
 from kha_megatron.layout_rules import check_layout
+from kha_megatron.recipes.arguments import Arguments, integer_of, parse, word_of
 from kha_megatron.recipes.communication import Communication, communication
 from kha_megatron.recipes.family import kind_of
 from kha_megatron.recipes.memory import Memory, Precision, Recompute, Setup, memory
@@ -27,7 +28,16 @@ NODE = 8
 
 GPUS = (8, 4096)
 
-SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+
+SIZES = tuple(_FLAGS)
 """Fields of :class:`Layout` that a caller may fix."""
 
 
@@ -63,13 +73,17 @@ def setup_of(
     global_batch_size: int | None = None,
     precision: Precision | None = None,
     recompute: Recompute = "none",
+    overrides: Sequence[str] = (),
 ) -> Setup:
     """The recipe in the planner's terms, with what the caller says instead.
+
+    Args:
+        overrides: words in Megatron's own syntax.
 
     Raises:
         ConfigError: the recipe has what the planner cannot count.
     """
-    arguments = recipe.arguments_for()
+    arguments = recipe.arguments_for(overrides=overrides)
     model, batch = model_of(arguments, recipe.vocab_size), batch_of(arguments)
     unknown = "--multi-latent-attention", "--mtp-num-layers", "--hybrid-layer-pattern"
     strange = [flag for flag in unknown if flag in arguments]
@@ -125,6 +139,37 @@ def plan_layouts(
     if not plans:
         raise refusal
     return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
+
+
+def planned_arguments(
+    recipe: Recipe, gpus: int, gpu_memory: float, overrides: Sequence[str]
+) -> Arguments:
+    """Megatron's arguments of the best layout on so many GPUs; sizes in ``overrides`` stay.
+
+    Raises:
+        ConfigError: no layout is legal, or none fits into the memory.
+    """
+    given = parse(overrides)
+    fixed = {name: integer_of(given, flag, 1) for name, flag in _FLAGS.items() if flag in given}
+    recompute = word_of(given, "--recompute-granularity") or "none"
+    setup = setup_of(recipe, overrides=overrides, recompute=recompute)
+    best = plan_layouts(setup, gpus, gpu_memory, fixed)[0]
+    if not fits(best, gpu_memory):
+        raise ConfigError(
+            f"{recipe.name} fits on {gpus} GPUs of {gpu_memory / 1e9:.0f} GB in no layout (the "
+            f"best takes {best.total_memory / 1e9:.0f} GB): use more GPUs, or "
+            "--recompute-granularity full, or --layout recipe to try it nevertheless"
+        )
+    layout = best.layout
+    sizes = {"etp": layout.expert_tp} | {n: getattr(layout, n) for n in SIZES if n != "etp"}
+    if setup.model.num_experts is None:
+        del sizes["ep"], sizes["etp"]
+    words = {_FLAGS[name]: (str(size),) for name, size in sizes.items() if size is not None}
+    if layout.sequence_parallel:
+        words["--sequence-parallel"] = ()
+    if layout.loss_as_layer:
+        words["--account-for-loss-in-pipeline-split"] = ()
+    return words
 
 
 def fits(plan: Plan, gpu_memory: float) -> bool:

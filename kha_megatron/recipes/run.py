@@ -19,8 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.recipes.arguments import render
+from kha_megatron.recipes.arguments import Arguments, integer_of, render
 from kha_megatron.recipes.checks import check_data, check_folders, check_layout
+from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, Step, find_failure, new_lines, parse_step
 from kha_megatron.recipes.recipe import Recipe
 
@@ -44,6 +45,9 @@ class Job:
     ranks: int
     environment: Mapping[str, str]
     output: Path | None
+
+    cluster: Cluster | None = None
+    """Where it runs; None is this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,7 @@ def prepare(
     ranks: int | None = None,
     device: str | None = None,
     resume: bool = False,
+    cluster: Cluster | None = None,
 ) -> Job:
     """Put a run together and refuse what cannot work, without starting anything.
 
@@ -108,6 +113,8 @@ def prepare(
         ranks: processes on this machine; the recipe's number if None.
         device: ``cuda`` or ``cpu``; the recipe's if None.
         resume: continue from the last checkpoint in ``output``.
+        cluster: where to run instead of this machine; it says how many ranks. Datasets and folders
+            are looked at only where the ranks see this machine's files.
 
     Raises:
         ConfigError: parallel sizes, KHA names or arguments that cannot be honoured.
@@ -117,23 +124,43 @@ def prepare(
     """
     if device is not None:
         overrides = ["--device", device, *overrides]
+    if cluster is not None:
+        overrides = [*render(cluster.arguments()), *overrides]
+        ranks = cluster.ranks
     arguments = recipe.arguments_for(data=data, output=output, overrides=overrides)
+    if resume and "--save" not in arguments:
+        raise ConfigError("nothing to resume: give --output the folder of the earlier run")
+    loading = {"--load": arguments["--save"]} | arguments if "--save" in arguments else arguments
     if resume:
-        if "--save" not in arguments:
-            raise ConfigError("nothing to resume: give --output the folder of the earlier run")
-        arguments = {"--load": arguments["--save"]} | arguments
+        arguments = loading
     ranks = recipe.ranks if ranks is None else ranks
     check_layout(arguments, ranks)
-    check_data(arguments)
-    check_folders(arguments, output, resume=resume)
+    here = cluster is None or cluster.shares_files
+    check_data(arguments, files=here)
+    if here:
+        check_folders(arguments, output, resume=resume)
+    if cluster is not None and cluster.restarts:
+        arguments = loading  # of an empty folder at first: Megatron starts anew then
     target = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
+    python = sys.executable if cluster is None else cluster.python
     return Job(
         recipe=recipe,
-        command=(sys.executable, "-u", *target, *render(arguments)),
+        command=(python, "-u", *target, *render(arguments)),
         ranks=ranks,
-        environment={k: os.environ.get(k, v) for k, v in recipe.environment.items()},
+        environment=_environment(recipe, arguments, cluster),
         output=output,
+        cluster=cluster,
     )
+
+
+def _environment(recipe: Recipe, arguments: Arguments, cluster: Cluster | None) -> dict[str, str]:
+    """What the ranks need; on this machine the caller's own values win."""
+    if cluster is None:
+        return {name: os.environ.get(name, value) for name, value in recipe.environment.items()}
+    split = ("--tensor-model-parallel-size", "--context-parallel-size")
+    if any(integer_of(arguments, flag, 1) > 1 for flag in split):
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | dict(recipe.environment)  # Megatron's check
+    return dict(recipe.environment)
 
 
 def dry_run(job: Job) -> Command:
@@ -198,7 +225,18 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
     )
 
 
-def _nemo_run() -> ModuleType:
+def experiment_name(recipe: Recipe) -> str:
+    """The recipe's name as NeMo-Run can make a folder of it."""
+    return recipe.name.replace("/", "-")
+
+
+def nemo_run() -> ModuleType:
+    """The package, imported.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+        ConfigError: it cannot be imported.
+    """
     try:
         import nemo_run
     except ImportError as error:
@@ -220,7 +258,7 @@ def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
             f"torchrun is neither in {binaries} nor on PATH: run kha-megatron from the environment "
             "in which PyTorch is installed"
         )
-    run = _nemo_run()
+    run = nemo_run()
     executor = run.LocalExecutor(
         launcher="torchrun",
         ntasks_per_node=job.ranks,
@@ -231,7 +269,7 @@ def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
     # machine, so an argument with a space or a bracket would reach Megatron with its quotes.
     script = run.Script(inline=f"exec {shlex.join(job.command)}\n", entrypoint="bash")
     experiment = run.Experiment(
-        job.recipe.name.replace("/", "-"),  # NeMo-Run makes a folder of it
+        experiment_name(job.recipe),
         executor=executor,
         log_level="WARNING",
         clean_mode=True,

@@ -13,6 +13,7 @@ from kha_megatron.errors import ConfigError, DataError
 from tests.recipes.conftest import data, nemorun_home, scripted  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--dry-run"]
+DOCKER = [*LAUNCH, "--executor", "docker", "--container-image", "x"]
 
 
 def run(*words: str, code: int = 0):
@@ -63,7 +64,12 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     ("words", "error", "match"),
     [
         (["launch", "quikstart"], ConfigError, "unknown recipe"),
-        ([*LAUNCH, "--executor", "slurm"], ConfigError, "'slurm': choose one of local"),
+        ([*LAUNCH, "--executor", "pbs"], ConfigError, "'pbs': choose one of local, docker"),
+        ([*LAUNCH, "--executor", "slurm"], ConfigError, "slurm needs --account"),
+        ([*LAUNCH, "--nodes", "2"], ConfigError, "without nodes"),
+        ([*LAUNCH, "--detach", "--", "--mock-data"], ConfigError, "--detach is for clusters"),
+        ([*DOCKER, "--env", "A"], ConfigError, "--env A: give NAME=VALUE"),
+        ([*DOCKER, "--", "--mock-data"], ConfigError, "docker needs --output"),
         ([*LAUNCH], DataError, "no training data"),
         ([*LAUNCH, "--data", "/no/such"], DataError, "/no/such/corpus.bin"),
         ([*LAUNCH, "--nproc", "3", "--", "--mock-data"], ConfigError, "3 ranks"),
@@ -77,6 +83,29 @@ def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
     assert isinstance(result.exception, error)
     assert match in str(result.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_a_cluster_uses_the_plans_layout(nemorun_home, tmp_path):  # noqa: F811
+    words = ["--container-image", "x", "--output", "/runs", "--nproc", "8", "--json"]
+    words = ["launch", "moe-a0.8b-6.6b", "--executor", "docker", "--dry-run", *words]
+    fixed = ["--", "--mock-data", "--tensor-model-parallel-size", "2"]
+    result = run(*words, *fixed)
+    planned = json.loads(result.stdout)
+    assert "--tensor-model-parallel-size 2" in planned["script"]
+    assert "--sequence-parallel" in planned["script"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in planned["requests"][0]
+    assert "layout for 8 GPUs" in result.stderr
+    plain = json.loads(run(*words, "--layout", "recipe", "--", "--mock-data").stdout)
+    assert "--expert-model-parallel-size 8" in plain["script"]
+    assert "--pipeline" not in plain["script"]
+
+
+def test_a_job_that_no_scheduler_takes_ends_with_1(nemorun_home, tmp_path):  # noqa: F811
+    words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
+    words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]
+    result = run(*words, code=1)
+    assert "slurm did not take the job" in result.stderr
+    assert json.loads(result.stdout)["succeeded"] is False
 
 
 def test_a_megatron_argument_before_the_dashes_is_refused():

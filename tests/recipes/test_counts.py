@@ -139,23 +139,22 @@ def latent_parameters(query_rank):
         qk_pos_emb_head_dim=4,
         v_head_dim=6,
         normalization="LayerNorm",
-        qk_layernorm=True,
+        qk_layernorm=query_rank is not None,  # else Megatron wants a linear layer with a norm
         add_bias_linear=False,
         use_cpu_initialization=True,
         transformer_impl="local",
     )
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True)
+    normed = config.qk_layernorm
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=normed)
     attention = spec.submodules.self_attention
     attention.submodules.core_attention = IdentityOp  # only Transformer Engine's takes MLA's heads
-    if query_rank is None:
-        attention.submodules.q_layernorm = IdentityOp
     attention = build_module(attention, config=config, layer_number=1)
     return sum(p.numel() for p in attention.parameters())
 
 
 @pytest.mark.parametrize("query_rank", [None, 14])
 def test_latent_attention_is_megatrons(query_rank, ranks):
-    model = replace(MODEL, norm_parameters=2)
+    model = replace(MODEL, norm_parameters=2, qk_layernorm=query_rank is not None)
     ours = latent(model, query_rank=query_rank, rank=10, position=4, key=8, value=6)
     assert ours.parameters == ranks(latent_parameters, 1, query_rank)[0]
 

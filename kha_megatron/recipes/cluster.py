@@ -1,0 +1,334 @@
+"""Where a job runs besides this machine: the choices common to NeMo-Run's executors, as data.
+
+One table says what each executor calls the common settings; everything else that an executor knows
+is reached by its own name through :attr:`Cluster.settings`.
+"""
+
+import difflib
+import importlib.util
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, get_args, get_type_hints
+
+from kha_megatron.errors import ConfigError
+
+RENDEZVOUS = 29500
+"""Port and id under which the nodes of one job find each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One of NeMo-Run's executors in the terms of :class:`Cluster`."""
+
+    executor: str
+    """Its class in ``nemo_run``."""
+    names: Mapping[str, tuple[str, ...]]
+    """The fields that each setting of a :class:`Cluster` fills; what is not here it cannot have."""
+    needs: tuple[str, ...] = ()
+    """Settings that must be given."""
+    module: str = "nemo_run"
+    """What must be importable."""
+    extra: str = "launch"
+    """The extra of this package that brings it."""
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "docker": Kind(
+            executor="DockerExecutor",
+            names={
+                "gpus": ("ntasks_per_node", "num_gpus"),
+                "image": ("container_image",),
+                "mounts": ("volumes",),
+            },
+            needs=("image",),
+        ),
+        "slurm": Kind(
+            executor="SlurmExecutor",
+            names={
+                "nodes": ("nodes",),
+                "gpus": ("ntasks_per_node", "gpus_per_node"),
+                "image": ("container_image",),
+                "mounts": ("container_mounts",),
+                "time": ("time",),
+                "partition": ("partition",),
+                "account": ("account",),
+            },
+            needs=("account", "time"),
+        ),
+        "kubeflow": Kind(
+            executor="KubeflowExecutor",
+            names={
+                "nodes": ("num_nodes",),
+                "gpus": ("nprocs_per_node", "gpus_per_node"),
+                "image": ("image",),
+            },
+            needs=("image",),
+            module="kubernetes",
+            extra="kubeflow",
+        ),
+        "skypilot": Kind(
+            executor="SkypilotExecutor",
+            names={
+                "nodes": ("num_nodes",),
+                "gpus": ("gpus_per_node", "torchrun_nproc_per_node"),
+                "image": ("container_image",),
+            },
+            module="sky",
+            extra="skypilot",
+        ),
+        "lepton": Kind(
+            executor="LeptonExecutor",
+            names={
+                "nodes": ("nodes",),
+                "gpus": ("nprocs_per_node", "gpus_per_node"),
+                "image": ("container_image",),
+            },
+            needs=("image",),
+        ),
+    }
+)
+
+EXECUTORS = ("local", *KINDS)
+
+_FLAGS = {"gpus": "--nproc", "image": "--container-image", "mounts": "--mount"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where, with how much, and for how long."""
+
+    executor: str
+    """A key of :data:`KINDS`."""
+    nodes: int = 1
+    gpus: int = 8
+    """On each node, one rank a GPU."""
+    image: str | None = None
+    """Container image; Slurm can do without."""
+    mounts: tuple[str, ...] = ()
+    """``HERE:THERE`` in the container."""
+    time: str | None = None
+    """Slurm's limit, ``[DAYS-]HH:MM:SS``."""
+    partition: str | None = None
+    account: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the ranks, on top of the recipe's."""
+    code: str | None = None
+    """What is shipped with the job: ``git`` for the committed tree of the current repository, the
+    path of a folder, or None where the image or the environment has it all."""
+    retries: int = 0
+    """How many times a job that failed is started again; Slurm requeues it."""
+    chain: int = 1
+    """How many Slurm jobs, one after the other, share a training that outlasts the time limit."""
+    fault_tolerant: bool = False
+    """Start the ranks with NVIDIA's ``ft_launcher``, which restarts those that hang or die."""
+    host: str | None = None
+    """``USER@HOST`` of a Slurm login node; None submits from this machine."""
+    folder: str | None = None
+    """Where on the host NeMo-Run keeps the job's files; without a host it is NEMORUN_HOME."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Fields of NeMo-Run's executor by its own names, as text or JSON."""
+
+    def __post_init__(self) -> None:
+        if self.executor not in KINDS:
+            raise ConfigError(
+                f"unknown executor {self.executor!r}: choose one of {', '.join(EXECUTORS)}"
+            )
+        for name in ("nodes", "gpus", "chain"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: give a whole number from 1 up")
+        kind = KINDS[self.executor]
+        for name in kind.needs:
+            if getattr(self, name) is None:
+                raise ConfigError(f"{self.executor} needs {_flag(name)}")
+        for item in fields(self):
+            common = item.name in ("gpus", "environment", "code", "retries", "settings")
+            if item.name == "executor" or common or item.name in kind.names:
+                continue
+            slurm = self.executor == "slurm"  # which alone has the rest
+            default = item.default if item.default is not MISSING else item.default_factory()
+            if not slurm and getattr(self, item.name) != default:
+                raise ConfigError(
+                    f"{self.executor} has no {_flag(item.name)}: leave it out, or look for a field "
+                    f"of NeMo-Run's {kind.executor} that --set can fill"
+                )
+        if self.host is not None and self.folder is None:
+            raise ConfigError(f"--host {self.host} needs --folder, a path on the cluster")
+        if self.host is None and self.folder is not None:
+            raise ConfigError(
+                f"--folder {self.folder} is for --host: jobs submitted from this machine keep "
+                "their files in NEMORUN_HOME"
+            )
+        if self.chain > 1 and self.fault_tolerant:
+            raise ConfigError(
+                "--chain and --fault-tolerant both start a job again: remove one of them"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return self.nodes * self.gpus
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether paths on this machine are those of the ranks, so that they can be checked."""
+        return self.executor == "slurm" and self.image is None and self.host is None
+
+    @property
+    def python(self) -> str:
+        """The interpreter on the nodes: this one where the files are shared, else the image's."""
+        return sys.executable if self.shares_files else "python"
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a later start must go on from the checkpoints of an earlier one."""
+        return self.retries > 0 or self.chain > 1 or self.fault_tolerant
+
+    def arguments(self) -> dict[str, tuple[str, ...]]:
+        """Megatron's arguments that belong to the place rather than to the recipe."""
+        given: dict[str, tuple[str, ...]] = {}
+        if self.time is not None:
+            # saved and ended in time, with a tenth of the limit to spare, at most 15 minutes
+            minutes = _minutes(self.time)
+            margin = min(15, math.ceil(minutes / 10))
+            if minutes - margin >= 1:
+                given["--exit-duration-in-mins"] = (str(int(minutes - margin)),)
+        if self.fault_tolerant:
+            given |= {"--enable-ft-package": (), "--calc-ft-timeouts": ()}
+        return given
+
+
+def executor_of(cluster: Cluster, environment: Mapping[str, str], run: ModuleType) -> Any:
+    """NeMo-Run's executor for the cluster.
+
+    Args:
+        environment: the recipe's variables; the cluster's replace them.
+        run: the imported ``nemo_run``.
+
+    Raises:
+        ConfigError: what the executor needs is not installed, not given or not one of its fields.
+    """
+    kind = KINDS[cluster.executor]
+    if importlib.util.find_spec(kind.module) is None:
+        raise ConfigError(
+            f"--executor {cluster.executor} needs {kind.module}, which is not installed: run "
+            f"`pip install 'kha-megatron[{kind.extra}]'`"
+        )
+    values: dict[str, Any] = {}
+    for name, theirs in kind.names.items():
+        given = getattr(cluster, name)
+        if given is not None:
+            given = list(given) if name == "mounts" else given
+            values |= dict.fromkeys(theirs, given)
+    variables = {**environment, **cluster.environment}
+    values["env_vars"] = _for_a_shell(variables) if cluster.executor == "slurm" else variables
+    values["retries"] = cluster.retries
+    values["packager"] = _packager(cluster, run)
+    launcher = run.FaultTolerance if cluster.fault_tolerant else run.Torchrun
+    values["launcher"] = launcher(rdzv_port=RENDEZVOUS, rdzv_id=RENDEZVOUS)
+    if cluster.fault_tolerant:
+        values["launcher"].max_restarts = 3
+    if cluster.executor == "slurm":
+        values |= _slurm(cluster, run)
+    executor = getattr(run, kind.executor)
+    values |= _settings(cluster, executor)
+    missing = [
+        item.name
+        for item in fields(executor)
+        if item.init
+        and item.name not in values
+        and item.default is MISSING
+        and item.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{cluster.executor} needs --set {missing[0]}=VALUE")
+    try:
+        return executor(**values)
+    except Exception as error:  # each executor has its own, down to a missing kubeconfig
+        raise ConfigError(f"NeMo-Run cannot use {cluster.executor} here: {error}") from error
+
+
+def _slurm(cluster: Cluster, run: ModuleType) -> dict[str, Any]:
+    if cluster.host is None:
+        tunnel = run.LocalTunnel(job_dir="")  # NeMo-Run's own home, where it writes the scripts
+    else:
+        user, at, host = cluster.host.rpartition("@")
+        if not at:
+            raise ConfigError(f"--host {cluster.host}: give USER@HOST")
+        tunnel = run.SSHTunnel(host=host, user=user, job_dir=cluster.folder)
+    lines = []
+    if cluster.shares_files:
+        lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+    if cluster.fault_tolerant:  # its script ends with 0 once it has given up
+        lines.append("trap 'exit ${exitcode:-$?}' EXIT")
+    values: dict[str, Any] = {"tunnel": tunnel, "setup_lines": "\n".join(lines) or None}
+    if cluster.chain > 1:  # the next one goes on however the one before ended
+        values["dependency_type"] = "afterany"
+    return values
+
+
+def _packager(cluster: Cluster, run: ModuleType) -> Any:
+    if cluster.executor == "skypilot" and cluster.code != "git":
+        raise ConfigError("skypilot ships the committed tree with each job: give --code git")
+    if cluster.code is None:
+        return run.Packager()
+    if cluster.code == "git":
+        return run.GitArchivePackager(check_uncommitted_changes=True)
+    folder = Path(cluster.code).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--code {cluster.code}: give git or a folder")
+    return run.PatternPackager(include_pattern=str(folder), relative_path=str(folder))
+
+
+def _for_a_shell(variables: Mapping[str, str]) -> dict[str, str]:
+    """NeMo-Run writes ``export NAME=value`` as it stands, and the name in capitals."""
+    for name in variables:
+        if name != name.upper():
+            raise ConfigError(
+                f"--env {name}: NeMo-Run's Slurm script would call it {name.upper()}; use a name "
+                "in capitals"
+            )
+    return {name: shlex.quote(value) for name, value in variables.items()}
+
+
+def _settings(cluster: Cluster, executor: type) -> dict[str, Any]:
+    """``--set``: a field that is not text takes JSON."""
+    known = {item.name for item in fields(executor) if item.init}
+    hints = get_type_hints(executor)
+    values = {}
+    for name, text in cluster.settings.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see NeMo-Run's documentation"
+            raise ConfigError(f"--set {name}: {executor.__name__} has no such field; {hint}")
+        values[name] = _typed(name, text, hints[name])
+    return values
+
+
+def _typed(name: str, text: str, hint: Any) -> Any:
+    kinds = {hint, *get_args(hint)}
+    if str in kinds and not text.startswith("["):  # some take a list as well
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(f"--set {name}={text}: give {hint} as JSON") from None
+
+
+def _minutes(text: str) -> float:
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if found is None:
+        raise ConfigError(f"--time {text}: give HH:MM:SS or DAYS-HH:MM:SS")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return days * 1440 + hours * 60 + minutes + seconds / 60
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")

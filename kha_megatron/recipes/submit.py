@@ -1,0 +1,146 @@
+"""Handing a job to a cluster through NeMo-Run: the dry run, the submission and how it ended."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes.cluster import executor_of
+from kha_megatron.recipes.run import Job, experiment_name, nemo_run
+
+_TASK = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What NeMo-Run would hand to the cluster; one request for each job of a chain."""
+
+    requests: tuple[str, ...]
+    """Slurm's batch script, Docker's containers, the other executors' job."""
+    script: str
+    """What every rank runs: NeMo-Run ships it as ``scripts/train.sh``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitResult:
+    """What became of a job on a cluster."""
+
+    status: str
+    """``succeeded``, ``failed``, ``cancelled``, ``unknown``, or ``submitted`` when detached."""
+    jobs: tuple[str, ...]
+    """The cluster's names of the jobs, in the order of the chain."""
+    seconds: float
+    folder: str
+    """NeMo-Run's folder with the scripts and, where it fetches them, the logs."""
+    reason: str | None = None
+    """Why the job was not taken."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the training ended well, or was handed over as asked."""
+        return self.status in ("succeeded", "submitted")
+
+
+def dry_submission(job: Job) -> Submission:
+    """The requests of NeMo-Run's own dry run; nothing is submitted.
+
+    Raises:
+        MissingDependencyError: NeMo-Run is not installed.
+        ConfigError: the executor cannot be made.
+    """
+    with _quiet(), _experiment(job) as experiment:
+        experiment.dryrun(log=False, delete_exp_dir=False)
+        requests = tuple(_text(item._dryrun_info) for item in experiment.jobs)
+    return Submission(requests=requests, script=script_of(job))
+
+
+def submit(job: Job, *, detach: bool = False) -> SubmitResult:
+    """Hand the job over, and wait for its end unless ``detach``.
+
+    Raises:
+        MissingDependencyError: NeMo-Run is not installed.
+        ConfigError: the executor cannot be made, or cannot be left alone.
+    """
+    if detach and job.cluster.executor not in ("slurm", "skypilot", "lepton"):
+        raise ConfigError(
+            f"{job.cluster.executor} jobs end with this command: remove --detach, and leave it "
+            "running in tmux or with nohup"
+        )
+    start = time.monotonic()
+    with _quiet(), _experiment(job) as experiment:
+        folder = str(experiment._exp_dir)
+        try:
+            experiment.run(detach=detach)
+        except Exception as error:  # whatever the scheduler's client raises
+            return SubmitResult(
+                status="failed",
+                jobs=(),
+                seconds=time.monotonic() - start,
+                folder=folder,
+                reason=f"{job.cluster.executor} did not take the job: {_line(error)}",
+            )
+    # leaving the experiment is what waits; asked again, some schedulers forget a job that is over
+    names = tuple(str(item.handle or "") for item in experiment.jobs)
+    status = experiment.jobs[-1].state.name.lower()
+    if detach and status not in ("failed", "cancelled"):
+        status = "submitted"
+    return SubmitResult(status=status, jobs=names, seconds=time.monotonic() - start, folder=folder)
+
+
+def _line(error: Exception) -> str:
+    """The last line of an error that may hold a whole transcript."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def script_of(job: Job) -> str:
+    """The shell command that each rank executes."""
+    return f"exec {shlex.join(job.command)}\n"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """NeMo-Run talks on stdout, which is for results, and its shells would read the terminal."""
+    stdin = sys.stdin
+    with redirect_stdout(sys.stderr), open(os.devnull) as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = stdin
+
+
+@contextmanager
+def _experiment(job: Job) -> Iterator[Any]:
+    """A NeMo-Run experiment with the chain's jobs, each after the one before."""
+    run = nemo_run()
+    executor = executor_of(job.cluster, job.environment, run)
+    experiment = run.Experiment(
+        experiment_name(job.recipe),
+        executor=executor,
+        log_level="WARNING",
+        clean_mode=True,
+        enable_goodbye_message=False,
+        skip_status_at_exit=True,
+    )
+    with experiment:
+        before: list[str] = []
+        for number in range(job.cluster.chain):
+            name = _TASK if job.cluster.chain == 1 else f"{_TASK}-{number + 1}"
+            # inline: NeMo-Run passes the arguments of a path through shells, or not, by executor
+            script = run.Script(inline=script_of(job), entrypoint="bash")
+            before = [experiment.add(script, name=name, dependencies=before)]
+        yield experiment
+
+
+def _text(info: Any) -> str:
+    """The request as NeMo-Run's scheduler shows it."""
+    if hasattr(info.request, "task"):  # SkyPilot: it asks for a function that 0.14 has not
+        return json.dumps(info.request.task.to_yaml_config(), indent=2) + "\n"
+    return f"{info!r}".strip() + "\n"

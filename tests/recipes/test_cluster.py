@@ -1,0 +1,274 @@
+"""Other places to run: dry runs against golden files, a whole Slurm job on stand-ins, refusals.
+
+``KHA_WRITE_GOLDEN=1 pytest tests/recipes/test_cluster.py`` writes the golden files anew.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes import Cluster, dry_submission, get_recipe, prepare, submit
+from kha_megatron.recipes.checks import check_layout
+from kha_megatron.recipes.plan import planned_arguments
+from kha_megatron.recipes.recipe import kha_of
+
+GOLDEN = Path(__file__).parent / "golden"
+IMAGE = "registry.example/train:1"
+SLURM = {"account": "acme", "time": "04:00:00"}
+
+CLUSTERS = {
+    "docker": Cluster(
+        executor="docker",
+        gpus=2,
+        image=IMAGE,
+        mounts=("/data:/data",),
+        retries=1,
+        settings={"shm_size": "30g", "privileged": "true"},
+    ),
+    "slurm": Cluster(
+        executor="slurm", nodes=2, **SLURM, environment={"NOTE": "it's $HOME"}, chain=2
+    ),
+    "slurm-container": Cluster(
+        executor="slurm",
+        nodes=2,
+        image=IMAGE,
+        mounts=("/data:/data", "/runs:/runs"),
+        partition="h100",
+        retries=2,
+        host="me@login.example",
+        folder="/home/me/jobs",
+        **SLURM,
+        settings={
+            "qos": "12",
+            "exclusive": "true",
+            "additional_parameters": '{"reservation": "r"}',
+        },
+    ),
+    "slurm-fault-tolerant": Cluster(
+        executor="slurm", image=IMAGE, fault_tolerant=True, retries=3, **SLURM
+    ),
+    "lepton": Cluster(
+        executor="lepton",
+        nodes=2,
+        image=IMAGE,
+        settings={"nemo_run_dir": "/nemo", "resource_shape": "gpu.8xh100"},
+    ),
+    "kubeflow": Cluster(
+        executor="kubeflow",
+        nodes=2,
+        image=IMAGE,
+        environment={"NOTE": "it's $HOME"},
+        settings={"namespace": "training", "workdir_pvc": "work"},
+    ),
+    "skypilot": Cluster(
+        executor="skypilot",
+        nodes=2,
+        image=f"docker:{IMAGE}",
+        code="git",
+        settings={"infra": "k8s", "gpus": "H100"},
+    ),
+}
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: t
+contexts: [{name: t, context: {cluster: t, user: t}}]
+clusters: [{name: t, cluster: {server: "https://127.0.0.1:1"}}]
+users: [{name: t, user: {}}]
+"""  # fmt: skip
+
+
+def job_on(cluster, **changes):
+    output = None if cluster.shares_files else Path("/runs/one")
+    words = ["--mock-data", "--odd=a b$c"]
+    return prepare(
+        get_recipe("dense-0.6b"), cluster=cluster, output=output, overrides=words, **changes
+    )
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_dry_runs_equal_their_golden_files(name, nemorun_home, tmp_path, monkeypatch):
+    cluster = CLUSTERS[name]
+    for module in {"kubeflow": ["kubernetes"], "skypilot": ["sky"]}.get(name, []):
+        pytest.importorskip(module, reason=f"needs the {name} extra")
+    if name == "kubeflow":
+        (tmp_path / "kubeconfig").write_text(KUBECONFIG)
+        location = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
+        monkeypatch.setattr(location, str(tmp_path / "kubeconfig"))
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    submission = dry_submission(job_on(cluster))
+    assert len(submission.requests) == cluster.chain
+    text = "\n".join([*submission.requests, "# scripts/train.sh", submission.script])
+    text = text.replace(str(Path(sys.executable).parent), "/BIN")
+    text = text.replace(str(nemorun_home), "/NEMORUN")
+    text = re.sub(r"(dense-0.6b)([_-])\d{12,}", r"\1\2ID", text)
+    text = re.sub(r"\btrain-[a-z0-9]{11,}\b", "train-ID", text)
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("KHA_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_the_script_gives_every_argument_unchanged(nemorun_home):
+    submission = dry_submission(job_on(CLUSTERS["slurm"]))
+    printed = subprocess.run(
+        ["bash", "-c", f"exec() {{ printf '%s\\0' \"$@\"; }}\n{submission.script}"],
+        capture_output=True, check=True,
+    ).stdout.decode().split("\0")  # fmt: skip
+    assert printed[printed.index("--odd") + 1] == "a b$c"
+    assert printed[:4] == [sys.executable, "-u", "-m", "kha_megatron.training"]
+
+
+def test_time_limits_and_restarts_reach_megatron():
+    words = job_on(CLUSTERS["slurm"]).command
+    assert words[words.index("--exit-duration-in-mins") + 1] == "225"  # 15 minutes to spare
+    shorter = Cluster(executor="slurm", account="a", time="0-00:20:30")
+    words = job_on(shorter).command
+    assert words[words.index("--exit-duration-in-mins") + 1] == "17"  # 3 of 20.5
+    assert "--load" not in words
+    given = job_on(CLUSTERS["slurm-container"]).command
+    assert given[given.index("--load") + 1] == given[given.index("--save") + 1]
+    assert given[0] == "python"
+    assert "--enable-ft-package" in job_on(CLUSTERS["slurm-fault-tolerant"]).command
+
+
+STAND_INS = {  # a cluster of this machine: the batch script runs at once, sacct says how it ended
+    "sbatch": """
+script="${@: -1}"
+export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=localhost SLURM_NODEID=0 SLURM_NTASKS_PER_NODE=1
+echo "$@" >> "$STATE/sbatch"
+bash "$script" > "$STATE/out" 2>&1 && echo COMPLETED > "$STATE/end" || echo FAILED > "$STATE/end"
+echo 77
+""",
+    "srun": """
+[ "$1" = --nodes=1 ] && exec echo 127.0.0.1
+while [ "$1" != torchrun ]; do
+  [ "$1" = --chdir ] && { mkdir -p "$2"; cd "$2"; }
+  shift
+done
+exec "$@"
+""",
+    "scontrol": '[ "$1" = show ] && echo localhost; echo "$@" >> "$STATE/scontrol"',
+    "sacct": 'printf "JobID|JobName|State|ExitCode\\n77|train|%s|0:0\\n" "$(cat "$STATE/end")"',
+    "squeue": "true",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A folder in which the stand-ins of Slurm's commands leave what happened."""
+    (tmp_path / "bin").mkdir()
+    for name, body in STAND_INS.items():
+        file = tmp_path / "bin" / name
+        file.write_text(f"#!/bin/bash\n{body}")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("STATE", str(tmp_path))
+    return tmp_path
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+folder = Path(__file__).parent
+(folder / f"rank{os.environ['RANK']}").write_text(os.environ["NOTE"] + "|" + sys.argv[-1])
+sys.exit(int(sys.argv[sys.argv.index("--code") + 1]) if os.environ["RANK"] == "1" else 0)
+"""
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "succeeded"), (3, "failed")])
+def test_a_slurm_job_to_its_end(code, status, slurm, scripted, nemorun_home):
+    cluster = Cluster(
+        executor="slurm", gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, **SLURM
+    )
+    recipe = scripted(RANK, megatron={"--code": code, "--save": str(slurm / "runs")})
+    words = ["--mock-data", "--odd=a b$c"]
+    result = submit(prepare(recipe, cluster=cluster, overrides=words))
+    assert result.reason is None, result.reason
+    printed = (slurm / "out").read_text()
+    assert result.status == status, printed
+    assert result.succeeded == (code == 0)
+    assert len(result.jobs) == 1
+    for rank in (0, 1):
+        seen = (slurm / f"rank{rank}").read_text()
+        assert seen == "it's $HOME|a b$c"
+    assert ("requeue 77" in (slurm / "scontrol").read_text()) == (code != 0)
+
+
+def test_a_scheduler_that_is_not_there_is_a_failed_job(monkeypatch, nemorun_home, tmp_path):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    result = submit(job_on(CLUSTERS["slurm"]))
+    assert not result.succeeded
+    assert "slurm did not take the job" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("cluster", "match"),
+    [
+        ({"executor": "pbs"}, "unknown executor 'pbs': choose one of local, docker, slurm"),
+        ({"executor": "docker"}, "docker needs --container-image"),
+        ({"executor": "slurm", "account": "a"}, "slurm needs --time"),
+        ({"executor": "docker", "image": "x", "nodes": 2}, "docker has no --nodes"),
+        ({"executor": "lepton", "image": "x", "partition": "p"}, "lepton has no --partition"),
+        ({"executor": "kubeflow", "image": "x", "chain": 2}, "kubeflow has no --chain"),
+        ({"executor": "slurm", **SLURM, "nodes": 0}, "nodes 0: give a whole number from 1"),
+        ({"executor": "slurm", **SLURM, "host": "h@x"}, "--host h@x needs --folder"),
+        ({"executor": "slurm", **SLURM, "folder": "/x"}, "--folder /x is for --host"),
+        ({"executor": "slurm", **SLURM, "chain": 2, "fault_tolerant": True}, "remove one of them"),
+    ],
+)
+def test_what_an_executor_cannot_have_is_refused(cluster, match):
+    with pytest.raises(ConfigError, match=match):
+        Cluster(**cluster)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "match"),
+    [
+        ({"executor": "slurm", "account": "a", "time": "4h"}, "--time 4h: give HH:MM:SS"),
+        ({"executor": "slurm", **SLURM, "environment": {"note": "x"}}, "--env note: .* NOTE"),
+        ({"executor": "slurm", **SLURM, "settings": {"qso": "x"}}, "--set qso: .* mean qos"),
+        ({"executor": "slurm", **SLURM, "settings": {"signal": "TERM@60"}, "code": "/no/such"},
+         "--code /no/such: give git or a folder"),
+        ({"executor": "docker", "image": "x", "settings": {"privileged": "yes"}}, "as JSON"),
+        ({"executor": "lepton", "image": "x"}, "lepton needs --set nemo_run_dir=VALUE"),
+        ({"executor": "slurm", **SLURM, "host": "login", "folder": "/x"}, "give USER@HOST"),
+    ],
+)  # fmt: skip
+def test_what_nemo_run_cannot_take_is_refused(cluster, match, nemorun_home):
+    with pytest.raises(ConfigError, match=match):
+        dry_submission(job_on(Cluster(**cluster)))
+
+
+@pytest.mark.parametrize("name", ["kubeflow", "skypilot"])
+def test_a_missing_extra_is_named(name, nemorun_home, monkeypatch):
+    found = importlib.util.find_spec
+    hidden = {"kubernetes", "sky"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in hidden else found(n))
+    with pytest.raises(ConfigError, match=rf"pip install 'kha-megatron\[{name}\]'"):
+        dry_submission(job_on(CLUSTERS[name]))
+
+
+@pytest.mark.parametrize(("gpus", "fixed"), [(16, []), (64, ["--tensor-model-parallel-size", "2"])])
+def test_the_plans_layout_is_legal_and_keeps_what_is_fixed(gpus, fixed):
+    recipe = get_recipe("moe-a1.6b-14.6b")
+    sizes = planned_arguments(recipe, gpus, 80e9, fixed)
+    words = recipe.arguments_for() | sizes
+    check_layout(words, gpus)
+    if fixed:
+        assert sizes["--tensor-model-parallel-size"] == ("2",)
+        assert "--sequence-parallel" in sizes
+    assert kha_of(words) == kha_of(recipe.arguments_for())
+
+
+def test_a_model_that_fits_nowhere_is_refused():
+    with pytest.raises(ConfigError, match="fits on 8 GPUs of 10 GB in no layout"):
+        planned_arguments(get_recipe("moe-a1.6b-14.6b"), 8, 10e9, [])

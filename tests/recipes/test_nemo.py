@@ -1,0 +1,71 @@
+"""The recipes from NeMo-Run's own command line, found through the installed entry point."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+NEMO = Path(sys.executable).with_name("nemo")
+
+RANK = """
+import os, sys
+from pathlib import Path
+words = [os.environ["OMP_NUM_THREADS"], *sys.argv]
+Path(__file__).with_name("rank" + os.environ["RANK"]).write_text("|".join(words))
+sys.exit(sys.argv[-1] == "fail")
+"""
+
+WORKSPACE = """
+from dataclasses import replace
+from kha_megatron import recipes
+recipe = replace(recipes.get_recipe("quickstart"), name="table9/small", entry={script!r})
+recipes.RECIPES = {{recipe.name: recipe}}
+"""
+
+
+@pytest.fixture
+def nemo(tmp_path, nemorun_home):
+    (tmp_path / "rank.py").write_text(RANK)
+    script = WORKSPACE.format(script=str(tmp_path / "rank.py"))
+    (tmp_path / "workspace.py").write_text(script)  # NeMo-Run imports it before anything else
+
+    def call(*words):
+        return subprocess.run(
+            [NEMO, "kha", "train", "-y", "recipe=table9/small", *words],
+            cwd=tmp_path,
+            env=os.environ | {"INCLUDE_WORKSPACE_FILE": "true"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+def test_the_entry_point_is_installed():
+    (entry,) = metadata.entry_points(group="nemo_run.cli", name="kha")
+    assert entry.value == "kha_megatron.recipes.nemo"
+
+
+def test_a_recipe_trains(nemo, tmp_path):
+    done = nemo("megatron='--mock-data --odd \"a b\"'")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        words = (tmp_path / f"rank{rank}").read_text().split("|")
+        assert words[0] == "1"
+        assert words[-1] == "a b"
+        assert words[words.index("--kha-preset") + 1] == "kha_mlp"
+
+
+def test_a_failing_rank_ends_it_with_1(nemo, tmp_path):
+    assert nemo("megatron='--mock-data --x fail'").returncode == 1
+    assert (tmp_path / "rank1").exists()
+
+
+def test_bad_input_ends_it_with_2(nemo):
+    done = nemo("megatron=--tensor-model-parallel-size=3")
+    assert done.returncode == 2
+    assert "error: " in done.stderr
