@@ -66,12 +66,9 @@ def balance_experts(
     @torch.no_grad()
     def balanced(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
         routers = _routers(models)
-        if not routers:
-            finalize(chunks, *args, **kwargs)
-            return
         # before Megatron takes its own step, and counts from zero again
-        loads = torch.stack([router.local_tokens_per_expert for router in routers])
-        biases = torch.stack([router.expert_bias for router in routers])
+        loads = _stacked([router.local_tokens_per_expert for router in routers])
+        biases = _stacked([router.expert_bias for router in routers])
         finalize(chunks, *args, **kwargs)
         dist.all_reduce(loads, group=_sharing(kwargs.get("pg_collection")))
         biases = biases + rate * step_of_bias(loads, update)
@@ -102,6 +99,13 @@ def _routers(models: list[torch.nn.Module]) -> list[Any]:
         and module.training
         and not getattr(module, "frozen_expert_bias", False)
     ]
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """``[n, E]``; ``[0, 1]`` for a pipeline stage without MoE layers."""
+    if rows:
+        return torch.stack(rows)
+    return torch.zeros(0, 1, device=torch.cuda.current_device())
 
 
 def _sharing(groups: Any) -> dist.ProcessGroup:

@@ -173,6 +173,7 @@ def _experts(total: int, active: int, ffn: int) -> dict[str, Value]:
         # balanced by a bias instead of an auxiliary loss
         "--moe-router-score-function": "sigmoid",
         "--moe-router-enable-expert-bias": True,
+        "--moe-router-bias-update-rms": True,
         "--moe-router-load-balancing-type": "none",
         "--moe-router-dtype": "fp32",
         "--moe-token-dispatcher-type": "alltoall",

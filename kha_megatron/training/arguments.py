@@ -63,6 +63,13 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_false",
         help="Do not hash torch_dist checkpoints when saving, nor check the hashes when loading.",
     )
+    if "--moe-router-bias-update-rms" not in parser._option_string_actions:  # a patch brings it too
+        group.add_argument(
+            "--moe-router-bias-update-rms",
+            action="store_true",
+            help="Move expert biases by (mean load - load) / RMS(mean load - load), as the paper "
+            "does, instead of by its sign.",
+        )
     if parser.get_default("kha_stock"):  # a patched Megatron has added the group already
         parser.set_defaults(kha_stock=False)
         return parser
@@ -212,6 +219,11 @@ def check_args(args: argparse.Namespace) -> None:
     for name, why in _NOT_HERE.items():
         if getattr(args, name, None):
             raise ConfigError(why)
+    if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
+        raise ConfigError(
+            "--moe-router-bias-update-rms without a bias to update: add "
+            "--moe-router-enable-expert-bias"
+        )
     check_args_layout(args)
     if args.mock_data:
         return

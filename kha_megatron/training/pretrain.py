@@ -36,6 +36,7 @@ from torch import Tensor
 from kha_megatron import cpu
 from kha_megatron.config import KHAConfig
 from kha_megatron.mcore import compat
+from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.hybrid import check_pattern
 from kha_megatron.mcore.knocking import KnockingHeads
@@ -47,6 +48,7 @@ from kha_megatron.training.arguments import (
     check_attention,
     kha_from_args,
 )
+from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.recovery import failures_explained, repair_tracker
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from kha_megatron.training.upcycle import checkpoint_to_upcycle
@@ -133,7 +135,10 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
         line = describe_model(models, kha)
         if args.rank == 0:
             print(f"kha_megatron: {line}", flush=True)
-        if args.check_for_nan_in_loss_and_grad:
+        if args.moe_router_enable_expert_bias:
+            update = "rms" if args.moe_router_bias_update_rms else "sign"
+            balance_experts(models, update, report_expert_load)
+        if args.check_for_nan_in_loss_and_grad:  # last, so that nothing moves before the check
             stop_before_non_finite_steps(models)
         return models
 

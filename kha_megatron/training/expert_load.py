@@ -1,0 +1,61 @@
+"""How evenly tokens spread over experts, layer by layer, in TensorBoard and W&B.
+
+Per MoE layer, under ``expert-load/``:
+
+- ``violation-layer-3``: the busiest expert's tokens above the mean, in means (MaxVio of Wang et al.
+  2024; 0 is balance);
+- ``least-layer-3``: the idlest expert's tokens, in means (1 is balance);
+- ``bias-range-layer-3``: the largest bias minus the smallest;
+
+and ``violation``, the mean of the first over layers.
+"""
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, get_tensorboard_writer
+from megatron.training.global_vars import get_wandb_writer
+from torch import Tensor
+
+from kha_megatron.mcore.balancing import violation
+
+_NAMES = ("violation", "least", "bias-range")
+
+
+def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None:
+    """Write one batch's loads at the interval of Megatron's TensorBoard log.
+
+    Called on every rank after every batch. Costs one all-reduce of three numbers a layer over the
+    pipeline, and only at that interval.
+
+    Args:
+        layers: numbers of this rank's MoE layers, from 1.
+        loads: ``[n, E]`` tokens of each expert in the whole batch.
+        biases: ``[n, E]`` after the batch.
+    """
+    args = get_args()
+    iteration = args.curr_iteration + 1
+    if iteration % args.tensorboard_log_interval:
+        return
+    count = args.num_layers + (args.mtp_num_layers or 0)
+    table = torch.zeros(count, len(_NAMES) + 1, device=loads.device)
+    if layers:
+        mean = loads.mean(dim=-1)
+        spread = biases.amax(dim=-1) - biases.amin(dim=-1)
+        columns = [violation(loads), loads.amin(dim=-1) / mean, spread, torch.ones_like(mean)]
+        table[[number - 1 for number in layers]] = torch.stack(columns, dim=-1)
+    torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if writer is None and wandb is None:
+        return
+    rows = {number: row for number, row in enumerate(table.tolist(), 1) if row[-1]}
+    values = {
+        f"expert-load/{name}-layer-{number}": value
+        for number, row in rows.items()
+        for name, value in zip(_NAMES, row, strict=False)
+    }
+    values["expert-load/violation"] = sum(row[0] for row in rows.values()) / len(rows)
+    if writer is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb is not None:
+        wandb.log(values, iteration)

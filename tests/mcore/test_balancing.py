@@ -1,0 +1,164 @@
+"""Balancing by a bias: fixed points, convergence, and the same bits under every layout."""
+
+import pytest
+import torch
+
+from kha_megatron.mcore.balancing import step_of_bias, violation
+
+UPDATES = ("sign", "rms")
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_perfect_balance_is_the_fixed_point(update):
+    loads = torch.tensor([[7.0] * 5, [0.0] * 5, [3.0] * 5])
+    assert torch.equal(step_of_bias(loads, update), torch.zeros(3, 5))
+    moved = step_of_bias(torch.tensor([7.0, 7.0, 8.0, 6.0, 7.0]), update)
+    assert moved[2] < 0 < moved[3]
+    assert torch.equal(moved[[0, 1, 4]], torch.zeros(3))
+
+
+def test_the_rms_form_is_sus_in_float64():
+    loads = torch.tensor([[5.0, 0.0, 11.0, 2.0, 3.0], [1e7, 1.0, 0.0, 3.0, 1e6]])
+    exact = loads.double()
+    offset = exact.mean(dim=-1, keepdim=True) - exact
+    expected = offset / offset.square().mean(dim=-1, keepdim=True).sqrt()
+    got = step_of_bias(loads, "rms")
+    # five roundings of float32
+    torch.testing.assert_close(got.double(), expected, rtol=5 * 2**-23, atol=5 * 2**-23)
+    torch.testing.assert_close(got.sum(dim=-1), torch.zeros(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.square().mean(dim=-1), torch.ones(2))
+    # one token more or less is felt in proportion, where the sign form takes a full step
+    near = torch.tensor([100.0, 100.0, 101.0, 90.0, 109.0])
+    assert step_of_bias(near, "rms")[2].abs() < 0.2
+    assert step_of_bias(near, "sign")[2] == -1
+
+
+def choose(scores, bias, k):
+    """``[T, E]`` counts of one batch, as Megatron's router chooses."""
+    chosen = (scores + bias).topk(k, dim=-1).indices
+    return torch.zeros_like(scores).scatter_(1, chosen, 1.0).sum(dim=0)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_skewed_router_becomes_balanced(update):
+    """Sigmoid scores of 1,024 tokens for 16 experts, two of which nearly all would choose."""
+    generator = torch.Generator().manual_seed(3)
+    tilt = torch.linspace(-2, 2, 16)
+    bias = torch.zeros(16)
+    history = []
+    for _ in range(400):
+        scores = torch.sigmoid(torch.randn(1024, 16, generator=generator) + tilt)
+        loads = choose(scores, bias, 2)
+        bias = bias + 2e-3 * step_of_bias(loads, update)
+        history.append(violation(loads).item())
+    assert history[0] > 2
+    assert max(history[-50:]) < 0.4  # the noise of 128 tokens an expert, some 3 / sqrt(128)
+
+
+SKEWED = {
+    "num_moe_experts": 6,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_tensor_parallel_size": 1,
+}
+SEQUENCES, STEPS = 4, 15
+
+
+def biases(layout, update, sequence_parallel=False):
+    """Expert biases and loads ``[STEPS, layers, E]`` that this rank saw, and the reported layers.
+
+    Weights stay as they are: only the biases move, and they start skewed.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.training.training import wrap_model_chunks_with_ddp
+
+    from kha_megatron.config import KHAConfig
+    from kha_megatron.mcore.balancing import balance_experts
+    from tests.distributed import models, pieces
+
+    models.initialize(7, **layout, expert_tensor_parallel_size=1)
+    config = models.transformer_config(**layout, **SKEWED, sequence_parallel=sequence_parallel)
+    model = models.gpt_model(config, KHAConfig(value="mlp"), perturbed=False)
+    ddp = wrap_model_chunks_with_ddp([model], config, DistributedDataParallelConfig())
+    pieces.fill(ddp)
+    for module in model.modules():
+        if hasattr(module, "expert_bias"):
+            module.expert_bias.copy_(torch.linspace(-0.3, 0.3, 6))
+    seen = []
+    balance_experts(ddp, update, lambda *what: seen.append(what))
+    replicas = parallel_state.get_data_parallel_world_size()
+    mine = parallel_state.get_data_parallel_rank()
+    model.train()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, models.VOCAB, (SEQUENCES, models.SEQUENCE), generator=generator)
+        positions = torch.arange(models.SEQUENCE)[None].expand(1, -1)
+        for row in tokens.chunk(replicas)[mine].split(1):  # microbatches of one sequence
+            batch = {"tokens": row, "position_ids": positions, "labels": row}
+            size = layout.get("context_parallel_size", 1)
+            if size > 1:
+                group = parallel_state.get_context_parallel_group()
+                batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+            mask = models.batch()[2] if size == 1 else None
+            ddp[0](batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+        config.finalize_model_grads_func(ddp, None)
+    layers = seen[0][0]
+    loads = torch.stack([what[1] for what in seen])
+    return layers, loads, torch.stack([what[2] for what in seen]).clone()
+
+
+LAYOUTS = {
+    "tp2": ({"tensor_model_parallel_size": 2}, 2),
+    "dp2": ({}, 2),
+    "cp2": ({"context_parallel_size": 2}, 2),
+    "ep2": ({"expert_model_parallel_size": 2}, 2),
+    "tp2-dp2-ep2": ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, 4),
+    "tp2-cp2": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, 4),
+    "cp2-dp2": ({"context_parallel_size": 2}, 4),
+}
+_ALONE = {}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_moves_every_bias_by_the_same_bits(name, update, ranks):
+    """Against one process with four microbatches; on every rank, in every step."""
+    if update not in _ALONE:
+        (_ALONE[update],) = ranks(biases, 1, {}, update)
+    layers, loads, expected = _ALONE[update]
+    assert layers == [1, 2]
+    assert loads.sum(dim=-1).unique().tolist() == [SEQUENCES * 12 * 2]
+    assert violation(loads[0]).min() > 1  # skewed at first, not at last: noise of 16 an expert
+    assert violation(loads[-3:].sum(dim=0)).max() < 0.75
+    layout, world = LAYOUTS[name]
+    parallel = "tensor_model_parallel_size" in layout
+    for got in ranks(biases, world, layout, update, sequence_parallel=parallel):
+        assert got[0] == layers
+        assert torch.equal(got[1], loads)
+        assert torch.equal(got[2], expected)
+
+
+def signs_of_megatron():
+    """Megatron's own update, and ours, from random loads."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+    parallel_state.initialize_model_parallel()
+    loads = torch.randint(0, 9, (3, 5)).float()
+    bias = torch.randn(3, 5)
+    return get_updated_expert_bias(loads.clone(), bias, 1e-3), bias + 1e-3 * step_of_bias(
+        loads, "sign"
+    )
+
+
+def test_the_sign_form_is_megatrons(ranks):
+    theirs, ours = ranks(signs_of_megatron, 1)[0]
+    assert torch.equal(theirs, ours)
