@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kha_megatron.config import MATRICES, Variant
@@ -30,22 +31,38 @@ class MatrixDiagnostics:
     ``I``. With ``init="random"`` it is not the way travelled."""
 
 
-def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
-    """Diagnostics of each matrix of a stacked weight, computed in float64.
+def measure(weight: Tensor, variant: Variant) -> Tensor:
+    """The numbers of :class:`MatrixDiagnostics`, left on the weight's device.
 
     Args:
         weight: ``[n, D, D]``, any floating dtype; NaN and infinity pass through to the results.
         variant: which matrices the stack holds.
+
+    Returns:
+        ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each matrix.
     """
     weight = weight.detach().double()
     start = initial_weight(weight.clone(), variant)
-    for name, matrix, initial in zip(MATRICES[variant], weight, start, strict=True):
-        diagonal = matrix.diagonal()
-        energy = matrix.square().sum()
-        off_diagonal = (matrix - diagonal.diag()).square().sum()
+    diagonal = weight.diagonal(dim1=1, dim2=2)
+    energy = weight.square().sum((1, 2))
+    off_diagonal = (weight - diagonal.diag_embed()).square().sum((1, 2))
+    share = torch.where(energy == 0, torch.zeros_like(energy), off_diagonal / energy)
+    distance = (weight - start).square().sum((1, 2)).sqrt() / weight.shape[-1] ** 0.5
+    return torch.stack([diagonal.mean(1), share, distance], dim=1)
+
+
+def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
+    """Diagnostics of each matrix of a stacked weight, computed in float64.
+
+    Args:
+        weight: as in :func:`measure`.
+        variant: which matrices the stack holds.
+    """
+    for name, numbers in zip(MATRICES[variant], measure(weight, variant).tolist(), strict=True):
+        diagonal_mean, off_diagonal_share, distance = numbers
         yield MatrixDiagnostics(
             matrix=name,
-            diagonal_mean=diagonal.mean().item(),
-            off_diagonal_share=0.0 if energy == 0 else (off_diagonal / energy).item(),
-            distance=((matrix - initial).norm() / len(matrix) ** 0.5).item(),
+            diagonal_mean=diagonal_mean,
+            off_diagonal_share=off_diagonal_share,
+            distance=distance,
         )

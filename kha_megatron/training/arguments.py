@@ -56,6 +56,14 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "matrices start at the identity. Once --load holds a checkpoint of the run, it goes on "
         "from there.",
     )
+    group.add_argument(
+        "--kha-log-interval",
+        type=int,
+        metavar="N",
+        help="Every N iterations, write for each layer to TensorBoard and W&B how far the shared "
+        "matrices have come, their gradient norms, how open the gates are, and the mean cosine "
+        "between heads' values before and after the knock (all as kha-*). Off by default.",
+    )
     parser.set_defaults(verify_integrity=True)
     group.add_argument(
         "--no-verify-integrity",
@@ -224,11 +232,27 @@ def check_args(args: argparse.Namespace) -> None:
             "--moe-router-bias-update-rms without a bias to update: add "
             "--moe-router-enable-expert-bias"
         )
+    _check_log_interval(args)
     check_args_layout(args)
     if args.mock_data:
         return
     _check_data(args)
     _check_tokenizer(args)
+
+
+def _check_log_interval(args: argparse.Namespace) -> None:
+    if args.kha_log_interval is None:
+        return
+    if args.kha_log_interval < 1:
+        raise ConfigError(
+            f"--kha-log-interval {args.kha_log_interval}: it must be 1 or more; leave it out to "
+            "write nothing"
+        )
+    if not (args.tensorboard_dir or args.wandb_project):
+        raise ConfigError(
+            f"--kha-log-interval {args.kha_log_interval} has nowhere to write: add "
+            "--tensorboard-dir, or --wandb-project with --wandb-exp-name"
+        )
 
 
 def _check_data(args: argparse.Namespace) -> None:

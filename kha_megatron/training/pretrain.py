@@ -30,6 +30,7 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from kha_megatron.mcore import compat
 from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.hybrid import check_pattern
+from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.monitor import describe_model
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
@@ -140,10 +142,38 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
             balance_experts(models, update, report_expert_load)
         if args.check_for_nan_in_loss_and_grad:  # last, so that nothing moves before the check
             stop_before_non_finite_steps(models)
+        if args.kha_log_interval is not None:
+            _watch_heads(models, kha)
         return models
 
     config.pre_wrap_hooks.append(announce)
     return config
+
+
+def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
+    args = get_args()
+
+    def write(values: dict[str, float], iteration: int) -> None:
+        """Megatron's writers are on the last rank only."""
+        if writer := get_tensorboard_writer():
+            for name, value in values.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(values, iteration)
+
+    watch_heads(
+        models,
+        kha,
+        interval=args.kha_log_interval,
+        iteration=lambda: args.curr_iteration + 1,
+        write=write,
+    )
+    if args.rank == 0 and args.cuda_graph_impl != "none":
+        print(
+            "kha_megatron: --kha-log-interval leaves out gates and cosines, which hooks would "
+            f"measure, because of --cuda-graph-impl {args.cuda_graph_impl}",
+            flush=True,
+        )
 
 
 def _upcycle(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
