@@ -15,6 +15,7 @@ from kha_megatron.cli.launch import launch
 from kha_megatron.cli.params import count_flops, params
 from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
+from kha_megatron.cli.spikes import spikes
 from kha_megatron.cli.verify import verify
 from kha_megatron.errors import KHAError
 
@@ -50,6 +51,7 @@ app.command()(params)
 app.command("flops")(count_flops)
 app.command()(doctor.doctor)
 app.command()(inspect)
+app.command()(spikes)
 app.command()(generate)
 app.command("eval")(evaluate)
 

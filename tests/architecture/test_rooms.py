@@ -23,6 +23,7 @@ ARROWS = {
     "layout": set(),
     "layout_rules": set(),
     "patching": set(),
+    "spikes": set(),
     "ops": set(),
     "mcore": {"ops", "patching"},
     "training": {"mcore", "cpu"},
@@ -31,7 +32,7 @@ ARROWS = {
     "conversion": {"hf", "mcore", "ops", "cpu"},
     "recipes": {"cpu"},
     "bridge": {"hf", "mcore", "conversion"},
-    "cli": FREE - {"cli", "bridge"} | {"patching"},
+    "cli": FREE - {"cli", "bridge"} | {"patching", "spikes"},
 }
 OUTSIDE = {
     "ops": {"torch", "triton"},
@@ -43,6 +44,7 @@ OUTSIDE = {
     "layout": set(),
     "layout_rules": set(),
     "patching": set(),
+    "spikes": set(),
     "": set(),
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
