@@ -228,7 +228,7 @@ class _Instruments:
 
     def _loss_scale(self) -> Tensor | float:
         scaled = self.config.grad_scale_func
-        return 1.0 if scaled is None else scaled(torch.ones_like(self.sums[0, 0, 0]))
+        return 1.0 if scaled is None else scaled(torch.ones_like(self.sums[0, 0, 0])).reshape(())
 
 
 def _names(kha: KHAConfig) -> list[str]:

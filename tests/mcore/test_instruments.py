@@ -1,0 +1,321 @@
+"""The instruments tell on every layout what plain formulas say of the unsharded run."""
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.errors import ConfigError
+from tests.distributed.parallelism import MICROBATCHES, Case, Layout
+
+MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+ZERO = {"use_distributed_optimizer": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+TOLERANCE = 1e-5  # float32 sums in another order, as in tests/distributed/test_parallelism.py
+
+
+def case(kha=MIXED, **fields):
+    names = Layout.__dataclass_fields__
+    layout = Layout(**{name: value for name, value in fields.items() if name in names})
+    rest = {name: value for name, value in fields.items() if name not in names}
+    return Case(layout=layout, khas=(kha,), **rest)
+
+
+def _start(case):
+    from tests.distributed import models
+    from tests.distributed.parallelism import _Run
+
+    layout = case.layout
+    models.initialize(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    return _Run(case, case.khas[0])
+
+
+def _watched(case):
+    """What the instruments write at iterations 2 and 4 of five, and what else they do."""
+    from kha_megatron.mcore.instruments import watch_heads
+
+    now = [0]
+    written = []
+    ends = []
+    reductions = []
+    for watching in (False, True):
+        run = _start(case)
+        if watching:
+            watch_heads(
+                run.chunks,
+                case.khas[0],
+                interval=2,
+                iteration=lambda: now[0],
+                write=lambda values, at: written.append((at, values)),
+            )
+        reductions.append([])
+        for iteration in range(1, 6):
+            now[0] = iteration
+            with _counted_reductions() as count:
+                run._accumulate(MICROBATCHES[0] if iteration == 2 else MICROBATCHES[1])
+            reductions[-1].append(count[0])
+            if iteration > 1:  # the second step is of the filled weights, as in the reference
+                run.optimizer.step()
+                run._gather_parameters()
+        ends.append([p.detach().clone() for chunk in run.chunks for p in chunk.parameters()])
+        for ddp in run.ddp:
+            vars(ddp).clear()
+    same = all(torch.equal(_local(a), _local(b)) for a, b in zip(*ends, strict=True))
+    return written, same, reductions
+
+
+def _local(parameter):
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class _counted_reductions:
+    def __enter__(self):
+        self.original, count = torch.distributed.all_reduce, [0]
+
+        def counting(*args, **kwargs):
+            count[0] += 1
+            return self.original(*args, **kwargs)
+
+        torch.distributed.all_reduce = counting
+        return count
+
+    def __exit__(self, *_):
+        torch.distributed.all_reduce = self.original
+
+
+def _reference(case):
+    """The same names from plain formulas, on one process: hooks keep all microbatches' tensors."""
+    from kha_megatron.ops.diagnostics import diagnose
+
+    first = [r * MICROBATCHES[0] // case.layout.dp for r in range(case.layout.dp)]
+    run = _start(case.twin())
+    (model,) = run.chunks
+    kept = {}
+
+    def keep(what, index):
+        def hook(module, inputs):
+            kept.setdefault(what, {})[run.microbatch] = inputs[index].detach().double()
+
+        return hook
+
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.core_attention.register_forward_pre_hook(keep((layer.layer_number, "used"), 2))
+        for p in case.khas[0].variants:
+            knocking = getattr(attention, f"knock_{p}")
+            knocking.register_forward_pre_hook(keep((layer.layer_number, p), 0))
+    run._accumulate(MICROBATCHES[0])
+
+    expected = {}
+    for layer in model.decoder.layers:
+        attention, number = layer.self_attention, layer.layer_number
+        end = f"layer-{number - 1}"
+
+        def heard(what, number=number):
+            return torch.cat([kept[number, what][m].flatten(0, 1) for m in first])
+
+        if case.groups > 1:
+            expected[f"kha-head-cosine/value/{end}"] = _cosine(heard("used"))
+        for p, variant in case.khas[0].variants.items():
+            weight = getattr(attention, f"knock_{p}").weight
+            for n, numbers in enumerate(diagnose(weight, variant)):
+                place = f"{p}-{numbers.matrix}/{end}"
+                expected[f"kha-diagonal-mean/{place}"] = numbers.diagonal_mean
+                expected[f"kha-off-diagonal-share/{place}"] = numbers.off_diagonal_share
+                expected[f"kha-distance/{place}"] = numbers.distance
+                expected[f"kha-grad-norm/{place}"] = weight.main_grad[n].norm().item()
+            if "gate" in MATRICES[variant]:
+                matrix = weight[MATRICES[variant].index("gate")].double()
+                gate = 2 / (1 + torch.exp(-heard(p) @ matrix))
+                expected[f"kha-gate-openness/{p}/{end}"] = gate.mean().item()
+                expected[f"kha-gate-spread/{p}/{end}"] = gate.std(correction=0).item()
+            if p == "value" and case.groups > 1:
+                expected[f"kha-head-cosine/value-unknocked/{end}"] = _cosine(heard(p))
+    for ddp in run.ddp:
+        vars(ddp).clear()
+    return expected
+
+
+def _cosine(values):
+    """Mean over the tokens and pairs of heads of ``[tokens, heads, D]``."""
+    pairs = combinations(values.unbind(1), 2)
+    return torch.stack([torch.cosine_similarity(a, b, dim=-1) for a, b in pairs]).mean().item()
+
+
+CASES = [
+    case(tp=2),
+    case(tp=2, sp=True, dp=2, ddp=ZERO | {"overlap_grad_reduce": True}),
+    case(tp=4, groups=2),
+    case(tp=2, groups=1),
+    case(KHAConfig(), tp=2),
+    case(replace(MIXED, init="random"), pp=2, vpp=2, layers=4),
+    case(cp=2, tp=2, per_token_loss=True),
+    case(dp=2, ep=2, model="moe", ddp=ZERO),
+    case(KHAConfig(query="gate", key="mlp", value="linear"), tp=2, savings=FULL),
+    case(tp=2, groups=8, savings=SELECTIVE),
+    case(dp=2, fsdp="torch"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
+    if case.fsdp:
+        from tests.versions import needs_fsdp2
+
+        needs_fsdp2()
+    (expected,) = ranks(_reference, 1, case)
+    answers = ranks(_watched, case.layout.world, case)
+    for written, same, (without, watched) in answers:
+        assert same, "the weights after five steps differ"
+        assert [at for at, _ in written] == [2, 4]
+        assert written == answers[0][0]
+        assert without[0::2] == watched[0::2], "something was reduced at iterations 1, 3 and 5"
+        assert watched[1] > without[1]
+    values = answers[0][0][0][1]
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-7), name
+    # after steps of Adam nothing that training moves is where it was
+    later = answers[0][0][1][1]
+    assert all(later[name] != value for name, value in values.items())
+
+
+def _at_start(bf16):
+    from kha_megatron.mcore.instruments import watch_heads
+
+    run = _start(case(tp=2, bf16=bf16))
+    for chunk in run.chunks:
+        for module in chunk.modules():
+            if hasattr(module, "reset_parameters") and hasattr(module, "variant"):
+                module.reset_parameters()
+    written = []
+    run.config.grad_scale_func = lambda loss: loss * 512
+    for interval in (1, 1):  # a second set of instruments does not disturb the first
+        watch_heads(
+            run.chunks,
+            MIXED,
+            interval=interval,
+            iteration=lambda: 1,
+            write=lambda values, at: written.append(values),
+        )
+    run._accumulate(2)
+    for ddp in run.ddp:
+        vars(ddp).clear()
+    return written
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_identity_start_is_exact(ranks, bf16):
+    for written in ranks(_at_start, 2, bf16):
+        assert len(written) == 2
+        assert written[0] == written[1]
+        for name, value in written[0].items():
+            kind, place, layer = name.split("/")
+            if kind == "kha-diagonal-mean":
+                assert value == (0 if place.endswith("gate") else 1)
+            if kind in ("kha-off-diagonal-share", "kha-distance", "kha-gate-spread"):
+                assert value == 0
+            if kind == "kha-gate-openness":
+                assert value == 1
+            if name.startswith("kha-head-cosine/value/"):
+                assert value == written[0][f"kha-head-cosine/value-unknocked/{layer}"]
+
+
+def _loss_scaled():
+    from kha_megatron.mcore.instruments import watch_heads
+
+    norms = []
+    for scale in (1, 512):
+        run = _start(case(tp=2))
+        run.config.grad_scale_func = lambda loss, scale=scale: loss * scale
+        watch_heads(
+            run.chunks,
+            MIXED,
+            interval=1,
+            iteration=lambda: 1,
+            write=lambda values, at: norms.append(
+                {name: v for name, v in values.items() if name.startswith("kha-grad-norm")}
+            ),
+        )
+        run._accumulate(2)
+        for ddp in run.ddp:
+            vars(ddp).clear()
+    return norms
+
+
+def test_gradient_norms_are_without_loss_scale(ranks):
+    plain, scaled = ranks(_loss_scaled, 2)[0]
+    assert len(plain) == 2 * 5
+    for name, value in plain.items():
+        assert value > 0
+        assert scaled[name] == pytest.approx(value, rel=1e-6)
+
+
+def _missing_and_zero():
+    """A frozen matrix has no gradient, and zero values have no direction."""
+    from kha_megatron.mcore.instruments import watch_heads
+
+    kha = KHAConfig(value="linear")
+    run = _start(case(kha))
+    written = []
+    watch_heads(
+        run.chunks,
+        kha,
+        interval=1,
+        iteration=lambda: 1,
+        write=lambda values, at: written.append(values),
+    )
+    first, second = (layer.self_attention.knock_value for layer in run.chunks[0].decoder.layers)
+    del first.weight.main_grad
+    with torch.no_grad():
+        second.weight.zero_()
+    run.config.finalize_model_grads_func(run.ddp)  # nothing was heard: there was no forward pass
+    first.weight.main_grad = torch.ones_like(first.weight)
+    run._accumulate(2)
+    for ddp in run.ddp:
+        vars(ddp).clear()
+    return written
+
+
+def test_what_has_no_meaning_is_left_out(ranks):
+    ((silent, heard),) = ranks(_missing_and_zero, 1)
+    assert "kha-grad-norm/value-proj/layer-0" not in silent
+    assert silent["kha-grad-norm/value-proj/layer-1"] == 0
+    assert not any(name.startswith("kha-head-cosine") for name in silent)
+    assert heard["kha-head-cosine/value/layer-1"] == 0
+    assert heard["kha-head-cosine/value-unknocked/layer-1"] != 0
+    assert all(math.isfinite(value) for value in heard.values())
+
+
+def _refused(interval, graph):
+    from kha_megatron.mcore.instruments import watch_heads
+
+    run = _start(case())
+    run.config.cuda_graph_impl = graph
+    try:
+        watch_heads(run.chunks, MIXED, interval=interval, iteration=lambda: 1, write=print)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        for ddp in run.ddp:
+            vars(ddp).clear()
+
+
+@pytest.mark.parametrize(
+    ("interval", "graph", "words"),
+    [(0, "none", "interval=0"), (5, "full_iteration", "--cuda-graph-impl local")],
+)
+def test_refused_with_the_remedy(ranks, interval, graph, words):
+    (answer,) = ranks(_refused, 1, interval, graph)
+    assert words in answer
