@@ -116,6 +116,16 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
         (MOCK, ConfigError, "no KHA configuration: give --kha-preset"),
         ([*MOCK, *MLP, "--spec", "a", "b"], ConfigError, "remove --spec"),
         ([*MOCK, *MLP, "--inprocess-restart"], ConfigError, "remove --inprocess-restart"),
+        (
+            [*MOCK, *MLP, "--kha-log-interval", "9"],
+            ConfigError,
+            "--kha-log-interval 9 has nowhere to write: add --tensorboard-dir",
+        ),
+        (
+            [*MOCK, *MLP, "--kha-log-interval", "0", "--wandb-project", "a"],
+            ConfigError,
+            "--kha-log-interval 0: it must be 1 or more",
+        ),
         ([*MLP, *corpus[2:]], DataError, "no training data: give --data-path"),
         (
             [*MLP, *corpus[2:], "--data-path", "0.3", prefix, "0.7", str(folder)],
@@ -143,6 +153,7 @@ def test_what_can_train_is_let_through(checked, corpus):
     prefix = corpus[1]
     lines = [
         corpus,
+        [*corpus, "--kha-log-interval", "9", "--tensorboard-dir", "tensorboard"],
         [*corpus[2:], "--data-path", prefix, prefix],
         [*corpus[2:], "--data-path", "1", prefix],
         [*corpus[2:], "--train-data-path", prefix, "--valid-data-path", prefix],
