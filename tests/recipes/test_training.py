@@ -1,0 +1,50 @@
+"""Recipes train: the whole command line of each, at a small width, on two tensor-parallel ranks."""
+
+import re
+
+import pytest
+
+from kha_megatron.recipes import get_recipe
+from tests.recipes.test_paper import DIFFERENT, NAMES
+from tests.training.conftest import start
+
+SMALL = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--ffn-hidden-size": "48",
+    "--kv-channels": "8",
+    "--seq-length": "28",
+    "--max-position-embeddings": "28",
+    "--global-batch-size": "4",
+    "--train-iters": "3",
+    "--log-interval": "1",
+    "--vocab-size": "90",
+    "--device": "cpu",
+    "--tensor-model-parallel-size": "2",
+}
+EXPERTS = {
+    "--num-experts": "8",
+    "--moe-ffn-hidden-size": "24",
+    "--expert-model-parallel-size": "1",
+    "--expert-tensor-parallel-size": "1",
+}
+QUICK = ("dense-0.6b", "table1/linear-kv1", "table2/gate-qkv", "table3/mha-mlp")
+EVERY = dict.fromkeys([*NAMES, *(param.values[0] for param in DIFFERENT)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *(pytest.param(n, marks=pytest.mark.whole) for n in EVERY if n not in QUICK)],
+)
+def test_three_steps(name):
+    recipe = get_recipe(name)
+    small = SMALL | (EXPERTS if "--num-experts" in recipe.megatron else {})
+    words = [word for item in small.items() for word in item]
+    run = start(recipe.command_line([*words, "--sequence-parallel", "--mock-data"]), ranks=2)
+    assert run.codes == [0, 0], run.output[-3000:]
+    losses = [float(x) for x in re.findall(r"lm loss: (\S+) \|", run.output)]
+    assert len(losses) == 3
+    assert 4 < losses[0] < 5  # a vocabulary of 90 is log 90 = 4.5 at first
+    assert re.search(r"iteration +3/ +3 ", run.output)
+    knocked = recipe.kha_preset != "baseline" or recipe.kha_overrides
+    assert ("in 2 of 2 layers" in run.knocks) == bool(knocked)
