@@ -4,11 +4,10 @@ import os
 from pathlib import Path
 
 from kha_megatron import layout_rules
-from kha_megatron.config import check_latent_attention
+from kha_megatron.config import check_attention_kind
 from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
 from kha_megatron.recipes.arguments import Arguments, word_of
-from kha_megatron.recipes.family import kind_of
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.sizes import batch_of, layout_of, model_of
 
@@ -29,13 +28,7 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
     kha = kha_of(arguments)
-    if (kind := kind_of(arguments)) in ("gta", "gla"):
-        raise ConfigError(
-            f"{kind.upper()} cannot be trained in this version, only counted (`kha-megatron "
-            "params`): choose a recipe with MHA, MQA or GQA"
-        )
-    if "--multi-latent-attention" in arguments:
-        check_latent_attention(kha)
+    check_attention_kind(kha, multi_latent="--multi-latent-attention" in arguments)
     device = word_of(arguments, "--device")
     if device not in (None, "cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")

@@ -139,7 +139,7 @@ def flops(sizes: Sizes, length: int) -> Flops:
         width += model.moe_shared_expert_intermediate_size or 0
         router += model.num_experts
     knocking = sizes.kha.forward_flops_per_token(
-        model.kv_channels, model.num_attention_heads, attention.key_heads
+        model.kv_channels, model.num_attention_heads, attention.key_heads, attention.value_dim
     )
     return Flops(
         projections=2 * length * layers * attention.weights,

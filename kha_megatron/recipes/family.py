@@ -6,7 +6,7 @@ those that carry the position. Multi-head and multi-query attention are grouped-
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kha_megatron.layout import Model
 from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
@@ -28,6 +28,8 @@ class Attention:
     """Numbers that decoding keeps of one token."""
     key_heads: int
     """Heads of the keys and values that KHA is applied to, for each token."""
+    value_dim: int
+    """Features of a value head."""
 
     @property
     def parameters(self) -> int:
@@ -37,9 +39,8 @@ class Attention:
 
 def kind_of(arguments: Arguments) -> Kind:
     """Which member of the family a command line asks for."""
-    if "--multi-latent-attention" in arguments:
-        return "mla"
-    return word_of(arguments, "--kha-attention") or "gqa"
+    plain = "mla" if "--multi-latent-attention" in arguments else "gqa"
+    return word_of(arguments, "--kha-attention") or plain
 
 
 def attention_of(model: Model, arguments: Arguments) -> Attention:
@@ -53,17 +54,25 @@ def attention_of(model: Model, arguments: Arguments) -> Attention:
         return grouped_query(model)
     if kind == "gta":
         return grouped_tied(model)
-    return latent(
-        model,
-        query_rank=integer_of(arguments, "--q-lora-rank", 1)
-        if "--q-lora-rank" in arguments
-        else None,
-        rank=integer_of(arguments, "--kv-lora-rank", 32),  # from here on Megatron's own defaults
-        position=integer_of(arguments, "--qk-pos-emb-head-dim", 64),
-        key=integer_of(arguments, "--qk-head-dim", 128),
-        value=integer_of(arguments, "--v-head-dim", 128),
-        groups=model.num_query_groups if kind == "gla" else 1,
-    )
+    return latent(model, key=model.kv_channels, **latent_sizes(arguments))
+
+
+def latent_sizes(arguments: Arguments) -> dict[str, Any]:
+    """What :func:`latent` takes of the command line besides the head size, with Megatron's
+    defaults.
+
+    Raises:
+        ConfigError: a size is no positive integer.
+    """
+    through = "--q-lora-rank" in arguments
+    grouped = kind_of(arguments) == "gla"
+    return {
+        "query_rank": integer_of(arguments, "--q-lora-rank", 1) if through else None,
+        "rank": integer_of(arguments, "--kv-lora-rank", 32),
+        "position": integer_of(arguments, "--qk-pos-emb-head-dim", 64),
+        "value": integer_of(arguments, "--v-head-dim", 128),
+        "groups": integer_of(arguments, "--kha-latent-heads", 2) if grouped else 1,
+    }
 
 
 def grouped_query(model: Model) -> Attention:
@@ -75,6 +84,7 @@ def grouped_query(model: Model) -> Attention:
         pair=2 * n * head,
         cache=2 * g * head,
         key_heads=g,
+        value_dim=head,
     )
 
 
@@ -88,6 +98,7 @@ def grouped_tied(model: Model) -> Attention:
         pair=2 * n * head,
         cache=g * head + head // 2,
         key_heads=g,
+        value_dim=head,
     )
 
 
@@ -105,7 +116,7 @@ def latent(
 
     Args:
         query_rank: width of the queries' latent; None projects them at once.
-        rank: width of one latent head.
+        rank: width of all latent heads together.
         position: rotary features, of every query head and of the one key that all heads share.
         key: features of a head that carry no position.
         value: features of a head's value.
@@ -114,16 +125,17 @@ def latent(
     d, n = model.hidden_size, model.num_attention_heads
     queries = n * (key + position)
     weights = query_rank * (d + queries) if query_rank else d * queries
-    weights += d * (groups * rank + position)
-    weights += rank * n * (key + value)  # each latent head is only widened for its own heads
+    weights += d * (rank + position)
+    weights += rank // groups * n * (key + value)  # each latent head for its own heads only
     weights += n * value * d
-    norms = ((query_rank or 0) + groups * rank) * model.norm_parameters
+    norms = ((query_rank or 0) + rank) * model.norm_parameters
     return Attention(
         weights=weights,
         norms=norms if model.qk_layernorm else 0,
         pair=n * (key + position + value),
-        cache=groups * rank + position,
+        cache=rank + position,
         key_heads=n,
+        value_dim=value,
     )
 
 

@@ -105,7 +105,7 @@ def parameters(
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
     attention = attention or grouped_query(model)
     matrices = 3 if model.swiglu else 2
-    knocking = kha.parameters_per_layer(model.kv_channels)
+    knocking = kha.parameters_per_layer(model.kv_channels, attention.value_dim)
     norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0

@@ -85,9 +85,9 @@ def setup_of(
     """
     arguments = recipe.arguments_for(overrides=overrides)
     model, batch = model_of(arguments, recipe.vocab_size), batch_of(arguments)
-    unknown = "--multi-latent-attention", "--mtp-num-layers", "--hybrid-layer-pattern"
+    unknown = "--mtp-num-layers", "--hybrid-layer-pattern"
     strange = [flag for flag in unknown if flag in arguments]
-    if (kind := kind_of(arguments)) not in ("gqa", "mla"):
+    if (kind := kind_of(arguments)) != "gqa":
         strange.append(kind.upper())
     if "--disable-bias-linear" not in arguments:
         strange.append("linear layers with biases")
@@ -152,7 +152,10 @@ def planned_arguments(
     given = parse(overrides)
     fixed = {name: integer_of(given, flag, 1) for name, flag in _FLAGS.items() if flag in given}
     recompute = word_of(given, "--recompute-granularity") or "none"
-    setup = setup_of(recipe, overrides=overrides, recompute=recompute)
+    try:
+        setup = setup_of(recipe, overrides=overrides, recompute=recompute)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: give --layout recipe") from error
     best = plan_layouts(setup, gpus, gpu_memory, fixed)[0]
     if not fits(best, gpu_memory):
         raise ConfigError(

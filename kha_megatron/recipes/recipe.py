@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kha_megatron.config import KHAConfig, parse_variant
 from kha_megatron.datasets import CORPUS, TOKENIZER
-from kha_megatron.recipes.arguments import Arguments, parse, render
+from kha_megatron.recipes.arguments import Arguments, integer_of, parse, render, word_of
 
 Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
 """What follows a flag: one value, several, or True for a flag that stands alone."""
@@ -108,14 +108,18 @@ def kha_of(arguments: Arguments) -> KHAConfig:
     """The configuration that a command line's ``--kha-*`` flags ask for.
 
     Raises:
-        ConfigError: a preset, variant or init is unknown.
+        ConfigError: a preset, variant, init or kind of attention is unknown.
     """
     given = {name: arguments.get(f"--kha-{name}") for name in ("query", "key", "value", "init")}
     words = {name: " ".join(words) for name, words in given.items() if words is not None}
-    init = {"init": words.pop("init")} if "init" in words else {}
+    rest: dict[str, Any] = {"init": words.pop("init")} if "init" in words else {}
+    if "--kha-attention" in arguments:
+        rest["attention"] = word_of(arguments, "--kha-attention")
+    if "--kha-latent-heads" in arguments:
+        rest["latent_heads"] = integer_of(arguments, "--kha-latent-heads", 1)
     preset = " ".join(arguments.get("--kha-preset", ("baseline",)))
     return KHAConfig.from_preset(
-        preset, **{name: parse_variant(word) for name, word in words.items()}, **init
+        preset, **{name: parse_variant(word) for name, word in words.items()}, **rest
     )
 
 

@@ -1,10 +1,12 @@
 """A recipe's command line in the terms of :mod:`kha_megatron.layout`."""
 
 import ast
+from typing import Any
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout import Batch, Layout, Model, moe_pattern
+from kha_megatron.layout import Batch, Layout, Model, latents, moe_pattern
 from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
+from kha_megatron.recipes.family import kind_of, latent_sizes
 
 
 def model_of(arguments: Arguments, vocab_size: int | None = None) -> Model | None:
@@ -24,13 +26,20 @@ def model_of(arguments: Arguments, vocab_size: int | None = None) -> Model | Non
     ffn = integer_of(arguments, "--ffn-hidden-size", ffn)
     grouped = "--group-query-attention" in arguments
     shared = "--moe-shared-expert-intermediate-size"
+    kind = kind_of(arguments)
     experts = integer_of(arguments, "--num-experts", 1) if "--num-experts" in arguments else None
     return Model(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=integer_of(arguments, "--num-query-groups", 1) if grouped else heads,
-        kv_channels=integer_of(arguments, "--kv-channels", max(1, hidden // heads)),
+        kv_channels=(
+            integer_of(arguments, "--qk-head-dim", 128)  # Megatron's default
+            if kind in ("mla", "gla")
+            else integer_of(arguments, "--kv-channels", max(1, hidden // heads))
+        ),
+        tied_keys=kind == "gta",
+        **(_latent(arguments) if kind in ("mla", "gla") else {}),
         ffn_hidden_size=ffn,
         num_experts=experts,
         moe_ffn_hidden_size=integer_of(arguments, "--moe-ffn-hidden-size", ffn),
@@ -47,6 +56,21 @@ def model_of(arguments: Arguments, vocab_size: int | None = None) -> Model | Non
         tied_embeddings="--untie-embeddings-and-output-weights" not in arguments,
         norm_parameters=1 if word_of(arguments, "--normalization") == "RMSNorm" else 2,
     )
+
+
+def _latent(arguments: Arguments) -> dict[str, Any]:
+    """The fields of :class:`Model` that only latent attention has."""
+    sizes = latent_sizes(arguments)
+    local = word_of(arguments, "--transformer-impl") == "local"
+    cut = local or "--mla-down-proj-fusion" in arguments
+    cut |= word_of(arguments, "--device") == "cpu"  # which brings the local modules
+    return {
+        "latents": latents(
+            sizes["query_rank"], sizes["rank"], sizes["position"], down_projections_cut=cut
+        ),
+        "latent_width": sizes["rank"],
+        "latent_heads": sizes["groups"],
+    }
 
 
 def layout_of(arguments: Arguments, ranks: int) -> Layout:

@@ -55,7 +55,7 @@ _TABLE_3: Mapping[str, tuple[dict[str, Value], str, str, str, float, float]] = {
     # arguments, words, KHA, active parameters, loss without and with KHA
     "mla": (_LATENT, "MLA", "linear", "970M", 1.812, 1.801),
     "gta": (
-        grouped_query(32, 4) | {"--kha-attention": "gta"},
+        grouped_query(32, 4) | {"--kha-attention": "gta", "--rotary-percent": 0.5},
         "GTA, 32 query and 4 KV heads",
         "mlp",
         "868M",
@@ -162,9 +162,7 @@ def _table_5() -> Iterator[Recipe]:
 
 def _gla() -> Iterator[Recipe]:
     """Section 4.1 names GLA, and no table has it: two latent heads of 256, MLA's cache."""
-    attention = _LATENT | {"--kha-attention": "gla", "--kv-lora-rank": 256}
-    attention |= {"--group-query-attention": True, "--num-query-groups": 2}
-    del attention["--multi-latent-attention"]
+    attention = _LATENT | {"--kha-attention": "gla", "--kha-latent-heads": 2}
     for which in ("baseline", "linear"):
         preset, choice = VARIANTS[which]
         yield recipe_of(

@@ -166,7 +166,7 @@ def test_tied_and_grouped_latent_by_their_definition():
     assert tied.cache == 3 * 8 + 4
     groups = latent(MODEL, query_rank=None, rank=10, position=4, key=8, value=6, groups=2)
     whole = latent(MODEL, query_rank=None, rank=10, position=4, key=8, value=6)
-    # one latent head more to make, and each still widened for half of the heads only
-    assert groups.weights - whole.weights == 40 * 10
-    assert groups.cache - whole.cache == 10
+    # each half of the latent is widened for half of the heads only
+    assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
+    assert groups.cache == whole.cache == 14
     assert groups.pair == whole.pair

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 
 import pytest
@@ -41,12 +40,12 @@ def _different():
     return [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.whole)
         for name in seen.values()
-        if not re.search("mla|gta|gla", name)
     ]
 
 
 MODEL_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups")
-QUICK = {"table1/linear-kv1", "table2/gate-qkv", "table3/mha-mlp"}
+MODEL_FLAGS += ("--multi-latent-attention",)
+QUICK = {"table1/linear-kv1", "table3/mla-linear", "table3/gta-mlp", "attention/gla-linear"}
 DIFFERENT = _different()
 
 

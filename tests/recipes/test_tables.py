@@ -8,6 +8,7 @@ import pytest
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import RECIPES, get_recipe, prepare
+from kha_megatron.recipes.plan import planned_arguments
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.tables import TABLES
 
@@ -69,6 +70,9 @@ def test_what_is_knocked():
     assert kha_of(arguments("table2/gate-v")) == KHAConfig(value="gate")
     assert kha_of(arguments("table2/mlp-k")) == KHAConfig(key="mlp")
     assert kha_of(arguments("table2/mlp-qkv")) == KHAConfig.from_preset("kha_mlp_qkv")
+    gta = kha_of(arguments("table3/gta-mlp"))
+    assert (gta.attention, gta.value) == ("gta", "mlp")
+    assert kha_of(arguments("attention/gla-linear")).latent_heads == 2
     assert kha_of(arguments("table3/mla-linear")) == KHAConfig.from_preset("kha_linear")
     assert kha_of(arguments("table5/dense-3.9b-linear")) == KHAConfig.from_preset("kha_linear")
     mha = arguments("table3/mha-mlp")
@@ -85,7 +89,14 @@ def test_the_papers_losses_are_there():
     assert all(re.match("table2/gate-(q|k|qkv)$|table4|attention/gla", name) for name in without)
 
 
-@pytest.mark.parametrize("name", ["table3/gta-mlp", "attention/gla-baseline"])
-def test_an_attention_that_cannot_be_trained_is_refused(name):
-    with pytest.raises(ConfigError, match="cannot be trained in this version"):
-        prepare(get_recipe(name), overrides=["--mock-data"])
+@pytest.mark.parametrize("name", ["table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"])
+def test_the_planner_says_that_it_does_not_count_other_attention(name):
+    prepare(get_recipe(name), overrides=["--mock-data"])
+    with pytest.raises(ConfigError, match="which plan does not count: give --layout recipe"):
+        planned_arguments(get_recipe(name), 16, 80e9, [])
+
+
+def test_an_attention_that_cannot_carry_the_variant_is_refused():
+    words = ["--mock-data", "--kha-preset", "kha_mlp"]
+    with pytest.raises(ConfigError, match="only matrices that fold away"):
+        prepare(get_recipe("table3/mla-linear"), overrides=words)

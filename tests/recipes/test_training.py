@@ -28,7 +28,14 @@ EXPERTS = {
     "--expert-model-parallel-size": "1",
     "--expert-tensor-parallel-size": "1",
 }
-QUICK = ("dense-0.6b", "table1/linear-kv1", "table2/gate-qkv", "table3/mha-mlp")
+LATENT = {
+    "--q-lora-rank": "24",
+    "--kv-lora-rank": "16",
+    "--qk-head-dim": "8",
+    "--qk-pos-emb-head-dim": "4",
+    "--v-head-dim": "6",
+}
+QUICK = ("dense-0.6b", "table1/linear-kv1", "table3/mla-linear", "table3/gta-mlp")
 EVERY = dict.fromkeys([*NAMES, *(param.values[0] for param in DIFFERENT)])
 
 
@@ -39,6 +46,7 @@ EVERY = dict.fromkeys([*NAMES, *(param.values[0] for param in DIFFERENT)])
 def test_three_steps(name):
     recipe = get_recipe(name)
     small = SMALL | (EXPERTS if "--num-experts" in recipe.megatron else {})
+    small |= LATENT if "--multi-latent-attention" in recipe.megatron else {}
     words = [word for item in small.items() for word in item]
     run = start(recipe.command_line([*words, "--sequence-parallel", "--mock-data"]), ranks=2)
     assert run.codes == [0, 0], run.output[-3000:]
