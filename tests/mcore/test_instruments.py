@@ -10,6 +10,8 @@ import torch
 from kha_megatron.config import MATRICES, KHAConfig
 from kha_megatron.errors import ConfigError
 from tests.distributed.parallelism import MICROBATCHES, Case, Layout
+from tests.distributed.test_parallelism import GLA, GTA, LATENT, MLA, TIED
+from tests.versions import needs_attention_family, needs_fsdp2, needs_hybrid_models
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 ZERO = {"use_distributed_optimizer": True}
@@ -165,15 +167,18 @@ CASES = [
     case(KHAConfig(query="gate", key="mlp", value="linear"), tp=2, savings=FULL),
     case(tp=2, groups=8, savings=SELECTIVE),
     case(dp=2, fsdp="torch"),
+    case(MLA, tp=2, sp=True, config=LATENT),
+    case(GLA, tp=2, config=LATENT),
+    case(GTA, tp=4, groups=2, config=TIED),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
     if case.fsdp:
-        from tests.versions import needs_fsdp2
-
         needs_fsdp2()
+    if case.config.keys() & (LATENT | TIED).keys():
+        needs_attention_family()
     (expected,) = ranks(_reference, 1, case)
     answers = ranks(_watched, case.layout.world, case)
     for written, same, (without, watched) in answers:
@@ -296,6 +301,43 @@ def test_what_has_no_meaning_is_left_out(ranks):
     assert heard["kha-head-cosine/value/layer-1"] == 0
     assert heard["kha-head-cosine/value-unknocked/layer-1"] != 0
     assert all(math.isfinite(value) for value in heard.values())
+
+
+def _hybrid(pattern):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from kha_megatron.mcore.instruments import watch_heads
+    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
+    from tests.distributed import models
+    from tests.mcore.test_hybrid import hybrid_model
+
+    models.initialize()
+    config = models.transformer_config(num_layers=len(pattern), is_hybrid_model=True)
+    model = hybrid_model(models, config, kha_hybrid_stack_spec(MIXED), pattern)
+    models.perturb(model)
+    written = []
+    watch_heads(
+        [model],
+        MIXED,
+        interval=1,
+        iteration=lambda: 1,
+        write=lambda values, at: written.append(values),
+    )
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    ddp.zero_grad_buffer()
+    tokens, positions, mask = models.batch()
+    ddp(tokens, positions, mask, labels=tokens).mean().backward()
+    config.finalize_model_grads_func([ddp])
+    vars(ddp).clear()
+    return written
+
+
+def test_layers_of_a_hybrid_model_without_attention_are_left_out(ranks):
+    needs_hybrid_models()
+    (((values,),),) = [ranks(_hybrid, 1, "-*-*")]
+    assert {name.rpartition("/")[2] for name in values} == {"layer-1", "layer-3"}
+    assert len(values) == 2 * (5 * 4 + 2 * 2 + 2)
+    assert all(values[name] != 0 for name in values if name.startswith("kha-grad-norm"))
 
 
 def _refused(interval, graph):
