@@ -1,6 +1,7 @@
 """Loss spikes: how many, how high, how long until the loss is back.
 
-The paper shows spikes in its Figures 1 and 2 and counts them by eye; it gives no definition. Ours:
+The paper shows spikes in its Figures 1 and 2 and says that KHA has fewer; it gives no definition
+and no count. Ours:
 
 - The *level* at a value is the median of the last ``window`` values that are in no spike. The
   *noise* is the median of their distances from that median, times 1.4826, which makes it the

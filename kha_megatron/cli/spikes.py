@@ -48,7 +48,7 @@ def spikes(
     value less than half of that threshold above the level it began from. Its height is the highest
     value minus the level; its recovery is the iterations from its first value to its end. A loss
     that stays up is one spike that has not recovered. The first quarter of --window values is not
-    judged. The paper counts spikes by eye and defines none; this definition is ours.
+    judged. The paper shows spikes and defines none; this definition is ours.
 
     A log holds means over --log-interval iterations, in which short spikes are lower than they
     were: prefer the TensorBoard folder.
