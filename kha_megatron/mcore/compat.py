@@ -222,11 +222,15 @@ def guard_checkpoints() -> None:
     PyTorch unpickles the non-tensor state of a checkpoint (random states, for one) with whatever
     it names, without regard to Megatron's list of safe classes: now the list counts.
 
+    TensorBoard's values are flushed with each save: a run that is killed goes on from there, and
+    what its writer still held would be a hole in every curve.
+
     Hashes are :mod:`kha_megatron.mcore.manifest`'s.
     """
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.training.global_vars import get_tensorboard_writer
 
     from kha_megatron.mcore.checkpoint import clear_for_overwriting
     from kha_megatron.mcore.manifest import verify_manifest, write_manifest
@@ -243,6 +247,8 @@ def guard_checkpoints() -> None:
     def guarded(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any):
         if dist.get_rank() == 0:
             clear_for_overwriting(checkpoint_dir)
+        if writer := get_tensorboard_writer():
+            writer.flush()
         dist.barrier()  # no rank writes before
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
