@@ -8,6 +8,7 @@ import sys
 import typer
 
 from kha_megatron.cli import console, convert, data, doctor, patch, recipes
+from kha_megatron.cli.compare import compare
 from kha_megatron.cli.evaluate import evaluate
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
@@ -46,6 +47,7 @@ app.command()(verify)
 app.add_typer(patch.app)
 app.command()(launch)
 app.add_typer(recipes.app)
+app.command()(compare)
 app.command()(plan)
 app.command()(params)
 app.command("flops")(count_flops)

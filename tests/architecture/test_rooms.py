@@ -12,7 +12,9 @@ from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
 EVERYONE = {"config", "datasets", "errors", "files", "layout", "layout_rules"}
-FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "bridge", "cli"}
+FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "bridge", "cli"} | {
+    "compare"
+}
 ARROWS = {
     "": set(),
     "__main__": {"cli"},
@@ -31,6 +33,7 @@ ARROWS = {
     "hf": {"ops"},
     "conversion": {"hf", "mcore", "ops", "cpu"},
     "recipes": {"cpu"},
+    "compare": {"recipes", "mcore", "ops", "spikes"},
     "bridge": {"hf", "mcore", "conversion"},
     "cli": FREE - {"cli", "bridge"} | {"patching", "spikes"},
 }
@@ -48,6 +51,7 @@ OUTSIDE = {
     "": set(),
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
+    "compare": {"torch"},
     "bridge": {"torch", "megatron", "transformer_engine"},
 }
 

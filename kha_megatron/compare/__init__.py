@@ -1,0 +1,8 @@
+"""Variants of a recipe trained side by side, what their differences mean, and the report."""
+
+from kha_megatron.compare.page import page
+from kha_megatron.compare.report import summarise
+from kha_megatron.compare.runs import Comparison, Run, plan
+from kha_megatron.compare.variants import Variant, parse_variants
+
+__all__ = ["Comparison", "Run", "Variant", "page", "parse_variants", "plan", "summarise"]

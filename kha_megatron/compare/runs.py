@@ -1,0 +1,312 @@
+"""The runs of a comparison: one folder each, which says how far it has come.
+
+``OUT/runs/VARIANT-seedN/`` holds ``run.json`` (what was asked for), the checkpoints and TensorBoard
+files of the run, and at its end ``result.json``, by which a finished run is known. A run that was
+interrupted goes on from its last checkpoint, bit for bit as if nothing had happened.
+
+For one seed every variant sees the same data in the same order, and starts from the same weights:
+Megatron's ``--seed`` decides both, and matrices at the identity draw no random numbers.
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kha_megatron.compare.variants import SETTINGS, Variant
+from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
+from kha_megatron.files import staged_file
+from kha_megatron.recipes import Job, Recipe, prepare
+from kha_megatron.recipes.arguments import Arguments, integer_of, parse
+from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
+
+MARK = "compare.lock"
+RUN, RESULT = "run.json", "result.json"
+LOSS, SECONDS = "lm loss", "iteration-time"
+_SAVES = 4
+"""Checkpoints of a run, at least: what an interruption loses is a quarter of it, at most."""
+
+_OWN = (
+    *("--save", "--load", "--tensorboard-dir", "--tensorboard-log-interval"),
+    *("--seed", "--kha-init-seed"),
+)
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+History = dict[str, list[tuple[int, float]]]
+"""TensorBoard's scalars: values by name, each at its iteration, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One variant trained with one seed."""
+
+    variant: Variant
+    seed: int
+    recipe: Recipe
+    """With the variant's KHA settings."""
+
+    overrides: tuple[str, ...]
+    data: Path | None
+    ranks: int | None
+    device: str | None
+    folder: Path
+    iterations: int
+
+    @property
+    def name(self) -> str:
+        """``kha_mlp-seed1``, which is its folder's name too."""
+        return self.folder.name
+
+    @property
+    def arguments(self) -> Arguments:
+        """The whole command line, without the folders that are written to."""
+        overrides = ["--device", self.device, *self.overrides] if self.device else self.overrides
+        return self.recipe.arguments_for(data=self.data, overrides=overrides)
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What :func:`finish` wrote; None for a run that has not finished."""
+        try:
+            return json.loads((self.folder / RESULT).read_text())
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Every variant with every seed; the first variant is what the others are compared with."""
+
+    recipe: Recipe
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    folder: Path
+    runs: tuple[Run, ...]
+    """In the order they are trained: all variants of a seed, then the next seed."""
+
+
+def plan(
+    recipe: Recipe,
+    variants: Sequence[Variant],
+    seeds: int,
+    *,
+    output: Path,
+    data: Path | None = None,
+    overrides: Sequence[str] = (),
+    ranks: int | None = None,
+    device: str | None = None,
+) -> Comparison:
+    """Lay out a comparison and refuse what cannot work in any of its runs; nothing is written.
+
+    Args:
+        seeds: how many; they are 1, 2, ...
+        overrides: Megatron arguments for all runs.
+
+    Raises:
+        ConfigError: a variant that the recipe's model cannot carry, or arguments that are not for
+            all runs.
+        DataError: datasets or tokenizer are missing.
+        OutputError: ``output`` is not a comparison's, or was begun with other arguments.
+    """
+    for flag in parse(overrides):
+        if flag in _OWN or flag in SETTINGS:
+            instead = "--variants" if flag in SETTINGS else "--output and --seeds"
+            raise ConfigError(f"{flag} is for one run, and these are several: use {instead}")
+    arguments = recipe.arguments_for(overrides=overrides)
+    if "--train-iters" not in arguments:
+        raise ConfigError(f"recipe {recipe.name} has no --train-iters: add `-- --train-iters N`")
+    iterations = integer_of(arguments, "--train-iters", 1)
+    every = min(
+        integer_of(arguments, "--save-interval", iterations), math.ceil(iterations / _SAVES)
+    )
+    words = (*overrides, "--save-interval", str(every), "--tensorboard-log-interval", "1")
+    runs = tuple(
+        Run(
+            variant=variant,
+            seed=seed,
+            recipe=variant.of(recipe),
+            overrides=(
+                *(*words, "--log-timers-to-tensorboard"),
+                *("--seed", str(seed), "--kha-init-seed", str(seed)),
+            ),
+            data=data,
+            ranks=ranks,
+            device=device,
+            folder=output / "runs" / f"{variant.name}-seed{seed}",
+            iterations=iterations,
+        )
+        for seed in range(1, seeds + 1)
+        for variant in variants
+    )
+    if output.exists() and not output.is_dir():
+        raise OutputError(f"{output} is a file: name a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
+        raise OutputError(f"{output} is not empty and holds no {MARK}: name another --output")
+    for run in runs:
+        if run.seed == 1:
+            prepare(run.recipe, data=data, overrides=run.overrides, ranks=ranks, device=device)
+        _check_same(run)
+    return Comparison(
+        recipe=recipe,
+        variants=tuple(variants),
+        seeds=tuple(range(1, seeds + 1)),
+        folder=output,
+        runs=runs,
+    )
+
+
+def _check_same(run: Run) -> None:
+    """A run that was begun goes on with the same arguments, or its two halves are two runs."""
+    try:
+        begun = json.loads((run.folder / RUN).read_text())["arguments"]
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError) as error:
+        raise OutputError(f"{run.folder / RUN} is damaged: remove {run.folder}") from error
+    now = {flag: list(words) for flag, words in run.arguments.items()}
+    if other := sorted(f for f in begun.keys() | now.keys() if begun.get(f) != now.get(f)):
+        was, wanted = (" ".join(x.get(other[0], ["absent"])) for x in (begun, now))
+        raise OutputError(
+            f"{run.folder} was begun with other arguments ({other[0]}: {was or 'set'}, now "
+            f"{wanted or 'set'}): name another --output, or remove {run.folder}"
+        )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the comparison's folder, and keep a second command out of it.
+
+    Raises:
+        OutputError: another one is at work there, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / MARK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise OutputError(
+            f"another `kha-megatron compare` is at work in {folder}: wait for its end, or name "
+            "another --output"
+        ) from None
+
+
+def begin(run: Run, *, read_history: Callable[[Path], History]) -> tuple[Job, int]:
+    """Make a run ready to be launched: from its last checkpoint, or anew.
+
+    Args:
+        read_history: reads a folder of TensorBoard files; ``DataError`` where it holds none.
+
+    Returns:
+        The job, and the iteration that it goes on from.
+
+    Raises:
+        OutputError: ranks of an earlier launch are still at work in the folder.
+    """
+    if pids := _at_work(run.folder):
+        raise OutputError(
+            f"process {pids[0]} still trains in {run.folder}, left over from an earlier command: "
+            f"wait for its end, or stop it (kill {' '.join(map(str, pids))})"
+        )
+    words = {"data": run.data, "output": run.folder, "overrides": run.overrides}
+    words |= {"ranks": run.ranks, "device": run.device}
+    start, starts = 0, 0
+    try:
+        iteration = int((run.folder / CHECKPOINTS / _TRACKER).read_text())
+        starts = json.loads((run.folder / RUN).read_text())["starts"]
+        job = prepare(run.recipe, **words, resume=True)
+        _losses(read_history(run.folder / TENSORBOARD), iteration)
+        start = iteration
+    except (OSError, ValueError, KeyError, CheckpointError, DataError):
+        shutil.rmtree(run.folder, ignore_errors=True)  # nothing to go on from
+        job = prepare(run.recipe, **words)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    starts = starts + 1 if start else 1
+    write_json(run.folder / RUN, {"starts": starts, "arguments": run.arguments})
+    return job, start
+
+
+def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, Any]:
+    """Measure a run whose ranks have ended well, and write its ``result.json``.
+
+    All checkpoints but the last are removed: with several runs they fill a disk.
+
+    Raises:
+        DataError: TensorBoard's files do not hold a finite loss for every iteration.
+        CheckpointError: the last checkpoint cannot be read.
+    """
+    from kha_megatron.compare import measure
+    from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+
+    history = read_history(run.folder / TENSORBOARD)
+    losses = _losses(history, run.iterations)
+    if bad := [i for i, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
+        raise DataError(f"the loss of {run.name} is not finite from iteration {bad[0]} on")
+    checkpoint = MegatronCheckpoint.open(run.folder / CHECKPOINTS)
+    seconds = [value for _, value in history.get(SECONDS, ())]
+    vocab = measure.padded_vocab(checkpoint, run.recipe.vocab_size)
+    result = {
+        "variant": run.variant.name,
+        "knocks": str(run.variant.kha),
+        "seed": run.seed,
+        "losses": losses,
+        "seconds_per_step": median(seconds) if seconds else None,
+        "cost": measure.cost(run.recipe, run.arguments, vocab),
+        "device": measure.device(run.arguments),
+        "starts": json.loads((run.folder / RUN).read_text())["starts"],
+        "matrices": measure.matrices(checkpoint, run.folder),
+    }
+    for folder in checkpoint.path.parent.glob("iter_*"):
+        if folder != checkpoint.path:
+            shutil.rmtree(folder)
+    write_json(run.folder / RESULT, result)
+    return result
+
+
+def _losses(history: History, iterations: int) -> list[float]:
+    """The loss of each iteration from 1 to ``iterations``.
+
+    Raises:
+        DataError: one is missing.
+    """
+    found = dict(history.get(LOSS, ()))
+    missing = [i for i in range(1, iterations + 1) if i not in found]
+    if missing:
+        raise DataError(
+            f"TensorBoard's files hold no loss of iteration {missing[0]} (and of "
+            f"{len(missing) - 1} others): remove the run's folder and train it again"
+        )
+    return [found[i] for i in range(1, iterations + 1)]
+
+
+def _at_work(folder: Path) -> list[int]:
+    """Live processes whose command line names the run's checkpoints."""
+    wanted = str(folder.absolute() / CHECKPOINTS).encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:  # ended meanwhile
+            continue
+    return [pid for pid in sorted(found) if pid != os.getpid()]
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """At once or not at all; a NaN is written as null."""
+    with staged_file(path) as staged:
+        staged.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

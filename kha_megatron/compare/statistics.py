@@ -1,0 +1,81 @@
+"""Means over seeds with their confidence, and differences between paired seeds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+CONFIDENCE = 0.95
+LAST_SHARE = 0.05
+"""Share of the iterations over whose losses the final loss is the mean."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds."""
+
+    mean: float
+    half_width: float | None
+    """The interval of 95 % confidence is ``mean`` plus and minus this; None with one seed."""
+
+    seeds: int
+
+    @property
+    def side(self) -> int:
+        """-1 or 1 where the whole interval lies below or above 0, else 0."""
+        if self.half_width is None or abs(self.mean) <= self.half_width:
+            return 0
+        return 1 if self.mean > 0 else -1
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of one value per seed, with Student's interval: seeds are few, noise is near normal."""
+    n = len(values)
+    if n < 2:
+        return Estimate(fmean(values), None, n)
+    return Estimate(fmean(values), t_quantile(n - 1) * stdev(values) / math.sqrt(n), n)
+
+
+def paired(values: Sequence[float], reference: Sequence[float]) -> Estimate:
+    """Mean of ``values - reference``, seed by seed.
+
+    Both of a pair saw the same data in the same order, so what the order does to a loss is in both
+    and leaves their difference.
+    """
+    return estimate([a - b for a, b in zip(values, reference, strict=True)])
+
+
+def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """Where Student's t with ``freedom`` >= 1 degrees has ``confidence`` between minus and plus."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):  # halvings: more than a double's digits
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """P(|t| < sqrt(freedom) tan(angle)), a finite sum (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    odd = freedom % 2
+    term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """Mean of the last 5 % of the iterations, of at least one."""
+    return fmean(losses[-max(1, math.ceil(len(losses) * LAST_SHARE)) :])
+
+
+def binned(losses: Sequence[float], points: int = 150) -> list[tuple[float, float]]:
+    """At most ``points`` means of neighbouring iterations, each at its middle, counted from 1."""
+    size = math.ceil(len(losses) / points)
+    starts = range(0, len(losses), size)
+    return [
+        (start + (1 + len(part)) / 2, fmean(part))
+        for start in starts
+        if (part := losses[start : start + size])
+    ]

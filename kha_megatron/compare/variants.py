@@ -1,0 +1,90 @@
+"""What is compared: variants of one recipe that differ in what is knocked, and in nothing else."""
+
+import re
+import shlex
+from dataclasses import dataclass, replace
+
+from kha_megatron.config import INITS, PRESETS, KHAConfig, parse_variant
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes.arguments import parse, word_of
+from kha_megatron.recipes.recipe import Recipe
+
+RANDOM_INIT = "random-init"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+_WORDS = ("query", "key", "value", "init")
+SETTINGS = ("--kha-preset", *(f"--kha-{word}" for word in _WORDS))
+"""What a variant decides; a recipe's kind of attention is not among it."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One choice of what is knocked, under a name that can name a folder."""
+
+    name: str
+    kha: KHAConfig
+
+    def of(self, recipe: Recipe) -> Recipe:
+        """The recipe with this choice in the place of its own."""
+        words = {p: self.kha.variants.get(p, "none") for p in ("query", "key", "value")}
+        return replace(recipe, kha_preset="baseline", kha_overrides=words | {"init": self.kha.init})
+
+
+def parse_variants(text: str) -> tuple[Variant, ...]:
+    """Read ``baseline,kha_mlp,random-init,mine=--kha-key linear --kha-value mlp``.
+
+    ``random-init`` is ``kha_mlp`` with ``--kha-init random``, the paper's ablation.
+
+    Raises:
+        ConfigError: a name that does not exist, twice the same, or fewer than two.
+    """
+    variants = tuple(_variant(word.strip()) for word in text.split(",") if word.strip())
+    names = [variant.name for variant in variants]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"--variants names {twice} twice: give the second another name, as in "
+                          f"{twice}-2=--kha-preset kha_mlp")  # fmt: skip
+    if len(variants) < 2:
+        raise ConfigError(
+            f"--variants {text!r} names {len(variants)}: name the reference and at least one to "
+            "compare with it, as in baseline,kha_mlp"
+        )
+    return variants
+
+
+def _variant(word: str) -> Variant:
+    name, equals, flags = word.partition("=")
+    name = name.strip()
+    if equals:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"variant name {name!r} cannot name a folder: use up to 40 letters, digits, "
+                "dots, dashes and underscores"
+            )
+        if name in PRESETS or name == RANDOM_INIT:
+            raise ConfigError(f"variant {name}= has the name of a preset: choose another name")
+        return Variant(name, _from_flags(name, flags))
+    if name == RANDOM_INIT:
+        return Variant(name, KHAConfig.from_preset("kha_mlp", init="random"))
+    if name not in PRESETS:
+        raise ConfigError(
+            f"unknown variant {name!r}: choose among {', '.join(PRESETS)}, {RANDOM_INIT}, or "
+            "define it: NAME=--kha-key linear --kha-value mlp"
+        )
+    return Variant(name, KHAConfig.from_preset(name))
+
+
+def _from_flags(name: str, flags: str) -> KHAConfig:
+    try:
+        given = parse(shlex.split(flags))
+    except ValueError as error:  # an open quotation; a ConfigError says as much itself
+        raise ConfigError(f"variant {name}: {error}") from error
+    if not given or (other := set(given) - set(SETTINGS)):
+        what = f"{min(other)} is none of its flags" if given else "it has no flags"
+        raise ConfigError(f"variant {name}: {what}: choose among {', '.join(SETTINGS)}")
+    words = {setting: word_of(given, f"--kha-{setting}") for setting in _WORDS}
+    settings = {p: parse_variant(w) for p, w in words.items() if w is not None and p != "init"}
+    init = words["init"] or "identity"
+    if init not in INITS:
+        raise ConfigError(f"variant {name}: --kha-init {init}: choose {' or '.join(INITS)}")
+    return KHAConfig.from_preset(
+        word_of(given, "--kha-preset") or "baseline", **settings, init=init
+    )

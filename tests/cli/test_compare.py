@@ -1,0 +1,191 @@
+"""``kha-megatron compare`` as a user types it: really trained, killed, and started again."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kha_megatron.cli import app
+from kha_megatron.compare import parse_variants, plan, runs
+from kha_megatron.compare.statistics import final_loss
+from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.recipes import get_recipe
+from kha_megatron.recipes.arguments import render
+from tests.recipes.conftest import nemorun_home  # noqa: F401
+from tests.training.conftest import corpus, losses, start  # noqa: F401
+
+ITERATIONS = 60
+SMALL = shlex.split(f"""
+--train-iters {ITERATIONS} --log-interval 5 --num-layers 2 --hidden-size 32 --kv-channels 8
+--num-experts 4 --moe-ffn-hidden-size 16 --seq-length 28 --micro-batch-size 3 --global-batch-size 3
+--tensor-model-parallel-size 1 --expert-model-parallel-size 1
+""")
+VARIANTS = "baseline,kv=--kha-key linear --kha-value mlp"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "match"),
+    [
+        (["--recipe", "quikstart"], ConfigError, "unknown recipe"),
+        (["--variants", "baseline"], ConfigError, "names 1"),
+        ([], DataError, "no training data"),
+        (["--nproc", "3", "--", "--mock-data"], ConfigError, "3 ranks"),
+        (["--", "--mock-data", "--seed", "1"], ConfigError, "--seed is for one run"),
+    ],
+)
+def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["compare", *words])
+    assert isinstance(result.exception, error)
+    assert match in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _command(data: Path, output: Path, *more: str) -> list[str]:
+    words = ["compare", "--data", str(data), "--output", str(output), "--nproc", "1"]
+    words += ["--variants", VARIANTS, "--seeds", "2", "--", *SMALL, *more]
+    return [sys.executable, "-m", "kha_megatron", *words]
+
+
+def _wait_until(condition, seconds: float = 200.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_and_started_again_it_is_the_same_comparison(
+    corpus,  # noqa: F811
+    nemorun_home,  # noqa: F811
+    tmp_path,
+    training_package,
+):
+    """Killed without warning, command and ranks, after a checkpoint of the third of four runs."""
+    data = Path(corpus[corpus.index("--data-path") + 1]).parent
+    output = tmp_path / "a comparison"
+    planned = plan(
+        get_recipe("quickstart"),
+        parse_variants(VARIANTS),
+        2,
+        output=output,
+        data=data,
+        overrides=SMALL,
+        ranks=1,
+    )
+    third = planned.runs[2]
+    tracker = third.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    first = subprocess.Popen(
+        _command(data, output), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _wait_until(lambda: tracker.exists() or first.poll() is not None)
+        assert first.poll() is None, first.communicate()[1][-4000:]
+        first.kill()
+        left = runs._at_work(third.folder)
+        assert left
+        with pytest.raises(OutputError, match="still trains in"):
+            runs.begin(third, read_history=lambda folder: {})
+    finally:
+        first.kill()
+        first.communicate()
+        for pid in runs._at_work(third.folder):
+            os.kill(pid, signal.SIGKILL)
+    _wait_until(lambda: not runs._at_work(third.folder))
+    stopped_at = int(tracker.read_text())
+    assert stopped_at in (15, 30, 45)
+    assert [run.result is not None for run in planned.runs] == [True, True, False, False]
+    kept = [(run.folder / "result.json").read_bytes() for run in planned.runs[:2]]
+    assert json.loads((output / "report.json").read_text())["finished"] == 2
+
+    second = subprocess.run(
+        _command(data, output), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert second.returncode == 0, second.stderr[-4000:]
+    assert f"baseline-seed2: goes on from {stopped_at}\n" in second.stderr
+    assert "baseline-seed1" not in second.stderr
+    assert second.stdout == f"{output / 'report.html'}\n"
+    assert [(run.folder / "result.json").read_bytes() for run in planned.runs[:2]] == kept
+    results = [run.result for run in planned.runs]
+    assert [result["starts"] for result in results] == [1, 1, 2, 1]
+
+    # as one run that nothing happened to, of another command, to the last bit
+    alone = start([*render(third.arguments), "--tensorboard-dir", str(tmp_path / "alone")])
+    assert alone.codes == [0], alone.output[-4000:]
+    expected = losses(tmp_path / "alone")
+    assert results[2]["losses"] == [expected[i] for i in range(1, ITERATIONS + 1)]
+
+    # of one seed: the same weights and the same first batch; of another: others
+    one, two, three, four = (result["losses"] for result in results)
+    assert one[0] == two[0] != three[0] == four[0]
+    assert one[-1] != two[-1]
+    assert final_loss(one) < one[0] - 0.3
+    _check_report(output, results)
+
+    third_time = subprocess.run(
+        _command(data, output, "--lr", "1"), capture_output=True, text=True, check=False
+    )
+    assert third_time.returncode == 2
+    assert "was begun with other arguments (--lr" in third_time.stderr
+
+
+def _check_report(output: Path, results: list[dict]) -> None:
+    report = json.loads((output / "report.json").read_text())
+    assert (report["finished"], report["planned"]) == (4, 4)
+    base, kv = report["variants"]
+    deltas = [
+        final_loss(results[i + 1]["losses"]) - final_loss(results[i]["losses"]) for i in (0, 2)
+    ]
+    assert kv["delta"]["mean"] == pytest.approx(sum(deltas) / 2, abs=1e-12)
+    assert kv["delta"]["half_width"] > 0
+    assert base["cost"]["kha"] == 0
+    assert kv["cost"]["kha"] == 2 * 4 * 8 * 8  # layers, matrices, D x D
+    assert base["seconds_per_step"] > 0
+    assert [(m["projection"], m["matrix"]) for m in kv["matrices"]] == [
+        *(("key", "proj"), ("value", "up"), ("value", "gate"), ("value", "down"))
+    ]
+    assert all(0 < layer["distance"] < 1 for m in kv["matrices"] for layer in m["layers"])
+    text = (output / "report.html").read_text(encoding="utf-8")
+    assert text.count("data:image/png;base64,") == 4
+    assert "4 runs have" not in text
+    checkpoints = sorted(p.parent.name for p in output.glob("runs/*/checkpoints/iter_*"))
+    assert checkpoints == ["checkpoints"] * 4  # only the last of each run is kept
+    assert not list(output.rglob("*.partial-*"))
+
+
+FAILING = """
+import os, sys
+print(" iteration        5/     40 | lm loss: 7.25E+00 |", flush=True)
+raise RuntimeError("the disk [red]is full")
+"""
+
+AS_RECIPE = """
+import sys
+from dataclasses import replace
+from kha_megatron import cli, recipes
+recipe = replace(recipes.get_recipe("quickstart"), name="failing", entry=sys.argv.pop(1))
+recipes.RECIPES = {"failing": recipe}
+cli.main()
+"""
+
+
+def test_a_failure_of_the_first_run_ends_the_command(tmp_path, nemorun_home):  # noqa: F811
+    script = tmp_path / "rank.py"
+    script.write_text(FAILING)
+    words = ["compare", "--recipe", "failing", "--output", str(tmp_path / "out"), "--nproc", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_RECIPE, str(script), *words, "--", "--mock-data"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "RuntimeError: the disk [red]is full" in done.stderr
+    assert "kha_mlp-seed1" not in done.stderr
+    assert not (tmp_path / "out" / "report.html").exists()

@@ -1,0 +1,159 @@
+"""What is refused before anything is trained, and from where a run goes on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kha_megatron.compare import parse_variants, plan
+from kha_megatron.compare.runs import MARK, RUN, begin, locked, write_json
+from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.recipes import get_recipe
+from kha_megatron.recipes.arguments import parse
+
+MOCK = ["--mock-data", "--train-iters", "40"]
+
+
+def planned(output, overrides=MOCK, variants="baseline,random-init", seeds=2, recipe="quickstart"):
+    chosen = get_recipe(recipe)
+    return plan(chosen, parse_variants(variants), seeds, output=output, overrides=overrides)
+
+
+def arguments(job):
+    return parse(job.command[job.command.index("-m") + 2 :])
+
+
+def test_runs_of_one_seed_differ_only_in_what_is_knocked(tmp_path):
+    comparison = planned(tmp_path / "out")
+    names = ["baseline-seed1", "random-init-seed1", "baseline-seed2", "random-init-seed2"]
+    assert [run.name for run in comparison.runs] == names
+    one, two, other, _ = (run.arguments for run in comparison.runs)
+    differing = {flag for flag in one.keys() | two.keys() if one.get(flag) != two.get(flag)}
+    assert differing == {"--kha-value", "--kha-init"}
+    assert {f for f in one if one[f] != other[f]} == {"--seed", "--kha-init-seed"}
+    assert one["--save-interval"] == ("10",)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"overrides": [*MOCK, "--seed", "3"]}, ConfigError, "--seed is for one run"),
+        ({"overrides": [*MOCK, "--kha-init", "random"]}, ConfigError, "use --variants"),
+        ({"overrides": [*MOCK, "--save=x"]}, ConfigError, "--save is for one run"),
+        ({"overrides": [*MOCK, "--num-layers", "x"]}, ConfigError, "--num-layers x"),
+        ({"overrides": []}, DataError, "no training data"),
+        ({"overrides": [*MOCK, "--train-iters", "0"]}, ConfigError, "--train-iters 0"),
+    ],
+)
+def test_bad_input(changes, error, match, tmp_path):
+    with pytest.raises(error, match=match):
+        planned(tmp_path / "out", **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_variant_that_the_model_cannot_carry_is_refused_before_any_run(tmp_path):
+    latent = [*MOCK, "--multi-latent-attention"]
+    with pytest.raises(ConfigError, match="multi-latent attention"):
+        planned(tmp_path / "out", latent, "baseline,kha_mlp")
+
+
+def test_the_kind_of_attention_is_not_a_variants_to_choose(tmp_path):
+    runs = planned(tmp_path / "out", [*MOCK, "--kha-attention", "gta"]).runs
+    assert {run.arguments["--kha-attention"] for run in runs} == {("gta",)}
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("ten years of work")
+    with pytest.raises(OutputError, match="is not empty and holds no"):
+        planned(tmp_path)
+    with pytest.raises(OutputError, match="is a file"):
+        planned(tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
+
+
+def no_history(folder):
+    raise DataError(f"{folder} holds no TensorBoard file")
+
+
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
+    (run, *_) = planned(tmp_path / "out").runs
+    job, start = begin(run, read_history=no_history)
+    assert start == 0
+    assert "--load" not in arguments(job)
+    assert json.loads((run.folder / RUN).read_text())["starts"] == 1
+    (run.folder / "half-written").write_text("")
+    _, start = begin(run, read_history=no_history)
+    assert start == 0
+    assert [file.name for file in run.folder.iterdir()] == [RUN]
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """A run with a checkpoint of iteration 20."""
+    (run, *_) = planned(tmp_path / "out").runs
+    (run.folder / "checkpoints" / "iter_0000020").mkdir(parents=True)
+    (run.folder / "checkpoints" / "iter_0000020" / "metadata.json").write_text("{}")
+    (run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+    write_json(run.folder / RUN, {"starts": 1, "arguments": run.arguments})
+    return run
+
+
+def test_an_interrupted_run_goes_on(interrupted):
+    history = {"lm loss": [(i, 2.0) for i in range(1, 28)]}
+    job, start = begin(interrupted, read_history=lambda folder: history)
+    assert start == 20
+    assert arguments(job)["--load"] == arguments(job)["--save"]
+    assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
+
+
+@pytest.mark.parametrize("known", [range(1, 20), range(2, 40), ()])
+def test_a_run_whose_losses_have_holes_begins_anew(interrupted, known):
+    history = {"lm loss": [(i, 2.0) for i in known]}
+    _, start = begin(interrupted, read_history=lambda folder: history)
+    assert start == 0
+    assert not (interrupted.folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("word", ["", "21", "zwanzig"])
+def test_a_damaged_checkpoint_begins_anew(interrupted, word):
+    (interrupted.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(word)
+    history = {"lm loss": [(i, 2.0) for i in range(1, 40)]}
+    assert begin(interrupted, read_history=lambda folder: history)[1] == 0
+
+
+def test_other_arguments_than_the_run_was_begun_with_are_refused(interrupted):
+    output = interrupted.folder.parents[1]
+    (output / MARK).touch()
+    planned(output)
+    planned(output, seeds=4, variants="baseline,kha_linear,random-init")  # only more
+    with pytest.raises(OutputError, match=r"begun with other arguments \(--lr: 0.008, now 1\)"):
+        planned(output, [*MOCK, "--lr", "1"])
+    (interrupted.folder / RUN).write_text("{")
+    with pytest.raises(OutputError, match="is damaged"):
+        planned(output)
+
+
+def test_ranks_left_over_from_a_killed_command_are_named(interrupted):
+    save = str(interrupted.folder / "checkpoints")
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code, "--save", save], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        rank.stdout.readline()
+        with pytest.raises(OutputError, match=f"process {rank.pid} still trains in"):
+            begin(interrupted, read_history=no_history)
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path):
+    with locked(tmp_path / "out"), pytest.raises(OutputError, match="another"):  # noqa: SIM117
+        with locked(tmp_path / "out"):
+            pass
+    with locked(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out" / MARK).is_file()
