@@ -52,7 +52,7 @@ def test_three_steps(name):
     assert run.codes == [0, 0], run.output[-3000:]
     losses = [float(x) for x in re.findall(r"lm loss: (\S+) \|", run.output)]
     assert len(losses) == 3
-    assert 4 < losses[0] < 5  # a vocabulary of 90 is log 90 = 4.5 at first
+    assert 5.4 < losses[0] < 5.7  # 90 entries are padded to 256: log 256 = 5.55 at first
     assert re.search(r"iteration +3/ +3 ", run.output)
     knocked = recipe.kha_preset != "baseline" or recipe.kha_overrides
     assert ("in 2 of 2 layers" in run.knocks) == bool(knocked)
