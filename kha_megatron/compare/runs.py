@@ -187,14 +187,18 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / MARK).open("a") as file:
+        file = (folder / MARK).open("a")
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+    with file:
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError:
-        raise OutputError(
-            f"another `kha-megatron compare` is at work in {folder}: wait for its end, or name "
-            "another --output"
-        ) from None
+        except BlockingIOError:
+            raise OutputError(
+                f"another `kha-megatron compare` is at work in {folder}: wait for its end, or name "
+                "another --output"
+            ) from None
+        yield
 
 
 def begin(run: Run, *, read_history: Callable[[Path], History]) -> tuple[Job, int]:

@@ -157,3 +157,6 @@ def test_two_commands_do_not_share_a_folder(tmp_path):
     with locked(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / MARK).is_file()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write"), locked(tmp_path / "file" / "out"):
+        pass
