@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# One row of the paper's Table 2 on four Slurm nodes of eight GPUs, without a container: the batch
+# script, the parallel sizes that the planner chose, and the command of every rank. Nothing is
+# submitted, and no Slurm is needed: take --dry-run away on a login node to submit it. A training
+# that outlasts the time limit goes on in the next job of the chain.
+#
+# Needs: pip install 'kha-megatron[launch]'
+set -euo pipefail
+
+kha-megatron params table2/mlp-v
+kha-megatron launch table2/mlp-v --executor slurm --nodes 4 --account acme --time 04:00:00 \
+  --chain 6 --output "${OUTPUT:-/tmp/table2-mlp-v}" --dry-run -- --mock-data
+
+# What you should see:
+#   active         881,160,192     880,275,456   880M (rounded)
+#   #SBATCH --nodes=4
+#   #SBATCH --time=04:00:00
+#   --exit-duration-in-mins 225
