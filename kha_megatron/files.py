@@ -248,4 +248,7 @@ def write_at(
         left = left[len(part) :]
         while part:
             count = os.pwrite(descriptor, part, start)
+            if count == _SLICE and hasattr(os, "posix_fadvise"):
+                # lets the disk begin now, instead of at the flush
+                os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
             part, start = part[count:], start + count
