@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from functools import cached_property
 from itertools import chain
@@ -15,9 +16,9 @@ from kha_megatron.config import MATRICES, KHAConfig, Projection
 from kha_megatron.conversion.manifest import MANIFEST, read_manifest
 from kha_megatron.conversion.safetensors_file import NAMES, Place, read_header
 from kha_megatron.errors import CheckpointError
-from kha_megatron.files import opened, read_at
+from kha_megatron.files import opened
 from kha_megatron.mcore.checkpoint import TensorInfo
-from kha_megatron.mcore.memory import allocate, bytes_of
+from kha_megatron.mcore.memory import bytes_of, from_file
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -99,28 +100,26 @@ class HFCheckpoint:
     def tensor(self, key: str) -> Tensor:
         """One tensor on the CPU in its stored dtype. Safe to call from several threads.
 
-        Holds the tensor once. What it returns has been compared with ``manifest.json``, if the
-        folder has one.
+        A large one is mapped, not copied (:func:`~kha_megatron.mcore.memory.from_file`). What it
+        returns has been compared with ``manifest.json``, if the folder has one.
 
         Raises:
             CheckpointError: no such key, or its bytes are damaged or were changed.
         """
         file, place = self._place(key)
-        tensor = allocate(place.entry.shape, place.entry.dtype)
-        wanted = self._digests.get(key)
-        digest = hashlib.sha256()
+        shape, dtype = place.entry.shape, place.entry.dtype
         try:
             with opened(file) as descriptor:
-                seen = digest.update if wanted else lambda part: None
-                read_at(descriptor, bytes_of(tensor), place.start, seen)
+                tensor = from_file(descriptor, place.start, math.prod(shape), dtype).view(shape)
         except EOFError:
             raise CheckpointError(f"{file} is cut short: copy it again") from None
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-        if wanted and digest.hexdigest() != wanted:
+        wanted = self._digests.get(key)
+        if wanted and (found := hashlib.sha256(bytes_of(tensor)).hexdigest()) != wanted:
             raise CheckpointError(
                 f"{file}: {key} is damaged or was changed: its SHA-256 begins with "
-                f"{digest.hexdigest()[:12]}, {MANIFEST} says {wanted[:12]}: {_REMEDY}"
+                f"{found[:12]}, {MANIFEST} says {wanted[:12]}: {_REMEDY}"
             )
         return tensor
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from kha_megatron.errors import CheckpointError
 from kha_megatron.files import opened, read_at
 from kha_megatron.mcore.manifest import FileChecks
-from kha_megatron.mcore.memory import allocate, bytes_of
+from kha_megatron.mcore.memory import allocate, from_file
 from kha_megatron.mcore.tensor_archive import (
     DTYPES,
     RefusedNameError,
@@ -169,7 +169,7 @@ class TorchDistFolder:
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """One whole tensor on the CPU, assembled from its chunks. Several threads may call it.
 
-        Holds the tensor and, where a chunk is no run of bytes of it, one such chunk at a time.
+        A large one that lies in one chunk is mapped, not copied (see ``memory.from_file``).
 
         Args:
             key: a key of ``tensors``.
@@ -184,13 +184,17 @@ class TorchDistFolder:
         """
         stored = self.tensors[key]
         depth = len(index)
-        whole = allocate(stored.shape[depth:], stored.dtype)
+        shape, whole = stored.shape[depth:], None
         for chunk in self._chunks_at(key, index):
             ranges = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
             if all(held.start <= i < held.stop for i, held in zip(index, ranges, strict=False)):
                 rows = [i - held.start for i, held in zip(index, ranges, strict=False)]
-                self._load(key, chunk, whole[tuple(ranges[depth:])], rows)
-        return whole
+                part = self._load(key, chunk, stored.dtype, rows)
+                if part.shape == shape:
+                    return part
+                whole = allocate(shape, stored.dtype) if whole is None else whole
+                whole[tuple(ranges[depth:])] = part
+        return allocate(shape, stored.dtype) if whole is None else whole
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> Sequence[Chunk]:
         """The chunks that may hold an index, without walking over all layers and experts."""
@@ -222,22 +226,20 @@ class TorchDistFolder:
         except Exception as error:
             raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
 
-    def _load(self, key: str, chunk: Chunk, box: Tensor, index: Sequence[int] = ()) -> None:
-        """Read a chunk, or one index of it, into the part of a tensor that is its place."""
+    def _load(
+        self, key: str, chunk: Chunk, dtype: torch.dtype, index: Sequence[int] = ()
+    ) -> Tensor:
+        """The tensor of a chunk, or one index of it."""
         self.checks.check(chunk.file)
         try:
             with opened(self.path / chunk.file) as descriptor:
                 found = find_tensor(descriptor, chunk.start, chunk.length)
-                if (found.shape, found.dtype) != (chunk.sizes, box.dtype):
-                    raise _OtherTensorError(f"does not hold a {box.dtype} {chunk.sizes} tensor")
+                if (found.shape, found.dtype) != (chunk.sizes, dtype):
+                    raise _OtherTensorError(f"does not hold a {dtype} {chunk.sizes} tensor")
                 for row in index:
                     found = found.row(row)
-                if found.is_contiguous and box.is_contiguous():
-                    read_at(descriptor, bytes_of(box), found.start)
-                else:
-                    flat = allocate((found.extent,), box.dtype)
-                    read_at(descriptor, bytes_of(flat), found.start)
-                    box.copy_(flat.as_strided(found.shape, found.stride))
+                flat = from_file(descriptor, found.start, found.extent, dtype)
+                return flat.as_strided(found.shape, found.stride)
         except _OtherTensorError as error:
             raise self._damaged(key, chunk, str(error)) from None
         except Exception as error:
