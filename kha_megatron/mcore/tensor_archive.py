@@ -1,9 +1,10 @@
-"""Find a tensor inside of a ``torch.save`` archive, so that it can be read in place.
+"""Tensors in ``torch.save`` archives: found, so that they are read in place, and written.
 
 An archive is a zip file whose records are stored as they are: ``data.pkl``, a pickle that describes
 the tensor, and ``data/0``, its bytes. ``torch.load`` copies the bytes, and can only be told what to
 trust for a whole process at a time. Here the pickle may name what describes a tensor, of which
-nothing is called or imported, and the answer is where the bytes lie.
+nothing is called or imported, and the answer is where the bytes lie. ``torch.save`` computes the
+archive's CRC-32 under Python's lock, one thread at a time; here threads write side by side.
 """
 
 import io
@@ -12,9 +13,12 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from kha_megatron.mcore.memory import bytes_of
 
 _STORAGES = {
     "BFloat16Storage": torch.bfloat16,
@@ -56,16 +60,6 @@ class ArchivedTensor(NamedTuple):
     elements: int
     """How many elements are stored from there on."""
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its bytes lie in row-major order without gaps."""
-        expected = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
-
     def row(self, index: int) -> "ArchivedTensor":
         """One index of the first dimension."""
         skipped = index * self.stride[0]
@@ -83,6 +77,82 @@ class ArchivedTensor(NamedTuple):
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+
+_RECORD = "archive/data/0"
+_ALIGNMENT = 64
+_SLICE = 8 * 2**20
+"""Bytes that are summed, hashed and written while they are in the processor's cache."""
+_PADDING = 0x4246
+"""Kind of zip field that ``torch.save`` fills with padding."""
+_LARGE = 2**31
+"""Bytes from which on a record needs the 64-bit form of zip."""
+
+
+def write_tensor(write: Callable[[Any], int], tensor: torch.Tensor, start: int) -> None:
+    """Write the archive of a tensor, which ``torch.load`` reads, from its first byte to its last.
+
+    The bytes come first and begin at a multiple of 64 of the file, so that they can be mapped.
+
+    Args:
+        write: appends bytes to the file.
+        tensor: contiguous; what else its storage holds is left out.
+        start: the byte of the file at which the archive will begin.
+    """
+    described = io.BytesIO()
+    _Pickler(described, protocol=2).dump(_Saved(tensor))
+    data = bytes_of(tensor)
+    with zipfile.ZipFile(_Sink(write), "w") as archive:
+        record, large = zipfile.ZipInfo(_RECORD), len(data) >= _LARGE
+        header = 30 + len(_RECORD) + (20 if large else 0) + 4
+        padding = -(start + header) % _ALIGNMENT
+        record.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
+        with archive.open(record, "w", force_zip64=large) as written:
+            for at in range(0, len(data), _SLICE):
+                written.write(data[at : at + _SLICE])
+        for name, content in (
+            ("data.pkl", described.getvalue()),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+
+
+class _Sink:
+    """A file that is only written: ``zipfile`` would go back in any other."""
+
+    def __init__(self, write: Callable[[Any], int]) -> None:
+        self.write = write
+
+    def flush(self) -> None:
+        """There is no buffer."""
+
+
+class _Saved:
+    """Is unpickled as a tensor over a storage that holds just its elements."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        kind = next((name for name, dtype in _STORAGES.items() if dtype == tensor.dtype), None)
+        elements = tensor.numel() if kind else tensor.nbytes
+        kind = getattr(torch, kind) if kind else torch.UntypedStorage
+        self.storage = _StorageOf(("storage", kind, "0", "cpu", elements))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stride = torch.empty(self.shape, device="meta").stride()
+        described = self.storage, 0, self.shape, stride, False, OrderedDict()
+        if self.storage.saved[1] is torch.UntypedStorage:
+            return torch._utils._rebuild_tensor_v3, (*described, self.dtype)
+        return torch._utils._rebuild_tensor_v2, described
+
+
+class _StorageOf(NamedTuple):
+    saved: tuple[Any, ...]
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.saved if isinstance(value, _StorageOf) else None
 
 
 class FileSlice(io.RawIOBase):

@@ -31,7 +31,7 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.files import write_at
 from kha_megatron.mcore.checkpoint import COMMIT_MARK, CONVERTED_FROM
 from kha_megatron.mcore.manifest import write_digests
-from kha_megatron.mcore.memory import bytes_of
+from kha_megatron.mcore.tensor_archive import write_tensor
 from kha_megatron.mcore.torch_dist import METADATA
 
 COMMON = "common_state"
@@ -99,7 +99,7 @@ class TorchDistWriter:
             whole.chunks.append(ChunkStorageMetadata(offsets, size))
             shard = self._shard()
             self._storage[index] = _StorageInfo(shard.name, -1, -1)  # taken
-        self._storage[index] = shard.save(_alone(tensor))
+        self._storage[index] = shard.append(tensor.detach().contiguous())
 
     def write_object(
         self,
@@ -131,7 +131,7 @@ class TorchDistWriter:
             # a shard of their own, so that the arguments can be verified without hashing tensors
             if self._of_objects is None:
                 self._of_objects = self._new_shard()
-            self._storage[index] = self._of_objects.save([value])
+            self._storage[index] = self._of_objects.append([value])
             self._objects[name] = BytesStorageMetadata()
 
     def close(self, common: Mapping[str, Any], source: Mapping[str, Any]) -> None:
@@ -207,10 +207,13 @@ class _Shard:
         self._length = 0
         self._refused: OSError | None = None
 
-    def save(self, value: Any) -> _StorageInfo:
+    def append(self, value: Any) -> _StorageInfo:
         start = self._length
         try:
-            torch.save(value, self)
+            if isinstance(value, Tensor):
+                write_tensor(self.write, value, start)
+            else:
+                torch.save(value, self)
         except RuntimeError as error:  # torch's, about an archive without an end
             raise self._refused or error from None
         return _StorageInfo(self.name, start, self._length - start)
@@ -237,17 +240,3 @@ class _Shard:
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The same values in a storage that holds nothing else: ``torch.save`` writes whole storages.
-
-    No copy of a contiguous tensor, even if it is a part of a larger one.
-    """
-    part = tensor.detach().contiguous()
-    if part.untyped_storage().nbytes() == part.nbytes:
-        return part
-    if not part.nbytes:
-        return part.clone()
-    data = torch.frombuffer(bytes_of(part), dtype=torch.uint8)
-    return data.view(part.dtype).view(part.shape)

@@ -1,7 +1,9 @@
-"""Checkpoints written without Megatron are Megatron's own, to its loader and to the byte."""
+"""Checkpoints written without Megatron are Megatron's own, to its loader and to the record."""
 
+import io
 import json
 import pickle
+import zipfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from kha_megatron.errors import CheckpointError
+from kha_megatron.mcore import tensor_archive
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.mcore.manifest import verify_manifest
 from kha_megatron.mcore.torch_dist import Record
@@ -139,7 +142,21 @@ def test_archives_and_index_are_those_that_megatron_writes(four):
                 found[key, chunk.offsets] = data[chunk.start : chunk.start + chunk.length]
         return found
 
-    assert archives(copy) == archives(original)
+    def records(archive):
+        """What ``torch.load`` reads of an archive, after its checksums."""
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            assert opened.testzip() is None
+            names = ("data.pkl", "byteorder", "data/0", "version")
+            return [opened.read(f"archive/{name}") for name in names]
+
+    ours, theirs = archives(copy), archives(original)
+    assert ours.keys() == theirs.keys()
+    for key, archive in ours.items():
+        assert records(archive) == records(theirs[key])
+        written, saved = (
+            torch.load(io.BytesIO(data), weights_only=True) for data in (archive, theirs[key])
+        )
+        assert torch.equal(written, saved)
     one, two = (pickle.loads((folder / ".metadata").read_bytes()) for folder in four)
     for key, entry in two.state_dict_metadata.items():
         same = one.state_dict_metadata[key]
@@ -154,6 +171,22 @@ def test_archives_and_index_are_those_that_megatron_writes(four):
     assert (two.version, two.planner_data) == (one.version, one.planner_data)
     assert (four[1] / "metadata.json").read_bytes() == (four[0] / "metadata.json").read_bytes()
     verify_manifest(four[1])
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["zip", "zip64"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1, 7, 3)], ids=str)
+def test_an_archive_is_torch_loads_and_its_bytes_are_aligned(tmp_path, monkeypatch, shape, large):
+    monkeypatch.setattr(tensor_archive, "_LARGE", 0 if large else 2**31)
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.bool):
+        tensor = torch.randint(0, 2, shape).to(dtype)
+        with (tmp_path / "shard").open("wb") as shard:
+            shard.write(bytes(13))
+            tensor_archive.write_tensor(shard.write, tensor, 13)
+        archive = (tmp_path / "shard").read_bytes()[13:]
+        assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
+        with (tmp_path / "shard").open("rb") as shard:
+            found = tensor_archive.find_tensor(shard.fileno(), 13, len(archive))
+        assert (found.shape, found.dtype, found.start % 64) == (shape, dtype, 0)
 
 
 def test_what_it_says_of_itself(four):
