@@ -1,0 +1,205 @@
+"""The Triton kernels that knock activations: forward, input gradient, weight gradients.
+
+Shape legend, besides that of ``fused_tiles``: ``R`` rows, every head of every token; ``n`` matrices
+of the variant; ``S`` splits. A kernel reads ``X``, the rows as they went in, and recomputes what
+its own products need: nothing else is kept from forward to backward.
+
+Each kernel walks over tiles of ``M`` rows with as many programs as the device runs at once, so
+that a program loads the matrices once. Rows come either through pointers (any stride between
+tokens and between heads) or, with ``TMA``, through a descriptor of ``[R, D]`` in blocks ``[M, P]``,
+which needs one stride between all rows and frees the registers that addresses take.
+
+Triton 3.6 skips no statement after a ``return`` inside an ``if``, and has no columns of a tile in
+registers: a block's columns (``x_j``) are read from memory once more.
+"""
+
+import triton
+import triton.language as tl
+
+from kha_megatron.ops.fused_tiles import (
+    add_input_gradient,
+    dot_add,
+    hidden_gradients,
+    knock_tile,
+    load_rows,
+    load_weights,
+    store_rows,
+)
+
+
+@triton.jit
+def read_tile(
+    X,
+    first,
+    R,
+    heads,
+    token,
+    head,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """``[M, P]`` whole rows from row ``first``."""
+    if TMA:
+        tile = X.load([first, 0])
+    else:
+        tile = load_rows(X, first, R, 0, heads, token, head, D, M, P)
+    return tile
+
+
+@triton.jit
+def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.constexpr):
+    """The inverse of :func:`read_tile`."""
+    if TMA:
+        X.store([first, 0], tile.to(X.dtype))
+    else:
+        store_rows(X, tile, first, R, 0, heads, token, head, D)
+
+
+@triton.jit(do_not_specialize=["R"])
+def knock_forward(
+    X, x_heads, x_token, x_head,
+    W,
+    Y, y_heads, y_token, y_head,
+    R,
+    VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``Y = knock(X)``.
+
+    Args:
+        X: the rows, with ``x_heads`` heads a token and strides in elements; likewise ``Y``.
+        W: ``[n, D, D]``, contiguous.
+        R: rows.
+        VARIANT: which equation.
+        D, P, M, J: sizes of the tile, see ``fused_tiles``.
+        TMA: whether ``X`` and ``Y`` are descriptors.
+    """
+    if J == P:
+        weights = load_weights(W, 0, VARIANT, D, P, P)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0)):
+        first = tile * M
+        x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
+        if J == P:
+            y = knock_tile(x, x, weights, VARIANT)
+            write_tile(Y, y, first, R, y_heads, y_token, y_head, D, TMA)
+        elif VARIANT == "mlp":
+            y = tl.zeros((M, P), tl.float32)
+            for j in tl.range(0, D, J):
+                y += knock_tile(x, x, load_weights(W, j, VARIANT, D, P, J), VARIANT)
+            write_tile(Y, y, first, R, y_heads, y_token, y_head, D, TMA)
+        else:
+            for j in tl.range(0, D, J):
+                x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
+                y_j = knock_tile(x, x_j, load_weights(W, j, VARIANT, D, P, J), VARIANT)
+                store_rows(Y, y_j, first, R, j, y_heads, y_token, y_head, D)
+
+
+@triton.jit(do_not_specialize=["R"])
+def knock_backward_input(
+    X, x_heads, x_token, x_head,
+    DY, dy_heads, dy_token, dy_head,
+    W,
+    DX, dx_heads, dx_token, dx_head,
+    R,
+    VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """``DX``, the gradient of ``X`` when ``DY`` is that of ``Y``. Arguments as in forward."""
+    if J == P:
+        weights = load_weights(W, 0, VARIANT, D, P, P)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0)):
+        first = tile * M
+        dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
+        if VARIANT == "linear":
+            x = dy  # not read
+        else:
+            x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
+        dx = tl.zeros((M, P), tl.float32)
+        if J == P:
+            gradients = hidden_gradients(x, x, dy, dy, weights, VARIANT)
+            dx = add_input_gradient(dx, gradients, weights, 0, VARIANT)
+        else:
+            for j in tl.range(0, D, J):
+                block = load_weights(W, j, VARIANT, D, P, J)
+                if VARIANT == "mlp":
+                    gradients = hidden_gradients(x, x, dy, dy, block, VARIANT)
+                else:
+                    x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
+                    dy_j = load_rows(DY, first, R, j, dy_heads, dy_token, dy_head, D, M, J)
+                    gradients = hidden_gradients(x, x_j, dy, dy_j, block, VARIANT)
+                dx = add_input_gradient(dx, gradients, block, j, VARIANT)
+        write_tile(DX, dx, first, R, dx_heads, dx_token, dx_head, D, TMA)
+
+
+@triton.jit
+def store_matrix(W, rows, columns, value, D: tl.constexpr):
+    """``W[rows, columns] = value`` in a contiguous ``[D, D]`` matrix."""
+    inside = (rows < D)[:, None] & (columns < D)[None, :]
+    tl.store(W + rows[:, None] * D + columns[None, :], value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["R"])
+def knock_backward_weight(
+    X, x_heads, x_token, x_head,
+    DY, dy_heads, dy_token, dy_head,
+    W,
+    PARTIAL,
+    R,
+    VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the matrices, one partial sum for each split of the rows.
+
+    The grid is ``(S, blocks)``: a program owns ``J`` columns of every matrix (of ``down``, rows),
+    so that its accumulators stay in registers and no product is computed twice.
+
+    Args:
+        PARTIAL: ``[S, n, D, D]`` float32, every element of which is written.
+    """
+    j = tl.program_id(1) * J
+    every = tl.arange(0, P)
+    block = j + tl.arange(0, J)
+    weights = load_weights(W, j, VARIANT, D, P, J)
+    d_first = tl.zeros((P, J), tl.float32)
+    if VARIANT == "mlp":
+        d_gate = tl.zeros((P, J), tl.float32)
+        d_down = tl.zeros((J, P), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0)):
+        first = tile * M
+        x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
+        dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
+        if VARIANT == "mlp" or J == P:
+            gradients = hidden_gradients(x, x, dy, dy, weights, VARIANT)
+        else:
+            x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
+            dy_j = load_rows(DY, first, R, j, dy_heads, dy_token, dy_head, D, M, J)
+            gradients = hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT)
+        x_columns = tl.trans(x)
+        d_first = dot_add(x_columns, gradients[0], d_first)
+        if VARIANT == "mlp":
+            d_gate = dot_add(x_columns, gradients[1], d_gate)
+            d_down = dot_add(tl.trans(gradients[2]), dy, d_down)
+    if VARIANT == "mlp":
+        to = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * D * D)
+        store_matrix(to + D * D, every, block, d_gate, D)
+        store_matrix(to + 2 * D * D, block, every, d_down, D)
+    else:
+        to = PARTIAL + tl.program_id(0).to(tl.int64) * (D * D)
+    store_matrix(to, every, block, d_first, D)
+
+
+@triton.jit(do_not_specialize=["S", "N"])
+def sum_partials(PARTIAL, DW, S, N, BLOCK: tl.constexpr):
+    """``DW[i]`` is the sum of ``PARTIAL[s, i]`` over ``s`` in float32, in a fixed order.
+
+    Args:
+        PARTIAL: ``[S, N]`` float32.
+        DW: ``[N]``, any floating dtype.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for s in range(0, S):
+        total += tl.load(PARTIAL + s * N + i, mask=i < N, other=0.0)
+    tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)
