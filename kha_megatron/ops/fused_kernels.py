@@ -9,9 +9,10 @@ that a program loads the matrices once. Rows come either through pointers (any s
 tokens and between heads) or, with ``TMA``, through a descriptor of ``[R, D]`` in blocks ``[M, P]``,
 which needs one stride between all rows and frees the registers that addresses take.
 
-Triton 3.6 skips no statement after a ``return`` inside an ``if``, and has no columns of a tile in
-registers: a block's columns (``x_j``) are read from memory once more.
+A tile in registers has no columns to take: those of a block (``x_j``) are read once more.
 """
+
+# ruff: noqa: RET505 (Triton compiles what follows an `if` that returned: it needs the `else`)
 
 import triton
 import triton.language as tl
@@ -42,10 +43,9 @@ def read_tile(
 ):
     """``[M, P]`` whole rows from row ``first``."""
     if TMA:
-        tile = X.load([first, 0])
+        return X.load([first, 0])
     else:
-        tile = load_rows(X, first, R, 0, heads, token, head, D, M, P)
-    return tile
+        return load_rows(X, first, R, 0, heads, token, head, D, M, P)
 
 
 @triton.jit
@@ -200,6 +200,6 @@ def sum_partials(PARTIAL, DW, S, N, BLOCK: tl.constexpr):
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for s in range(0, S):
+    for s in range(S):
         total += tl.load(PARTIAL + s * N + i, mask=i < N, other=0.0)
     tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)

@@ -38,11 +38,11 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def dot(a, b):
-    """``a @ b`` in float32; float32 factors keep float32's accuracy on tensor cores."""
+    """``a @ b`` in float32; float32 factors are not rounded to TF32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
-        return tl.dot(a, b, input_precision="tf32x3")
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def dot_add(a, b, total):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
-        return tl.dot(a, b, total, input_precision="tf32x3")
+        return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -207,8 +207,14 @@ def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
         P: tl.constexpr = dx.shape[1]
         if J == P:
             return dx + gradients[1]
-        else:  # registers have no columns to write to: a block of the identity puts them in place
-            place = (j + tl.arange(0, J))[:, None] == tl.arange(0, P)[None, :]
-            return dot_add(gradients[1], place.to(tl.float32), dx)
+        else:  # registers have no columns to add to: a block of the identity puts them in place
+            block = (j + tl.arange(0, J))[:, None] == tl.arange(0, P)[None, :]
+            place = tl.where(block, 1.0, 0.0).to(weights[0].dtype)
+            high = gradients[1].to(place.dtype)
+            dx = dot_add(high, place, dx)
+            if place.dtype == tl.float32:
+                return dx
+            else:  # the half that two bytes could not hold
+                return dot_add((gradients[1] - high.to(tl.float32)).to(place.dtype), place, dx)
     else:
         return dot_add(gradients[0], tl.trans(weights[0]), dx)

@@ -1,0 +1,172 @@
+"""Knocking through the fused kernels where they run, in plain torch everywhere else.
+
+``knock`` decides from what it is given (device, dtypes, head dim) and says once on rank 0, for each
+reason, which way it went. The environment variable ``KHA_KERNELS`` overrides that:
+
+==========  ======================================================================================
+``auto``    the kernels where they run, plain torch elsewhere (the default)
+``torch``   plain torch always
+``triton``  the kernels, or an error that says why not. With ``TRITON_INTERPRET=1``, CPU tensors go
+            through Triton's interpreter: slow, for tests
+==========  ======================================================================================
+
+Both ways compute the same function. The kernels keep only their input for the backward pass, where
+plain torch keeps ``kha_megatron.config.SAVED`` tensors of its size, and round fewer times between.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kha_megatron.config import Variant
+from kha_megatron.errors import ConfigError
+from kha_megatron.ops import knocking
+from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS, SHARED_MEMORY
+
+KERNELS_VARIABLE = "KHA_KERNELS"
+"""Environment variable that chooses the way; the module's docstring says how."""
+
+
+def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+    """Pass every head's row through the matrices that all heads share.
+
+    Arguments, result and equations are those of ``kha_megatron.ops.knocking.knock``. Not
+    differentiable twice where it goes through the kernels.
+
+    Raises:
+        ConfigError: ``KHA_KERNELS`` is no word of the table, or is ``triton`` and the kernels
+            cannot do this.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.kha_megatron.knock(x, weight, variant)
+    if _takes_kernels(x, weight):
+        from kha_megatron.ops.fused_launch import FusedKnock
+
+        return FusedKnock.apply(x, weight, variant)
+    return knocking.knock(x, weight, variant)
+
+
+def refusal(x: Tensor, weight: Tensor) -> str | None:
+    """Why the kernels cannot knock ``x`` with ``weight``, or None."""
+    why = _refusal(x.device, x.dtype, weight.device, weight.dtype, weight.shape[-1])
+    if why is None and torch.is_autocast_enabled(x.device.type):
+        return "autocast chooses the dtypes of products"
+    return why
+
+
+def _takes_kernels(x: Tensor, weight: Tensor) -> bool:
+    choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    if choice == "torch":
+        _announce(f"plain torch ({KERNELS_VARIABLE}=torch)")
+        return False
+    if choice not in ("auto", "triton"):
+        raise ConfigError(f"{KERNELS_VARIABLE}={choice!r}: choose one of auto, torch, triton")
+    why = refusal(x, weight)
+    if why is None:
+        _announce(_way())
+    elif choice == "triton":
+        raise ConfigError(f"{KERNELS_VARIABLE}=triton, but {why}: unset it, or set it to torch")
+    else:
+        _announce(f"plain torch: {why}")
+    return why is None
+
+
+@functools.cache
+def _refusal(
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_device: torch.device,
+    weight_dtype: torch.dtype,
+    head_dim: int,
+) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and not _interpreted():
+        return f"tensors are on {device.type}, and the kernels need a CUDA device"
+    if device != weight_device:
+        return f"activations are on {device} and matrices on {weight_device}"
+    if dtype != weight_dtype:
+        return f"activations are {dtype} and matrices {weight_dtype}"
+    if dtype not in DTYPES:
+        return f"there are kernels for {_words(DTYPES)} only, and this is {dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"there are kernels for head dims {_words(HEAD_DIMS)} only, and this is {head_dim}"
+    if device.type == "cuda":
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        if architecture not in SHARED_MEMORY:
+            return f"there are tilings for {_words(SHARED_MEMORY)} only, and this is {architecture}"
+    return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _way() -> str:
+    return "Triton's interpreter" if _interpreted() else "fused Triton kernels"
+
+
+def _words(values: Any) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+@functools.cache
+def _announce(line: str) -> None:
+    """Once for each line, on rank 0; on stderr, since commands print results on stdout."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kha_megatron: knocking runs in {line}", file=sys.stderr, flush=True)
+
+
+# torch.compile cannot look into a kernel's launch: it sees one operator, whose two passes choose
+# their way when they run.
+
+
+@torch.library.custom_op("kha_megatron::knock", mutates_args=())
+def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
+    if _takes_kernels(x, weight):
+        from kha_megatron.ops import fused_launch
+
+        return fused_launch.knock_forward(x, weight.contiguous(), variant)
+    return knocking.knock(x, weight, variant).contiguous()
+
+
+@_knock.register_fake
+def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
+def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    if _takes_kernels(x, weight):
+        from kha_megatron.ops import fused_launch
+
+        weight = weight.contiguous()
+        dx = fused_launch.knock_backward_input(x, dy, weight, variant)
+        return dx, fused_launch.knock_backward_weight(x, dy, weight, variant)
+    with torch.enable_grad():
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        dx, dw = torch.autograd.grad(knocking.knock(x, weight, variant), (x, weight), dy)
+    return dx.contiguous(), dw.contiguous()
+
+
+@_knock_backward.register_fake
+def _(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    x, weight, ctx.variant = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight = ctx.saved_tensors
+    return *_knock_backward(x, dy, weight, ctx.variant), None
+
+
+_knock.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,175 @@
+"""Starting the kernels: where a tensor's rows lie, what is launched over them, and autograd.
+
+Needs Triton, and a CUDA device or Triton's interpreter (``TRITON_INTERPRET=1``). Shape legend:
+``...`` any leading dimensions, ``R`` their product; ``D`` head dim; ``n`` matrices of the variant.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kha_megatron.config import Variant
+from kha_megatron.ops import fused_kernels as kernels
+from kha_megatron.ops.fused_tiles import INTERPRETED
+from kha_megatron.ops.fused_tilings import Kernel, padded, tiling
+
+PROGRAMS_INTERPRETED = 3
+REDUCTION_BLOCK = 1024
+
+
+class Rows(NamedTuple):
+    """The rows of ``[..., D]`` as a kernel addresses them; strides in elements.
+
+    Row ``r`` is head ``r % heads`` of token ``r // heads``. With one stride between all rows there
+    is one head a token.
+    """
+
+    tensor: Tensor
+    heads: int
+    token_stride: int
+    head_stride: int
+
+    @property
+    def fit_a_descriptor(self) -> bool:
+        """Whether the tensor memory accelerator can read them: multiples of 16 bytes."""
+        step = self.token_stride * self.tensor.element_size()
+        return self.heads == 1 and step > 0 and not (step | self.tensor.data_ptr()) % 16
+
+
+def rows_of(x: Tensor) -> Rows:
+    """Where the rows of ``x`` ``[..., D]`` lie, copied only if two strides do not say it."""
+    steps: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if steps and steps[-1][1] == size * stride:
+            steps[-1] = (steps[-1][0] * size, stride)
+        else:
+            steps.append((size, stride))
+    if len(steps) > 2 or x.stride(-1) != 1:
+        return rows_of(x.contiguous())
+    if len(steps) == 2:
+        return Rows(x, steps[1][0], steps[0][1], steps[1][1])
+    return Rows(x, 1, steps[0][1] if steps else x.shape[-1], 0)
+
+
+def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+    """``ops.knocking.knock``: contiguous ``[..., D]``."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch("forward", variant, weight, [x], [y])
+    return y
+
+
+def knock_backward_input(
+    x: Tensor, dy: Tensor, weight: Tensor, variant: Variant, out: Tensor | None = None
+) -> Tensor:
+    """The gradient of ``x``.
+
+    Args:
+        x: ``[..., D]``, what was knocked.
+        dy: same shape and dtype, the gradient of the result.
+        weight: ``[n, D, D]``, contiguous, same dtype.
+        variant: which equation.
+        out: where to write, e.g. a view of the gradient of the whole QKV buffer; two strides must
+            say where its rows are. None makes a contiguous tensor.
+    """
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if rows_of(dx).tensor is not dx:
+        raise ValueError(f"the rows of `out` do not lie at two strides: {dx.stride()}")
+    _launch("backward_input", variant, weight, [x, dy], [dx])
+    return dx
+
+
+def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+    """The gradients of the matrices ``[n, D, D]``; arguments as in :func:`knock_backward_input`.
+
+    Summed over rows in float32 in a fixed order: splits of the rows first, then the splits. The
+    partial sums take ``4 n D^2`` bytes for each split while this runs.
+    """
+    if x.numel() == 0:
+        return torch.zeros_like(weight)
+    partials = _launch("backward_weight", variant, weight, [x, dy], [])
+    gradient, count = torch.empty_like(weight), weight.numel()
+    grid = (triton.cdiv(count, REDUCTION_BLOCK),)
+    kernels.sum_partials[grid](partials, gradient, len(partials), count, BLOCK=REDUCTION_BLOCK)
+    return gradient
+
+
+class FusedKnock(torch.autograd.Function):
+    """Keeps ``x``, a view of the QKV buffer in Megatron, and the weight; recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+        """See ``ops.knocking.knock``."""
+        weight = weight.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.variant = variant
+        return knock_forward(x, weight, variant)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients of ``x`` and the weight, where they are asked for."""
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        dx = knock_backward_input(x, dy, weight, ctx.variant) if needs_x else None
+        dw = knock_backward_weight(x, dy, weight, ctx.variant) if needs_weight else None
+        return dx, dw, None
+
+
+def _launch(
+    kernel: Kernel,
+    variant: Variant,
+    weight: Tensor,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+) -> Tensor | None:
+    """Run one kernel over all rows; the weight gradients' partial sums ``[S, n, D, D]``."""
+    count, head_dim = inputs[0].shape[:-1].numel(), weight.shape[-1]
+    if count == 0:
+        return None
+    sizes = tiling(kernel, variant, head_dim, weight.dtype)
+    rows = [rows_of(t) for t in (*inputs, *outputs)]
+    tma = sizes.allows_descriptors(variant, head_dim, weight.dtype)
+    tma = tma and all(r.fit_a_descriptor for r in rows)
+    arguments = [_arguments(r, count, sizes.rows, tma) for r in rows]
+    options = sizes.options(variant, head_dim) | {"TMA": tma}
+    programs = min(triton.cdiv(count, sizes.rows), _programs(weight.device) * sizes.per_processor)
+    with torch.cuda.device_of(weight):
+        if kernel == "backward_weight":
+            blocks = triton.cdiv(head_dim, sizes.columns)
+            splits = min(programs, max(1, _programs(weight.device) // blocks))
+            partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
+            x, dy = arguments
+            kernels.knock_backward_weight[(splits, blocks)](
+                *x, *dy, weight, partials, count, **options
+            )
+            return partials
+        *sources, target = arguments
+        flat = [value for source in sources for value in source]
+        function = getattr(kernels, f"knock_{kernel}")
+        function[(programs,)](*flat, weight, *target, count, **options)
+    return None
+
+
+def _arguments(rows: Rows, count: int, block: int, tma: bool) -> tuple[Any, ...]:
+    """What a kernel takes for one tensor."""
+    tensor, *steps = rows
+    if not tma:
+        return (tensor, *steps)
+    width = tensor.shape[-1]
+    shape, strides = [count, width], [rows.token_stride, 1]
+    return (TensorDescriptor(tensor, shape, strides, [block, padded(width)]), *steps)
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """Programs that run at once: one for each multiprocessor."""
+    if INTERPRETED:
+        return PROGRAMS_INTERPRETED
+    return torch.cuda.get_device_properties(device).multi_processor_count
