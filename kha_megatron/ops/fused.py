@@ -122,8 +122,7 @@ def _announce(line: str) -> None:
         print(f"kha_megatron: knocking runs in {line}", file=sys.stderr, flush=True)
 
 
-# torch.compile cannot look into a kernel's launch: it sees one operator, whose two passes choose
-# their way when they run.
+# torch.compile cannot look into a kernel's launch: it sees one operator for each pass.
 
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
@@ -142,16 +141,11 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 
 @torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
 def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    if _takes_kernels(x, weight):
-        from kha_megatron.ops import fused_launch
+    from kha_megatron.ops import fused_launch
 
-        weight = weight.contiguous()
-        dx = fused_launch.knock_backward_input(x, dy, weight, variant)
-        return dx, fused_launch.knock_backward_weight(x, dy, weight, variant)
-    with torch.enable_grad():
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        dx, dw = torch.autograd.grad(knocking.knock(x, weight, variant), (x, weight), dy)
-    return dx.contiguous(), dw.contiguous()
+    weight = weight.contiguous()
+    dx = fused_launch.knock_backward_input(x, dy, weight, variant)
+    return dx, fused_launch.knock_backward_weight(x, dy, weight, variant)
 
 
 @_knock_backward.register_fake
@@ -166,7 +160,12 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight = ctx.saved_tensors
-    return *_knock_backward(x, dy, weight, ctx.variant), None
+    if _takes_kernels(x, weight):
+        return *_knock_backward(x, dy, weight, ctx.variant), None
+    with torch.enable_grad():  # traced, and compiled with the rest
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = knocking.knock(x, weight, ctx.variant)
+        return *torch.autograd.grad(y, (x, weight), dy), None
 
 
 _knock.register_autograd(_gradients, setup_context=_keep)

@@ -56,44 +56,41 @@ def errors(variant, head_dim, dtype, rows, device="cpu"):
     return found
 
 
-def all_errors(variant, head_dim, dtype, device="cpu"):
-    """:func:`errors` for every number of rows."""
-    return {rows: errors(variant, head_dim, dtype, rows, device) for rows in ROWS}
-
-
 def is_identity_at_start(variant, head_dim, dtype, device="cpu"):
-    """Whether the initial value changes no bit, numbers too small to be normal included."""
+    """Whether the initial value changes no bit; float16's numbers too small to be normal included.
+
+    Not bfloat16's: the interpreter loses them.
+    """
     x = 100 * torch.randn(7, 3, head_dim, device=device)
-    x[0] *= 10.0 ** torch.linspace(0, -42, head_dim, device=device)
+    x[0] *= 10.0 ** torch.linspace(0, -36, head_dim, device=device)
     shape = (len(MATRICES[variant]), head_dim, head_dim)
     weight = initial_weight(torch.empty(shape, dtype=dtype, device=device), variant)
     return torch.equal(knock(x.to(dtype), weight, variant), x.to(dtype))
 
 
 def layouts_agree(variant, device="cpu"):
-    """Errors for inputs whose rows lie at two strides, and at more than two; then no gaps."""
-    found, head_dim = {}, 64
-    buffer = torch.randn(5, 2, 3, 4, head_dim, device=device)
+    """Errors for rows at one stride, at two, at more; for a gradient with strides and without."""
+    found, head_dim, dtype = {}, 64, torch.float16
+    buffer = torch.randn(5, 2, 3, 4, head_dim, dtype=dtype, device=device)
     views = {
         "values": buffer[:, :, :, 3],
         "queries": buffer[:, :, :, :2],
         "few heads": buffer[:, :, 1:, 3],
         "transposed": buffer[:, :, :, 3].transpose(0, 1),
-        "columns apart": torch.randn(7, 3, head_dim, 2, device=device)[..., 0],
-        "odd strides": torch.randn(7, 3, head_dim + 1, device=device)[..., 1:],
-        "one row": torch.randn(head_dim, device=device),
-        "expanded": torch.randn(1, 1, head_dim, device=device).expand(5, 3, head_dim),
+        "columns apart": torch.randn(7, 3, head_dim, 2, dtype=dtype, device=device)[..., 0],
+        "odd strides": torch.randn(7, 3, head_dim + 1, dtype=dtype, device=device)[..., 1:],
+        "one row": torch.randn(head_dim, dtype=dtype, device=device),
+        "expanded": torch.randn(1, 1, head_dim, dtype=dtype, device=device).expand(5, 3, -1),
     }
-    weight = weight_of(variant, head_dim, torch.float32, device).requires_grad_()
-    for (name, x), grown in itertools.product(views.items(), (False, True)):
+    weight = weight_of(variant, head_dim, dtype, device).requires_grad_()
+    for (name, x), expanded in itertools.product(views.items(), (False, True)):
         x = x.detach().requires_grad_()
         y = knock(x, weight, variant)
         # what `sum().backward()` sends has no strides at all
-        dy = torch.ones((), device=device).expand_as(y) if grown else torch.randn_like(y)
+        dy = torch.ones_like(y[..., :1]).expand_as(y) if expanded else torch.randn_like(y)
         dx, dw = torch.autograd.grad(y, (x, weight), dy)
         want = reference(x, weight, variant, dy)
-        errors = [relative_error(*pair) for pair in zip((y, dx, dw), want, strict=True)]
-        found[name, grown] = max(errors)
+        found[name, expanded] = max(map(relative_error, (y, dx, dw), want))
     return found
 
 
@@ -111,12 +108,12 @@ def writes_into(variant, head_dim, dtype, device="cpu"):
     return error, bool((buffer == 5).all())
 
 
-def repeats(variant, dtype, device="cpu"):
+def repeats(variant, dtype, device="cpu", tokens=135):
     """Whether two backward passes over many splits of the rows give the same bits."""
     torch.manual_seed(0)
-    x = strided((401, 3), 64, dtype, device).requires_grad_()
+    x = strided((tokens, 3), 64, dtype, device).requires_grad_()
     weight = weight_of(variant, 64, dtype, device).requires_grad_()
-    dy = torch.randn(401, 3, 64, device=device).to(dtype)
+    dy = torch.randn(tokens, 3, 64, device=device).to(dtype)
     first, second = (
         torch.autograd.grad(knock(x, weight, variant), (x, weight), dy) for _ in range(2)
     )

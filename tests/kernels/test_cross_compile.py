@@ -1,0 +1,65 @@
+"""Every kernel that Hopper would be asked to compile, within its bounds, without a Hopper."""
+
+import sys
+
+import pytest
+import torch
+
+from kha_megatron.ops import fused_tilings
+from tests.kernels.cross_compile import (
+    Launch,
+    Report,
+    compile_all,
+    compile_launch,
+    compile_reduction,
+    complaints,
+    launches,
+)
+
+pytest.importorskip("triton", reason="Triton is not installed: its kernels were not compiled")
+
+if sys.platform != "linux":
+    pytest.skip("Triton brings ptxas on Linux only", allow_module_level=True)
+
+
+def held_to_their_bounds(dtypes):
+    chosen = launches(dtypes)
+    found = {str(launch): complaints(launch, r) for launch, r in compile_all(chosen).items()}
+    return {name: why for name, why in found.items() if why}
+
+
+def test_bfloat16_fits_hopper():
+    assert held_to_their_bounds((torch.bfloat16,)) == {}
+
+
+def test_float32_fits_hopper():
+    assert held_to_their_bounds((torch.float32,)) == {}
+
+
+@pytest.mark.whole
+def test_float16_fits_hopper():
+    assert held_to_their_bounds((torch.float16,)) == {}
+
+
+def test_the_reduction_compiles():
+    assert compile_reduction().spilled == 0
+
+
+def test_covers_what_is_launched():
+    # 3 kernels, 3 variants, 5 head dims; through descriptors where columns are not cut
+    assert len(launches((torch.bfloat16,))) == 45 + 45 - 2 * 3
+    assert len(launches((torch.float32,))) == 45
+
+
+def test_a_spilling_tiling_is_found(monkeypatch):
+    rows = {("mlp", 128): fused_tilings.Tiling(128, 128, 8, 1)}
+    monkeypatch.setitem(fused_tilings._TWO_BYTES["sm_90"], "backward_input", rows)
+    launch = Launch("backward_input", "mlp", 128, torch.bfloat16, False)
+    assert "bytes spilled, bound 0" in complaints(launch, compile_launch(launch))[0]
+
+
+def test_too_much_shared_memory_is_found():
+    launch = Launch("forward", "mlp", 128, torch.bfloat16, True)
+    report = Report(registers=200, spilled=0, shared=227 * 1024, tensor_cores=True)
+    assert complaints(launch, report) == []
+    assert "shared memory" in complaints(launch, report._replace(shared=227 * 1024 + 1))[0]
