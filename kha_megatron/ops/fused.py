@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kha_megatron.config import Variant
 from kha_megatron.errors import ConfigError
@@ -56,6 +57,9 @@ def refusal(x: Tensor, weight: Tensor) -> str | None:
     why = _refusal(x.device, x.dtype, weight.device, weight.dtype, weight.shape[-1])
     if why is None and torch.is_autocast_enabled(x.device.type):
         return "autocast chooses the dtypes of products"
+    for tensor in (x, weight):
+        if why is None and is_traceable_wrapper_subclass(tensor):
+            return f"{type(tensor).__name__} keeps its numbers elsewhere than a plain tensor"
     return why
 
 

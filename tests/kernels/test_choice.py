@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.ops import fused, knock, knocking
@@ -101,6 +102,14 @@ def test_autocast_falls_back(monkeypatch):
     assert fused.refusal(*inputs()) is None
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast" in fused.refusal(*inputs())
+
+
+def test_tensors_that_hold_others_fall_back(monkeypatch):
+    """Such as DTensor: a kernel would read the memory behind them."""
+    monkeypatch.setattr(fused, "_refusal", lambda *arguments: None)
+    x, weight = inputs()
+    assert "TwoTensor keeps its numbers" in fused.refusal(x, TwoTensor(weight, weight.clone()))
+    assert fused.refusal(x, torch.nn.Parameter(weight)) is None
 
 
 def test_plain_torch_compiles_with_gradients():
