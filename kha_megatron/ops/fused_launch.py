@@ -139,11 +139,11 @@ def _launch(
     tma = tma and all(r.fit_a_descriptor for r in rows)
     arguments = [_arguments(r, count, sizes.rows, tma) for r in rows]
     options = sizes.options(variant, head_dim) | {"TMA": tma}
-    programs = min(triton.cdiv(count, sizes.rows), _programs(weight.device) * sizes.per_processor)
+    programs = min(triton.cdiv(count, sizes.rows), processors(weight.device) * sizes.per_processor)
     with torch.cuda.device_of(weight):
         if kernel == "backward_weight":
             blocks = triton.cdiv(head_dim, sizes.columns)
-            splits = min(programs, max(1, _programs(weight.device) // blocks))
+            splits = min(programs, max(1, processors(weight.device) // blocks))
             partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
             x, dy = arguments
             kernels.knock_backward_weight[(splits, blocks)](
@@ -168,7 +168,7 @@ def _arguments(rows: Rows, count: int, block: int, tma: bool) -> tuple[Any, ...]
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Programs that run at once: one for each multiprocessor."""
     if INTERPRETED:
         return PROGRAMS_INTERPRETED

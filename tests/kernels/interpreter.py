@@ -37,6 +37,7 @@ def _start(package: Path | None) -> None:
     if package:
         sys.path.insert(0, str(package))
     import torch
+    import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
     torch.set_num_threads(1)
@@ -51,3 +52,14 @@ def _start(package: Path | None) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+    # within a kernel the language is patched already, and each function that it calls does it again
+    patch_language = interpreter._patch_lang
+
+    def patched_once(function):
+        modules = [m for m in function.__globals__.values() if m is tl or m is tl.core]
+        if any(tl.core.is_builtin(module.load) for module in modules):
+            return patch_language(function)
+        return None
+
+    interpreter._patch_lang = patched_once
