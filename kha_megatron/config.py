@@ -6,7 +6,7 @@ maths is in ``kha_megatron.ops``.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -16,6 +16,7 @@ Variant = Literal["linear", "mlp", "gate"]
 Init = Literal["identity", "random"]
 Projection = Literal["query", "key", "value"]
 AttentionKind = Literal["gta", "gla"]
+Fold = Literal["auto", "always", "never"]
 
 PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
 """The projected tensors that can be knocked, in the order Megatron lays them out."""
@@ -33,6 +34,8 @@ CONFIG_VARIABLE = "KHA_CONFIG"
 """Environment variable from which a spec chosen by its name takes what the name cannot carry."""
 
 INITS: tuple[Init, ...] = ("identity", "random")
+
+FOLDS: tuple[Fold, ...] = ("auto", "always", "never")
 
 ATTENTIONS: tuple[AttentionKind, ...] = ("gta", "gla")
 """Kinds of attention that Megatron has no flag for (Zadouri et al. 2025, arXiv 2505.21487):
@@ -88,6 +91,12 @@ class KHAConfig:
     latent_heads: int = 2
     """Heads of the latent in ``gla`` (two in the paper's GLA-2). Nothing else has any."""
 
+    fold: Fold = field(default="auto", compare=False)
+    """Whether Megatron folds linear matrices into the weight before them while it trains
+    (``kha_megatron.mcore.folding``) or applies them to activations: ``auto`` does what is faster
+    for the size of the microbatch. How a model is run, not what it is: two configurations that
+    differ here are equal, and neither checkpoints nor exports record it."""
+
     def __post_init__(self) -> None:
         for projection in PROJECTIONS:
             parse_variant(getattr(self, projection))
@@ -98,6 +107,16 @@ class KHAConfig:
         if type(self.init_seed) is not int:
             raise ConfigError(f"KHA init_seed {self.init_seed!r} is not a whole number")
         self._check_attention()
+        self._check_fold()
+
+    def _check_fold(self) -> None:
+        if self.fold not in FOLDS:
+            raise ConfigError(f"unknown KHA fold {self.fold!r}: choose one of {', '.join(FOLDS)}")
+        if self.fold == "always" and "linear" not in self.variants.values():
+            raise ConfigError(
+                f"KHA fold=always, and nothing linear to fold in {self}: use auto, or a linear "
+                "variant"
+            )
 
     def _check_attention(self) -> None:
         if self.attention not in (None, *ATTENTIONS):
@@ -138,17 +157,17 @@ class KHAConfig:
         Raises:
             ConfigError: ``values`` has a key that is no field: it comes from another version.
         """
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(
                 f"unknown KHA setting {', '.join(unknown)}: written by another version of "
-                f"kha-megatron; known are {', '.join(field.name for field in fields(cls))}"
+                f"kha-megatron; known are {', '.join(f.name for f in fields(cls))}"
             )
         return cls(**values)
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
-        """Read ``kha_query``, ``kha_key``, ``kha_value``, ``kha_init`` and ``kha_init_seed``.
+        """Read ``kha_query``, ``kha_key``, ``kha_value``, ``kha_init`` and so on; not ``fold``.
 
         Args:
             entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's may record
@@ -160,8 +179,8 @@ class KHAConfig:
         Raises:
             ConfigError: a variant or an init that does not exist.
         """
-        names = {f"kha_{field.name}": field.name for field in fields(cls)}
-        values = {field: entries[name] for name, field in names.items() if name in entries}
+        names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
+        values = {name: entries[entry] for entry, name in names.items() if entry in entries}
         if not set(PROJECTIONS) & set(values):
             module, name = (*(entries.get("spec") or ()), None, None)[:2]
             is_preset = module == "kha_megatron.mcore.specs" and name in PRESETS
@@ -171,8 +190,8 @@ class KHAConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON values."""
-        return asdict(self)
+        """What the model is, as plain JSON values: all fields but ``fold``."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     @property
     def variants(self) -> dict[Projection, Variant]:

@@ -20,6 +20,7 @@ from kha_megatron.config import (
 from kha_megatron.errors import ConfigError
 from kha_megatron.layout_rules import check_layout
 from kha_megatron.mcore.compat import check_family_version
+from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 
@@ -90,6 +91,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         check_config(config, kha)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
+        self.folding = Folding(self, self._heads_of_projection())
         # Megatron splits and normalises in one method: the only door between the two is the norm's
         for knocking, norm in self._knocked_before_norm():
             norm.register_forward_pre_hook(knocking.before_norm)
@@ -97,6 +99,13 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
     def _knocked_before_norm(self) -> list[tuple[KnockingHeads, Any]]:
         pairs = ((self.knock_query, self.q_layernorm), (self.knock_key, self.k_layernorm))
         return [(knocking, norm) for knocking, norm in pairs if None not in (knocking, norm)]
+
+    def _heads_of_projection(self) -> tuple[Projection | None, ...]:
+        """What each head of ``linear_qkv`` is, over all ranks, in the order of its rows."""
+        groups = self.config.num_query_groups
+        queries: list[Projection | None] = ["query"] * (self.config.num_attention_heads // groups)
+        gates = [None] * len(queries) if self.config.attention_output_gate else []
+        return (*queries, *gates, "key", "value") * groups
 
     def get_query_key_value_tensors(
         self,
@@ -113,15 +122,16 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         """
         if not split_qkv:
             raise ConfigError(_UNSPLIT)
-        query, key, value, *gate = super().get_query_key_value_tensors(
-            hidden_states, key_value_states, output_gate, split_qkv
-        )
-        if self.knock_query is not None and self.q_layernorm is None:
-            query = self.knock_query(query)
-        if self.knock_key is not None and self.k_layernorm is None:
-            key = self.knock_key(key)
-        if self.knock_value is not None:
-            value = self.knock_value(value)
+        with self.folding(hidden_states):
+            query, key, value, *gate = super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+            if self.knock_query is not None and self.q_layernorm is None:
+                query = self.knock_query(query)
+            if self.knock_key is not None and self.k_layernorm is None:
+                key = self.knock_key(key)
+            if self.knock_value is not None:
+                value = self.knock_value(value)
         return query, key, value, *gate
 
 
@@ -143,6 +153,11 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
     check_layout(model_of(config, kha), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
+    if config.multi_latent_attention and kha.fold == "always":
+        raise ConfigError(
+            "fold=always with multi-latent attention, whose matrices are applied to activations "
+            "while training: use --kha-fold auto"
+        )
     if config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
         raise ConfigError(
             f"num_query_groups={config.num_query_groups} with multi-latent attention, each of "

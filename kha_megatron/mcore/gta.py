@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import KHAConfig, Projection
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.attention import KHASelfAttention
 
@@ -132,12 +132,18 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
         """Query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]`` of this rank."""
-        query, tied, rotary = self.project(hidden_states)
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)  # its hook knocks first
-        elif self.knock_query is not None:
-            query = self.knock_query(query)
+        with self.folding(hidden_states):
+            query, tied, rotary = self.project(hidden_states)
+            if self.q_layernorm is not None:
+                query = self.q_layernorm(query)  # its hook knocks first
+            elif self.knock_query is not None:
+                query = self.knock_query(query)
         return query, self.keys(tied, rotary), tied
+
+    def _heads_of_projection(self) -> tuple[Projection | None, ...]:
+        groups = self.config.num_query_groups
+        queries: list[Projection | None] = ["query"] * (self.config.num_attention_heads // groups)
+        return (*queries, "value") * groups
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and what a cache holds: the knocked tied states and the rotary half of the keys.

@@ -21,7 +21,8 @@ Matrices are those with which the iteration's loss was computed. Gates and cosin
 the tokens of the first microbatch of each data-parallel rank. A token's mean cosine over all pairs
 of its ``n`` heads is ``(|sum_h u_h|^2 - sum_h |u_h|^2) / (n (n - 1))`` with ``u_h`` the head's
 value scaled to length 1 (a zero value stays zero, its cosine with others counts as 0), so that the
-heads of tensor-parallel ranks need one all-reduce of ``[tokens, D + 1]``.
+heads of tensor-parallel ranks need one all-reduce of ``[tokens, D + 1]``. Where the projection has
+knocked already (:mod:`kha_megatron.mcore.folding`), its matrix is undone to see the values before.
 
 Legend: ``s`` sequence, ``b`` microbatch, ``heads`` those of this rank, ``D`` features of a head,
 ``n`` matrices of a stacked weight.
@@ -137,12 +138,12 @@ class _Instruments:
 
     def _hears(self, layer: int, projection: Projection, gated: bool) -> Callable:
         def knocked(module: KnockingHeads, inputs: tuple[Tensor]) -> None:
-            if not self._is_new(module, layer, projection):
-                return
+            if not inputs or not self._is_new(module, layer, projection):
+                return  # it is asked for its matrices, or was heard before
             if gated:
                 self._add_gate(layer, projection, module, inputs[0])
             if projection == "value":
-                self._add_cosine(layer, _UNKNOCKED, inputs[0], module.tp_group)
+                self._add_cosine(layer, _UNKNOCKED, _unknocked(module, inputs[0]), module.tp_group)
 
         return knocked
 
@@ -246,6 +247,14 @@ def _names(kha: KHAConfig) -> list[str]:
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:
     found = ((p, getattr(attention, f"knock_{p}", None)) for p in PROJECTIONS)
     return [(projection, knocking) for projection, knocking in found if knocking is not None]
+
+
+@torch.no_grad()
+def _unknocked(knocking: KnockingHeads, x: Tensor) -> Tensor:
+    """What was or would be knocked, ``[..., D]``: a folded matrix is undone."""
+    if not knocking.is_folded:
+        return x
+    return (x.double() @ torch.linalg.pinv(knocking.weight[0].double())).float()
 
 
 def _measured(knocking: KnockingHeads) -> Tensor:

@@ -33,6 +33,8 @@ class KnockingHeads(MegatronModule):
     Its only parameter is ``weight`` ``[n, D, D]`` in ``config.params_dtype``: the ``n`` matrices
     of the variant in the order of ``kha_megatron.config.MATRICES``, stacked so that their gradient
     takes one all-reduce. ``forward`` maps ``[s, b, heads on this rank, D]`` to the same shape.
+    While ``is_folded``, the projection has knocked already (:mod:`kha_megatron.mcore.folding`),
+    and it returns what it gets.
 
     Args:
         config: the model's configuration.
@@ -58,6 +60,7 @@ class KnockingHeads(MegatronModule):
         self.init = kha.init
         self.seed = zlib.crc32(f"{kha.init_seed}/{layer_number}/{projection}".encode())
         self.tp_group = tp_group
+        self.is_folded = False
         # Megatron-FSDP sorts modules into sharded and replicated ones by this attribute
         self.tensor_model_parallel = False
         self.weight = torch.nn.Parameter(
@@ -78,10 +81,16 @@ class KnockingHeads(MegatronModule):
             self.weight, self.variant, self.init, std=self.config.init_method_std, seed=self.seed
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Knock every head of ``x`` ``[..., D]``."""
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Knock every head of ``x`` ``[..., D]``.
+
+        Without ``x``, the matrices ``[n, D, D]`` for use elsewhere: through here, so that hooks
+        that wait for parameters run, and with the rule for their gradient.
+        """
+        if x is not None and self.is_folded:
+            return x
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
-        return knock(x, weight, self.variant)
+        return weight if x is None else knock(x, weight, self.variant)
 
     def before_norm(self, norm: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Forward pre-hook of a QK-norm: knock what it is about to normalise."""

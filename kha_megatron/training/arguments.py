@@ -7,6 +7,7 @@ from kha_megatron import cpu
 from kha_megatron.config import (
     ATTENTIONS,
     CONFIG_VARIABLE,
+    FOLDS,
     INITS,
     MATRICES,
     PRESETS,
@@ -123,6 +124,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default=KHAConfig.init_seed,
         help="Seed of --kha-init random.",
     )
+    group.add_argument(
+        "--kha-fold",
+        choices=FOLDS,
+        default=KHAConfig.fold,
+        help="Fold linear matrices into the QKV weight while training, instead of applying them to "
+        "queries, keys and values: auto where a microbatch has tokens enough for that to be "
+        "faster. The trained model is the same.",
+    )
     return parser
 
 
@@ -195,6 +204,7 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
         init_seed=args.kha_init_seed,
         attention=args.kha_attention,
         latent_heads=args.kha_latent_heads,
+        fold=args.kha_fold,
     )
 
 

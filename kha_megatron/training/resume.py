@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
     asked = (args.kha_preset, *(getattr(args, f"kha_{p}") for p in PROJECTIONS))
     if not args.use_checkpoint_args or any(asked) or not (path := checkpoint_to_load(args)):
         return None
-    return _stored(path)[0]
+    stored = _stored(path)[0]
+    return stored and replace(stored, fold=args.kha_fold)
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:

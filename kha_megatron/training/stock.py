@@ -5,6 +5,7 @@ the whole model unless said otherwise, and nothing for sequences split by contex
 """
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from kha_megatron.config import PROJECTIONS, KHAConfig
@@ -66,7 +67,7 @@ def resolved(args: argparse.Namespace) -> KHAConfig:
     kha = KHAConfig.from_entries(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} without --kha-*: give --kha-preset NAME")
-    return kha
+    return replace(kha, fold=args.kha_fold)
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:

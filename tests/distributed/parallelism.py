@@ -83,6 +83,8 @@ class Case:
     per_token_loss: bool = False
     layers: int = 2
     steps: int = 3
+    fold: str = "auto"
+    """``KHAConfig.fold``; what it chooses must not change a result."""
     fsdp: str = ""
     """``torch`` (FSDP2 in Megatron's wrapper) or ``megatron``, in place of Megatron's DDP."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Case:
 
     def twin(self) -> "Case":
         """The same model and data in one process, with nothing that saves memory or time."""
-        return replace(self, layout=Layout(), fsdp="", savings={}, ddp={})
+        return replace(self, layout=Layout(), fold="never", fsdp="", savings={}, ddp={})
 
     def __str__(self) -> str:
         """For example ``tp2 sp, moe, recompute_granularity=full``."""
@@ -135,7 +137,7 @@ class _Run:
 
         self.case = case
         self.config = _transformer_config(case)
-        self.chunks = _build(self.config, case, kha)
+        self.chunks = _build(self.config, case, replace(kha, fold=case.fold))
         self.initial = [p for p in pieces(self.chunks) if ".knock_" in p.name]
         fill(self.chunks)
         wrapped = [Float16Module(self.config, c) if case.bf16 else c for c in self.chunks]

@@ -35,6 +35,8 @@ EVERY_PLACE = tuple(KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS)
 
 FOLDABLE = KHAConfig(query="linear", key="linear", value="linear")
 """All that latent attention takes."""
+FOLDED = (FOLDABLE, KHAConfig(query="linear", key="linear", value="mlp"))
+SUBSETS = (*FOLDED, *(KHAConfig(**{p: "linear"}) for p in PROJECTIONS))
 MLA, GLA, GTA = (
     FOLDABLE,
     replace(FOLDABLE, attention="gla"),
@@ -129,6 +131,22 @@ def recompute():
     yield case(tp=2, sp=True, ep=2, model="moe", savings=experts)
 
 
+def folded():
+    yield case(khas=SUBSETS, fold="always", tp=4, groups=2)
+    yield case(khas=FOLDED, fold="always", tp=2, sp=True, groups=1)
+    yield case(khas=FOLDED, fold="always", tp=4, sp=True)
+    yield case(khas=FOLDED, fold="always", tp=2, config={"qk_layernorm": False})
+    yield case(khas=FOLDED, fold="always", tp=2, sp=True, dp=2, ddp=OVERLAP_ALL)
+    yield case(khas=FOLDED, fold="always", tp=2, groups=2, savings=FULL)
+    yield case(khas=FOLDED, fold="always", dp=2, ddp=OVERLAP, savings=SELECTIVE)
+    yield case(khas=FOLDED, fold="always", tp=2, pp=2)
+    yield case(khas=FOLDED, fold="always", tp=2, cp=2)
+    yield case(khas=FOLDED, fold="always", tp=2, sp=True, ep=2, model="moe")
+    yield case(khas=FOLDED, fold="always", bf16=True, tp=2, groups=1)
+    tied = KHAConfig(attention="gta", query="linear", value="linear")
+    yield case(khas=(tied,), fold="always", tp=4, sp=True, groups=4, config=TIED)
+
+
 def attention_family():
     yield case(khas=(MLA, GLA), tp=2, config=LATENT)
     yield case(khas=(MLA, GLA), tp=4, sp=True, config=LATENT)
@@ -173,6 +191,7 @@ CASES = [
     *context_parallel(),
     *expert_parallel(),
     *recompute(),
+    *folded(),
     *attention_family(),
     *bfloat16(),
 ]
@@ -374,9 +393,11 @@ def mutated(ranks, unsharded, case, mutation):
     return {name for name, e in found.items() if not e <= FP32}
 
 
+@pytest.mark.parametrize("fold", ["never", "always"])
 @pytest.mark.parametrize("sp", [False, True])
-def test_without_the_tensor_parallel_rule_replicas_drift(ranks, unsharded, sp):
-    wrong = mutated(ranks, unsharded, case(tp=2, sp=sp), without_the_sum_over_tensor_parallel_ranks)
+def test_without_the_tensor_parallel_rule_replicas_drift(ranks, unsharded, sp, fold):
+    broken = case(tp=2, sp=sp, fold=fold)
+    wrong = mutated(ranks, unsharded, broken, without_the_sum_over_tensor_parallel_ranks)
     assert re.match(r"replicas of .*\.knock_\w+\.weight differ", wrong), wrong
 
 

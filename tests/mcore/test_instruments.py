@@ -10,7 +10,7 @@ import torch
 from kha_megatron.config import MATRICES, KHAConfig
 from kha_megatron.errors import ConfigError
 from tests.distributed.parallelism import MICROBATCHES, Case, Layout
-from tests.distributed.test_parallelism import GLA, GTA, LATENT, MLA, TIED
+from tests.distributed.test_parallelism import FOLDABLE, GLA, GTA, LATENT, MLA, TIED
 from tests.versions import needs_attention_family, needs_fsdp2, needs_hybrid_models
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
@@ -167,6 +167,8 @@ CASES = [
     case(KHAConfig(query="gate", key="mlp", value="linear"), tp=2, savings=FULL),
     case(tp=2, groups=8, savings=SELECTIVE),
     case(dp=2, fsdp="torch"),
+    case(replace(MIXED, value="linear"), tp=2, fold="always"),
+    case(FOLDABLE, tp=4, groups=2, fold="always", savings=FULL),
     case(MLA, tp=2, sp=True, config=LATENT),
     case(GLA, tp=2, config=LATENT),
     case(GTA, tp=4, groups=2, config=TIED),

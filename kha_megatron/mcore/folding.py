@@ -1,0 +1,282 @@
+"""KHA-Linear folded into the QKV weight while training, so that its GEMM does the knocking.
+
+For each microbatch ``W_eff = W T`` is made inside the autograd graph and stands in for the weight
+of ``linear_qkv`` while that runs; the parameter stays where it is, so checkpoints, optimizers and
+tensor-parallel marks see nothing of it, and a run may change between both ways at any step.
+
+**When it pays.** Per unit of the head dim ``D``, with ``t`` tokens that this rank's GEMM sees,
+``r`` heads with a linear matrix out of the ``n`` heads of ``linear_qkv`` (both over all ranks, who
+must agree), ``K`` hidden, elements read and written:
+
+======================================  =================  ==================
+of one microbatch                       direct             folded
+======================================  =================  ==================
+forward                                 ``2 t r``          ``2 K n``
+gradient of activations or weight       ``2 t r``          ``2 K n``
+gradient of ``T``                       ``2 t r``          ``2 K n``
+``W_eff`` again for the backward pass                      ``2 K n``
+if it ends gradient-accumulation fusion                    ``2 K n``
+======================================  =================  ==================
+
+Each pass multiplies by ``D x D``: ``D`` FLOPs for each of its elements on either side. In 16 bits
+that is ``D / 2`` FLOPs a byte, below what a GPU can do (some 180 on an H200) for every usual
+``D``, so bytes decide, and FLOPs would decide alike. Hence ``auto`` folds in training when
+``3 t r > 4 K n`` (``5 K n`` with fusion): for matrices on q, k and v when a microbatch has more
+than 4/3 of the hidden size in tokens. Evaluation has the first row only: ``t r > K n``. Direct
+application also keeps ``t r D`` numbers for the backward pass; folding keeps nothing.
+
+Legend: ``s`` sequence, ``b`` microbatch, ``h`` and ``K`` hidden, ``D`` head dim.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import get_pg_rank
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from kha_megatron.config import Projection
+from kha_megatron.errors import ConfigError
+from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.ops.folding import fold_heads
+
+if TYPE_CHECKING:
+    from kha_megatron.mcore.attention import KHASelfAttention
+
+_LINEARS = {ColumnParallelLinear}
+if HAVE_TE:
+    _LINEARS |= {TEColumnParallelLinear, TELayerNormColumnParallelLinear}
+
+_OBSTACLES = {
+    "fp8_param": "--fp8-param-gather keeps the weight in FP8, and folding would round it twice",
+    "fp4_param": "--fp4-param-gather keeps the weight in FP4, and folding would round it twice",
+    "delay_wgrad_compute": "--delay-wgrad-compute writes the gradient of a weight past autograd",
+    "cpu_offloading": "CPU offloading and folding both decide what is kept for the backward pass",
+    "fine_grained_activation_offloading": "fine-grained activation offloading and folding both "
+    "decide what is kept for the backward pass",
+    "enable_cuda_graph": "folding was never captured in a CUDA graph",
+    "external_cuda_graph": "folding was never captured in a CUDA graph",
+}
+"""Fields of the TransformerConfig under which matrices are applied directly, and why."""
+
+
+class Folding:
+    """What ``linear_qkv`` of one attention knocks by itself, decided for every microbatch.
+
+    ``with folding(hidden_states):`` around all that projects and knocks; where it folds, the
+    :class:`KnockingHeads` whose matrices it took say ``is_folded`` meanwhile.
+
+    With folding possible, gradient-accumulation fusion is off in this one linear layer for good:
+    ``W_eff`` has no ``main_grad``, and a weight some of whose gradients are added by the fused
+    GEMM and others by data parallelism loses the latter. Its gradient reaches ``main_grad`` by
+    data parallelism's hook.
+
+    Args:
+        attention: built, with its :class:`KnockingHeads`.
+        heads: for every head of ``D`` rows of the whole ``linear_qkv``, in the order of its rows,
+            the projected tensor it belongs to, or None for what is never knocked.
+
+    Raises:
+        ConfigError: ``fold="always"`` and it cannot be.
+    """
+
+    def __init__(self, attention: "KHASelfAttention", heads: tuple[Projection | None, ...]) -> None:
+        self.attention = attention
+        self.choice = attention.kha.fold
+        self.projections = [p for p, v in attention.kha.variants.items() if v == "linear"]
+        self.heads = heads
+        self.folded_heads = sum(head in self.projections for head in heads)
+        self.obstacle = self._obstacle()
+        self.was_folded = False
+        if self.choice == "always" and self.obstacle:
+            raise _refusal(self.obstacle)
+        if self.choice != "never" and self.projections and not self.obstacle:
+            for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+                if hasattr(attention.linear_qkv, name):
+                    setattr(attention.linear_qkv, name, False)
+
+    @contextmanager
+    def __call__(self, hidden_states: Tensor) -> Iterator[None]:
+        """Fold, or not, while the body runs.
+
+        Args:
+            hidden_states: ``[s, b, h]``, what ``linear_qkv`` is about to get.
+
+        Raises:
+            ConfigError: ``fold="always"``, and something has taken the place of ``linear_qkv``.
+        """
+        folds = self._folds(hidden_states)
+        linear = self.attention.linear_qkv
+        if folds != self.was_folded and hasattr(linear, "is_first_microbatch"):
+            linear.is_first_microbatch = True  # Transformer Engine keeps the weight in FP8
+        self.was_folded = folds
+        if not folds:
+            yield
+            return
+        held: dict[str, Any] = {}
+        knockings = [getattr(self.attention, f"knock_{p}") for p in self.projections]
+        weight = _Weight(self.owners)
+        # of all its hooks the last: those before wait for parameters that other ranks have updated
+        hook = linear.register_forward_pre_hook(
+            lambda linear, inputs: weight.substitute(linear, knockings, held)
+        )
+        try:
+            for knocking in knockings:
+                knocking.is_folded = True
+            with weight.saved() if torch.is_grad_enabled() else nullcontext():
+                yield
+        finally:
+            hook.remove()
+            linear._parameters.update(held)
+            for knocking in knockings:
+                knocking.is_folded = False
+
+    @cached_property
+    def owners(self) -> tuple[int | None, ...]:
+        """For each head of this rank's rows the index of its projection, or None."""
+        ranks = self.attention.tp_group.size()
+        each, rank = len(self.heads) // ranks, get_pg_rank(self.attention.tp_group)
+        known = {projection: i for i, projection in enumerate(self.projections)}
+        return tuple(known.get(head) for head in self.heads[rank * each : (rank + 1) * each])
+
+    @property
+    def least_tokens(self) -> float:
+        """Tokens of a microbatch above which ``auto`` folds (see the module's table)."""
+        config = self.attention.config
+        direct, folded = (3, 4 + config.gradient_accumulation_fusion)
+        if not self.attention.training:
+            direct, folded = 1, 1
+        return folded * config.hidden_size * len(self.heads) / (direct * self.folded_heads)
+
+    def _folds(self, hidden_states: Tensor) -> bool:
+        if self.choice == "never" or not self.projections:
+            return False
+        if obstacle := self.obstacle or self._change():
+            if self.choice == "always":
+                raise _refusal(obstacle)
+            _announce("obstacle", f"KHA-Linear is applied to activations: {obstacle}")
+            return False
+        tokens = hidden_states.shape[:-1].numel()
+        if self.attention.config.sequence_parallel:
+            tokens *= self.attention.tp_group.size()
+        folds = self.choice == "always" or tokens > self.least_tokens
+        if self.attention.training:
+            way = "folded into the QKV weight" if folds else "applied to activations"
+            _announce(
+                way,
+                f"KHA-Linear on {', '.join(self.projections)} is {way} (microbatches of {tokens:,} "
+                f"tokens a rank; folding pays above {self.least_tokens:,.0f})",
+            )
+        return folds
+
+    def _obstacle(self) -> str | None:
+        """Why it can never be folded, known when the model is built."""
+        config = self.attention.config
+        for option, why in _OBSTACLES.items():
+            if getattr(config, option, False):
+                return why
+        if getattr(config, "cuda_graph_impl", "none") != "none":
+            return "folding was never captured in a CUDA graph"
+        if len(self.heads) % self.attention.tp_group.size():
+            return (
+                f"the {len(self.heads)} heads of queries, keys and values cannot be divided over "
+                f"{self.attention.tp_group.size()} tensor-parallel ranks, who hold pieces of heads"
+            )
+        return None
+
+    def _change(self) -> str | None:
+        """Why it cannot be folded now: what was done to the layer after it was built."""
+        linear = self.attention.linear_qkv
+        weight = getattr(linear, "weight", None)
+        if (
+            isinstance(weight, DTensor)
+            or hasattr(weight, "__fsdp_param__")
+            or getattr(linear, "is_fsdp2", False)
+        ):
+            return "folding was never run with FSDP"
+        if type(linear) not in _LINEARS:  # an adapter around it adds what must be knocked as well
+            return f"the QKV projection is a {type(linear).__name__}, whose weight is not all of it"
+        if weight.shape[0] != len(self.owners) * self.attention.hidden_size_per_attention_head:
+            return f"this rank holds {weight.shape[0]} rows of the QKV weight, no whole heads"
+        return None
+
+
+class _Weight:
+    """The folded weight of one microbatch, made again when the backward pass asks for it."""
+
+    def __init__(self, owners: tuple[int | None, ...]) -> None:
+        self.owners = owners
+        self.folded: Tensor | None = None
+        self.again: Callable[[], Tensor] | None = None
+        self.packed = self.asked = 0
+        self.remade: Tensor | None = None
+
+    def substitute(
+        self, linear: torch.nn.Module, knockings: list[KnockingHeads], held: dict[str, Any]
+    ) -> None:
+        """Put folded tensors where ``linear`` looks for its parameters, which go to ``held``.
+
+        Called so that all hooks on the parameters involved have run.
+        """
+        matrices = [knocking()[0] for knocking in knockings]
+        for name in ("weight", "bias"):
+            if (parameter := linear._parameters.get(name)) is not None:
+                held[name] = parameter
+                linear._parameters[name] = fold_heads(parameter, matrices, self.owners)
+        self.folded = linear._parameters["weight"].detach()
+        whole = held["weight"]
+
+        @torch.no_grad()
+        def again() -> Tensor:
+            return fold_heads(whole, matrices, self.owners)
+
+        self.again = again
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Within, autograd keeps nothing of the weight; after it, the weight is let go."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self.folded = None
+
+    def _pack(self, tensor: Tensor) -> Tensor | None:
+        folded = self.folded
+        if folded is None or tensor.data_ptr() != folded.data_ptr() or tensor.shape != folded.shape:
+            return tensor
+        self.packed += 1
+        return None
+
+    def _unpack(self, packed: Tensor | None) -> Tensor:
+        if packed is not None:
+            return packed
+        if self.remade is None:
+            self.remade = self.again()
+        self.asked += 1
+        remade = self.remade
+        if self.asked % self.packed == 0:  # Transformer Engine saves it twice
+            self.remade = None
+        return remade
+
+
+def _refusal(obstacle: str) -> ConfigError:
+    return ConfigError(f"fold=always, and {obstacle}: use --kha-fold auto, or remove the obstacle")
+
+
+_said: set[str] = set()
+
+
+def _announce(what: str, text: str) -> None:
+    """Print on rank 0, once for each ``what``."""
+    if what not in _said and torch.distributed.get_rank() == 0:
+        print(f"kha_megatron: {text}", flush=True)
+    _said.add(what)
