@@ -36,6 +36,15 @@ def test_the_kind_of_attention_goes_round_and_into_the_log():
     assert str(KHAConfig(attention="gta")) == "nothing (baseline) in gta"
 
 
+def test_how_a_model_is_run_is_no_part_of_what_it_is():
+    kha = KHAConfig(value="linear", fold="always")
+    assert kha == KHAConfig(value="linear")
+    assert "fold" not in kha.to_dict()
+    assert KHAConfig.from_dict(kha.to_dict() | {"fold": "never"}).fold == "never"
+    entries = {"kha_value": "linear", "kha_fold": "always"}
+    assert KHAConfig.from_entries(entries).fold == "auto"
+
+
 @pytest.mark.parametrize(
     ("kha", "latent", "words"),
     [
@@ -87,6 +96,8 @@ def test_megatrons_arguments_name_a_preset_by_its_spec():
         (lambda: KHAConfig(attention="gla", value="mlp"), ["value=mlp", "use linear"]),
         (lambda: KHAConfig(latent_heads=4), ["latent_heads=4", "attention=gla"]),
         (lambda: KHAConfig(attention="gla", latent_heads=0), ["latent_heads 0", "1 or more"]),
+        (lambda: KHAConfig(fold="yes"), ["'yes'", "auto, always, never"]),
+        (lambda: KHAConfig(value="mlp", fold="always"), ["fold=always", "value=mlp", "use auto"]),
         (lambda: KHAConfig.from_preset("kha"), ["'kha'", "kha_mlp"]),
         (lambda: KHAConfig.from_dict({"values": "mlp"}), ["values", "another version"]),
     ],

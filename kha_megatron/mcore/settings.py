@@ -8,7 +8,7 @@ file that holds one::
     KHA_CONFIG=/shared/kha.json ...                   --spec kha_megatron.mcore.specs kha_mlp
 
 The spec ``kha`` takes all of it. A preset's name takes the rest (``init``, ``init_seed``,
-``attention``, ``latent_heads``), and refuses variants that contradict it.
+``attention``, ``latent_heads``, ``fold``), and refuses variants that contradict it.
 """
 
 import functools
@@ -121,7 +121,7 @@ def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
         return
     # the store, not a collective: pipeline stages build their layers at different times, or none
     store = torch.distributed.distributed_c10d._get_default_store()
-    mine = json.dumps(kha.to_dict(), sort_keys=True)
+    mine = json.dumps(kha.to_dict() | {"fold": kha.fold}, sort_keys=True)
     first = store.compare_set(f"kha_megatron/{name}", "", mine).decode()
     if first != mine:
         raise ConfigError(

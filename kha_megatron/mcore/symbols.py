@@ -77,6 +77,7 @@ PLUG_IN: Symbols = MappingProxyType(
         "megatron.core.transformer.transformer_config:MLATransformerConfig": (),
         "megatron.core.transformer.transformer_config:TransformerConfig": (
             "fused_single_qkv_rope",
+            "gradient_accumulation_fusion",
             "init_method_std",
             "init_model_with_meta_device",
             "mtp_num_layers",

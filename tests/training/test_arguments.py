@@ -68,6 +68,19 @@ def test_a_preset_and_what_overrides_it(checked):
     ]
 
 
+def test_folding_is_chosen_by_the_run_not_by_the_model(checked):
+    linear = ["--kha-preset", "kha_linear"]
+    plain, never, always, nothing = checked(
+        [*MOCK, *linear],
+        [*MOCK, *linear, "--kha-fold", "never"],
+        [*MOCK, *linear, "--kha-fold", "always"],
+        [*MOCK, *MLP, "--kha-fold", "always"],
+    )
+    assert [kha.fold for kha in (plain, never, always)] == ["auto", "never", "always"]
+    assert plain == never == always
+    assert "KHA fold=always, and nothing linear to fold in value=mlp" in str(nothing)
+
+
 TIED = ["--kha-attention", "gta", "--kv-channels", "8"]
 
 

@@ -207,6 +207,8 @@ def test_arguments_resolve_and_are_stored():
     assert args.spec == stock.SPEC
     stock.use_arguments(args)  # Megatron validates some arguments twice
     assert stock.resolved(args) == expected
+    args.kha_fold = "never"
+    assert stock.resolved(args).fold == "never"
 
 
 def test_without_arguments_nothing_is_stored():
