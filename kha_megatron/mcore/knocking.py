@@ -90,7 +90,9 @@ class KnockingHeads(MegatronModule):
         if x is not None and self.is_folded:
             return x
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
-        return weight if x is None else knock(x, weight, self.variant)
+        if x is None:
+            return weight
+        return knock(x, weight, self.variant)
 
     def before_norm(self, norm: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Forward pre-hook of a QK-norm: knock what it is about to normalise."""
