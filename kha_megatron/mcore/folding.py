@@ -25,6 +25,14 @@ that is ``D / 2`` FLOPs a byte, below what a GPU can do (some 180 on an H200) fo
 than 4/3 of the hidden size in tokens. Evaluation has the first row only: ``t r > K n``. Direct
 application also keeps ``t r D`` numbers for the backward pass; folding keeps nothing.
 
+**Where it is not done.** Multi-latent attention, FSDP, CUDA graphs, FP8 or FP4 parameters, delayed
+weight gradients, offloaded activations, an adapter around ``linear_qkv``, and tensor-parallel ranks
+that hold pieces of heads: there matrices are applied directly, and ``auto`` says why.
+
+With FP8 the folded weight is quantised as any other. The copy that Transformer Engine makes in the
+first microbatch of a step serves the others, whose folded weight is the same; when the way changes
+in between, it is made anew.
+
 Legend: ``s`` sequence, ``b`` microbatch, ``h`` and ``K`` hidden, ``D`` head dim.
 """
 
@@ -153,9 +161,9 @@ class Folding:
     def least_tokens(self) -> float:
         """Tokens of a microbatch above which ``auto`` folds (see the module's table)."""
         config = self.attention.config
-        direct, folded = (3, 4 + config.gradient_accumulation_fusion)
-        if not self.attention.training:
-            direct, folded = 1, 1
+        direct, folded = 1, 1
+        if self.attention.training:
+            direct, folded = 3, 4 + config.gradient_accumulation_fusion
         return folded * config.hidden_size * len(self.heads) / (direct * self.folded_heads)
 
     def _folds(self, hidden_states: Tensor) -> bool:
