@@ -23,6 +23,7 @@ from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
+from kha_megatron.mcore.prologue import FusedPrologue
 
 
 class KnockedAttention:
@@ -66,7 +67,7 @@ class KnockedAttention:
         return 2 * self.kv_projection_size
 
 
-class KHASelfAttention(KnockedAttention, SelfAttention):
+class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
     """Self-attention whose heads knock on each other before the scaled dot product.
 
     Takes and returns what Megatron's ``SelfAttention`` does (``[s, b, h]``).
@@ -126,6 +127,8 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
             query, key, value, *gate = super().get_query_key_value_tensors(
                 hidden_states, key_value_states, output_gate, split_qkv
             )
+            if self.is_fused:
+                return query, key, value
             if self.knock_query is not None and self.q_layernorm is None:
                 query = self.knock_query(query)
             if self.knock_key is not None and self.k_layernorm is None:

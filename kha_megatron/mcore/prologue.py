@@ -1,0 +1,276 @@
+"""The fused prologue inside Megatron's self-attention.
+
+Megatron splits the output of the QKV projection, normalises queries and keys, and turns them, each
+with kernels of its own, and between them KHA knocks. :class:`FusedPrologue` does all of it in the
+method that Megatron asks for query, key and value: there it takes the projection unsplit
+(``split_qkv=False``, which Megatron has for its own fused RoPE), and it keeps the rotary embedding
+of the call from the rest of Megatron's ``forward``, which then finds nothing left to turn.
+
+Modules and parameters stay where they are; norms and shared matrices are read, not called. What
+calling them would have done beside the maths is done in its place: the hooks with which Megatron
+waits for gathered parameters run, and those of a knocked value get its input and its output. Where
+another hook would be passed by, the attention falls back.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.utils import get_pg_rank
+from torch import Tensor
+
+from kha_megatron.config import PROJECTIONS
+from kha_megatron.errors import ConfigError
+from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.ops.prologue import PrologueSettings, implementation
+
+_Rotary = Tensor | tuple[Tensor, Tensor] | None
+
+_GATHERING = "megatron.core.distributed.distributed_data_parallel"
+"""Where Megatron defines the pre-hook that waits for a module's parameters."""
+
+_OPTIONS = {
+    "attention_output_gate": "the gate lies between queries and keys",
+    "rotary_interleaved": "neighbouring features turn together",
+    "yarn_rotary_scaling_factor": "YaRN scales what it turns",
+    "flash_decode": "decoding turns elsewhere",
+    "batch_invariant_mode": "norms must be Megatron's own",
+    "qk_l2_norm": "queries and keys have no RMSNorm",
+    "test_mode": "Megatron compares what it has split",
+}
+"""Fields of the configuration with which a layer is left to Megatron, and why."""
+
+
+class _Call(NamedTuple):
+    """A forward that is fused."""
+
+    angles: Tensor | None
+
+
+class FusedPrologue:
+    """Goes before Megatron's ``SelfAttention`` among the bases of a knocked attention.
+
+    The kernels take over where all of this holds; where something does not, Megatron's own path
+    runs, and the first process says why, once for each reason:
+
+    - Triton runs the kernels of this process, and has this head dim (``fused_prologue_refusal``);
+    - self-attention with keys and values of its own (not GTA), training or evaluating: no inference
+      context, no packed sequences, no activations of ``qkv_linear`` offloaded;
+    - QK-norms are RMSNorms without bias that agree on ``eps``, or there are none;
+    - RoPE in halves, over all features or the first of them, the same for queries and keys, or
+      none; no YaRN;
+    - no option of ``_OPTIONS``, no autocast;
+    - no hook on a norm or a knocked query or key that would be passed by.
+    """
+
+    _fused_call: _Call | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the running forward is: queries, keys and values are then knocked already."""
+        return self._fused_call is not None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: _Rotary = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As ``SelfAttention.forward``."""
+        if self._is_fused(
+            hidden_states, key_value_states, inference_context, rotary_pos_emb, *args, **kwargs
+        ):
+            self._fused_call = _Call(self._angles(rotary_pos_emb))
+            rotary_pos_emb = None
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                key_value_states,
+                inference_context,
+                rotary_pos_emb,
+                *args,
+                **kwargs,
+            )
+        finally:
+            self._fused_call = None
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Megatron's; in a fused forward knocked, normalised and turned."""
+        if self._fused_call is None:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+        qkv, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
+        return self._run(qkv, self._fused_call.angles)
+
+    def _run(self, qkv: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim = self.hidden_size_per_attention_head
+        listeners = self.knock_value
+        unknocked = None
+        for module in self._modules_read():
+            inputs: tuple[Tensor, ...] = (qkv,)
+            if module is listeners:
+                unknocked = qkv[..., -head_dim:]
+                inputs = (unknocked,)
+            for hook in module._forward_pre_hooks.values():
+                if not self._is_own(hook) and hook(module, inputs) is not None:
+                    raise ConfigError(
+                        f"a pre-hook of {type(module).__name__} changes its input, which the fused "
+                        "prologue cannot honour: export KHA_KERNELS=torch"
+                    )
+        kernel, _ = implementation(qkv, self._settings)
+        query, key, value = kernel(qkv, self._weights(), *self._gains(), angles, self._settings)
+        if listeners is not None:
+            for hook in listeners._forward_hooks.values():
+                changed = hook(listeners, (unknocked,), value)
+                value = value if changed is None else changed
+        return query, key, value
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The shared matrices, whose gradient is summed over tensor-parallel ranks here."""
+        return {
+            p: copy_to_tensor_model_parallel_region(k.weight, group=k.tp_group)
+            for p, k in self._knockings().items()
+        }
+
+    def _gains(self) -> list[Tensor | None]:
+        return [None if norm is None else norm.weight for norm in self._norms()]
+
+    def _knockings(self) -> dict[str, KnockingHeads]:
+        found = {p: getattr(self, f"knock_{p}") for p in PROJECTIONS}
+        return {p: knocking for p, knocking in found.items() if knocking is not None}
+
+    def _norms(self) -> list[torch.nn.Module | None]:
+        norms = (self.q_layernorm, self.k_layernorm)
+        return [None if isinstance(norm, IdentityOp) else norm for norm in norms]
+
+    def _modules_read(self) -> list[torch.nn.Module]:
+        return [n for n in self._norms() if n is not None] + list(self._knockings().values())
+
+    @functools.cached_property
+    def _settings(self) -> PrologueSettings:
+        norm = next((norm for norm in self._norms() if norm is not None), None)
+        # ranks that share a key/value head get the whole of its group from Megatron
+        sharing = max(1, self.world_size // self.config.num_query_groups)
+        queries = self.num_attention_heads_per_partition // sharing
+        return PrologueSettings(
+            head_dim=self.hidden_size_per_attention_head,
+            variants={p: k.variant for p, k in self._knockings().items()},
+            eps=getattr(norm, "eps", 0.0),
+            zero_centred=getattr(norm, "zero_centered_gamma", False),
+            first_query=get_pg_rank(self.tp_group) % sharing * queries,
+            queries=queries if sharing > 1 else None,
+        )
+
+    def _angles(self, rotary_pos_emb: _Rotary) -> Tensor | None:
+        no_rope = getattr(self.config, "no_rope_freq", None)
+        if no_rope and no_rope[self.layer_number - 1]:
+            return None
+        return rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+
+    def _is_fused(self, hidden_states: Tensor, *call: Any, **kwargs: Any) -> bool:
+        kernel, reason = implementation(hidden_states, self._settings)
+        if kernel is not None:
+            others = self._call_refusals(hidden_states, *call, **kwargs)
+            reason = self._layer_refusal or next(others, "")
+        elif not reason:  # this process computes in torch, and said so
+            return False
+        if not any(get_pg_rank(getattr(self.pg_collection, g, None)) for g in ("tp", "dp_cp")):
+            _announce(f"not used: {reason}" if reason else "used")
+        return not reason
+
+    @functools.cached_property
+    def _layer_refusal(self) -> str | None:
+        """Why no forward of this layer can be fused."""
+        for option, why in _OPTIONS.items():
+            if getattr(self.config, option, False):
+                return f"{option}, {why}"
+        if self.kind is not None:
+            return f"attention={self.kind}"
+        if getattr(self, "offload_qkv_linear", False):
+            return "offload_modules has qkv_linear"
+        norms = [norm for norm in self._norms() if norm is not None]
+        for norm in norms:
+            if type(norm).__name__ != "RMSNorm" or getattr(norm, "bias", None) is not None:
+                return f"{type(norm).__name__} of queries or keys is no RMSNorm without bias"
+        if len({(norm.eps, getattr(norm, "zero_centered_gamma", False)) for norm in norms}) > 1:
+            return "the norms of queries and keys differ in eps or in where they are centred"
+        return None
+
+    def _call_refusals(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None,
+        inference_context: Any,
+        rotary_pos_emb: _Rotary,
+        *args: Any,
+        inference_params: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Iterator[str]:
+        """Why this forward cannot be fused."""
+        if key_value_states is not None:
+            yield "keys and values come from other states"
+        if inference_context is not None or inference_params is not None:
+            yield "inference keeps keys and values"
+        if packed_seq_params is not None:
+            yield "packed sequences"
+        if args:
+            yield "arguments after rotary_pos_emb without their names"
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            yield "autocast"
+        if isinstance(rotary_pos_emb, tuple) and rotary_pos_emb[0] is not rotary_pos_emb[1]:
+            yield "queries and keys turn by different angles"
+        angles = self._angles(rotary_pos_emb)
+        if angles is not None:
+            tokens = hidden_states.shape[0]
+            if self.config.sequence_parallel:
+                tokens *= self.world_size
+            length, batch, heads, features = angles.shape
+            if (length, heads) != (tokens, 1) or batch not in (1, hidden_states.shape[1]):
+                yield f"angles {tuple(angles.shape)} of {tokens} tokens"
+            if features > self.hidden_size_per_attention_head:
+                yield f"RoPE turns {features} features"
+        yield from self._passed_by()
+
+    def _passed_by(self) -> Iterator[str]:
+        """Hooks that would not run, or not as they expect."""
+        for module in self._modules_read():
+            listens = module is self.knock_value
+            before, after = module._forward_pre_hooks, module._forward_hooks
+            passed = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+            passed += [before[k] for k in module._forward_pre_hooks_with_kwargs]
+            passed += [after[k] for k in module._forward_hooks_with_kwargs]
+            if not listens:
+                passed += after.values()
+                passed += [h for h in before.values() if not (self._is_own(h) or _gathers(h))]
+            for hook in passed:
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                yield f"{name} is a hook of a {type(module).__name__} that is no longer called"
+
+    def _is_own(self, hook: Any) -> bool:
+        """Whether it is the pre-hook with which a norm knocks."""
+        return getattr(hook, "__func__", None) is KnockingHeads.before_norm
+
+
+def _gathers(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == _GATHERING
+
+
+@functools.cache
+def _announce(what: str) -> None:
+    print(f"kha_megatron: fused prologue {what}", flush=True)

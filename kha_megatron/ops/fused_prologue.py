@@ -1,0 +1,229 @@
+"""The prologue in one Triton kernel, with gradients (``prologue`` says what it computes).
+
+Nothing but the QKV buffer and the parameters is kept for backward, which recomputes the rest.
+Values are knocked in that kernel where their matrices fit beside its tiles. Queries and keys that
+are knocked take a kernel of their own before it, because RoPE pairs features that a product leaves
+in different registers. The gradients of shared matrices are those of ``fused_launch``.
+
+Needs Triton, and a CUDA device or Triton's interpreter. Shape legend: that of ``prologue``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kha_megatron.config import PROJECTIONS, Projection
+from kha_megatron.ops import fused_launch
+from kha_megatron.ops.prologue import PrologueSettings
+from kha_megatron.ops.prologue_kernels import prologue_backward, prologue_forward
+
+LARGEST_INSIDE = 128
+"""Head dim up to which the three matrices of a value fit into shared memory together."""
+
+
+class Launch(NamedTuple):
+    """How a kernel is started."""
+
+    tokens: int
+    """``M``: of a tile."""
+    warps: int
+    stages: int
+    per_processor: int
+    """Programs for each multiprocessor, if a program should take many tiles."""
+
+
+def launch_of(direction: str, inside: str, head_dim: int, itemsize: int) -> Launch:
+    """For ``forward`` or ``backward``, and how the value is knocked inside the kernel."""
+    if inside in ("copy", "apart"):
+        return Launch(32, 4, 1, 4)
+    return Launch(64 if itemsize == 2 else 32, 8, 1, 1)
+
+
+def fused_prologue(
+    qkv: Tensor,
+    weights: Mapping[Projection, Tensor],
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    angles: Tensor | None,
+    settings: PrologueSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`kha_megatron.ops.prologue.prologue`, whose description holds for all arguments."""
+    ordered = [weights.get(p) for p in PROJECTIONS]
+    ordered = [None if w is None else w.contiguous() for w in ordered]
+    return _Prologue.apply(qkv, *ordered, query_norm, key_norm, angles, settings)
+
+
+class _Prologue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, settings = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.settings = settings
+        return _Pass(*tensors, settings=settings).forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        run = _Pass(*ctx.saved_tensors, settings=ctx.settings)
+        return *run.backward(dict(zip(PROJECTIONS, gradients, strict=True))), None, None
+
+
+class _Pass:
+    """One forward or backward pass over a buffer."""
+
+    def __init__(
+        self,
+        qkv: Tensor,
+        w_query: Tensor | None,
+        w_key: Tensor | None,
+        w_value: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        angles: Tensor | None,
+        *,
+        settings: PrologueSettings,
+    ) -> None:
+        self.settings = settings
+        self.qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
+        self.weights = dict(zip(PROJECTIONS, (w_query, w_key, w_value), strict=True))
+        self.norms = query_norm, key_norm
+        self.views = self.places(self.qkv)
+        # before the kernel: views of the buffer, or what was knocked
+        self.rows = dict(self.views)
+        for p in self.knocked_before():
+            self.rows[p] = fused_launch.knock_forward(
+                self.views[p], self.weights[p], settings.variants[p]
+            )
+        self.turns, self.turned = _turns(angles)
+        self.tokens_of_an_angle = 1
+        if angles is not None and angles.shape[1] == 1:
+            self.tokens_of_an_angle = qkv.shape[1]
+
+    def places(self, qkv: Tensor) -> dict[Projection, Tensor]:
+        """Of each projection what is wanted of a buffer: ``[s, b, G, heads, D]``."""
+        heads = qkv.unflatten(-1, (-1, self.settings.head_dim))
+        first = self.settings.first_query
+        queries = heads[..., first : first + self.settings.queries_of(qkv), :]
+        return {"query": queries, "key": heads[..., -2:-1, :], "value": heads[..., -1:, :]}
+
+    def knocked_before(self) -> list[Projection]:
+        """Projections that are knocked by a kernel of their own, before this one normalises."""
+        return [p for p in ("query", "key") if p in self.settings.variants]
+
+    def inside(self) -> str:
+        """What the kernel does with values."""
+        variant = self.settings.variants.get("value", "copy")
+        return "apart" if variant != "copy" and self.settings.head_dim > LARGEST_INSIDE else variant
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = {p: x.new_empty(x.shape) for p, x in self.rows.items()}
+        if self.inside() == "apart":
+            outputs["value"] = fused_launch.knock_forward(
+                self.views["value"], self.weights["value"], self.settings.variants["value"]
+            )
+        self.launch(prologue_forward, "forward", list(outputs.values()))
+        query, key, value = (x.flatten(2, 3) for x in outputs.values())
+        return query, key, value
+
+    def backward(self, gradients: dict[Projection, Tensor]) -> list[Tensor | None]:
+        """Gradients of the buffer, of each projection's matrices and of both norms' weights."""
+        whole = self.settings.queries is None
+        d_qkv = (torch.empty if whole else torch.zeros)(
+            self.qkv.shape, dtype=self.qkv.dtype, device=self.qkv.device
+        )
+        places = self.places(d_qkv)
+        d_rows = dict(places)
+        for p in self.knocked_before():
+            d_rows[p] = torch.empty_like(self.rows[p])
+        heads = {p: _rows_contiguous(g) for p, g in gradients.items()}
+        partials = self.launch(
+            prologue_backward, "backward", list(d_rows.values()), list(heads.values())
+        )
+        d_weights: dict[Projection, Tensor | None] = dict.fromkeys(PROJECTIONS)
+        for p, variant in self.settings.variants.items():
+            x, weight = self.views[p], self.weights[p]
+            dy = heads[p].unflatten(2, x.shape[2:4]) if p == "value" else d_rows[p]
+            if p != "value" or self.inside() == "apart":
+                fused_launch.knock_backward_input(x, dy, weight, variant, out=places[p])
+            d_weights[p] = fused_launch.knock_backward_weight(x, dy, weight, variant)
+        d_norms = partials.sum(0).unbind(0)
+        return [
+            d_qkv,
+            *d_weights.values(),
+            *(
+                None if n is None else d.to(n.dtype)
+                for n, d in zip(self.norms, d_norms, strict=True)
+            ),
+        ]
+
+    def launch(
+        self,
+        kernel: Any,
+        direction: str,
+        results: list[Tensor],
+        gradients: list[Tensor] | None = None,
+    ) -> Tensor | None:
+        """Start a kernel; backward gives the norms' partial sums ``[programs, 2, D]``."""
+        s, b, groups, queries, head_dim = self.rows["query"].shape
+        inside, how = self.inside(), None
+        how = launch_of(direction, inside, head_dim, self.qkv.element_size())
+        tiles = triton.cdiv(s * b, how.tokens) * groups
+        programs = min(tiles, fused_launch.processors(self.qkv.device) * how.per_processor)
+        rest = head_dim - 2 * self.turned if self.turned else 0
+        half = self.turned or head_dim // 2
+        arguments: list[Any] = []
+        for x in self.rows.values():
+            arguments += [x, *x.stride()[:3]]
+        arguments += [self.weights["value"], *self.norms, self.turns, self.tokens_of_an_angle]
+        partials = None
+        if gradients is None:
+            arguments += results
+        else:
+            for g in gradients:
+                arguments += [g, *g.stride()[:3]]
+            for x in results:
+                arguments += [x, *x.stride()[1:3]]
+            partials = self.qkv.new_empty((programs, 2, head_dim), dtype=torch.float32)
+            arguments.append(partials)
+        if tiles:
+            with torch.cuda.device_of(self.qkv):
+                kernel[(programs,)](
+                    *arguments,
+                    s * b,
+                    b,
+                    self.settings.eps,
+                    VALUE=inside,
+                    NORM_Q=self.norms[0] is not None,
+                    NORM_K=self.norms[1] is not None,
+                    CENTRE=float(self.settings.zero_centred),
+                    TURN=self.turned > 0,
+                    G=groups,
+                    QUERIES=queries,
+                    D=head_dim,
+                    HALF=half,
+                    REST=rest,
+                    P=triton.next_power_of_2(head_dim),
+                    PH=triton.next_power_of_2(half),
+                    PR=triton.next_power_of_2(rest) if rest else 1,
+                    M=how.tokens,
+                    num_warps=how.warps,
+                    num_stages=how.stages,
+                )
+        return partials
+
+
+def _turns(angles: Tensor | None) -> tuple[Tensor | None, int]:
+    """Cosines and sines ``[.., 2, R / 2]`` in float32, and ``R / 2``."""
+    if angles is None:
+        return None, 0
+    half = angles.shape[-1] // 2
+    angle = angles[..., :half].reshape(-1, half).float()
+    return torch.stack([angle.cos(), angle.sin()], dim=1), half
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

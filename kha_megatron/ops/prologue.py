@@ -1,0 +1,104 @@
+"""From the QKV projection to the core attention: split, knock, QK-norm, RoPE.
+
+Shape legend: ``s`` sequence, ``b`` batch, ``G`` key/value heads, ``r`` query heads of each, ``D``
+head dim, ``R`` features of a head that RoPE turns. :func:`prologue` says in torch what
+``fused_prologue`` computes in one kernel.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kha_megatron.config import Projection, Variant
+from kha_megatron.ops.knocking import knock
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrologueSettings:
+    """What does not change from call to call."""
+
+    head_dim: int
+    """``D``."""
+
+    variants: Mapping[Projection, Variant] = field(default_factory=dict)
+    """How each projection is knocked; one that is left out is not."""
+
+    eps: float = 1e-5
+    """Of the QK-norms."""
+
+    zero_centred: bool = False
+    """Whether the QK-norms multiply by ``1 + weight`` instead of ``weight``."""
+
+    first_query: int = 0
+    queries: int | None = None
+    """Of each group's query heads in the buffer, only these are wanted; None is all of them. Where
+    several tensor-parallel ranks share a key/value head, a rank gets its whole group."""
+
+    def queries_of(self, qkv: Tensor) -> int:
+        """Query heads of each group that are wanted of this buffer."""
+        return self.queries or qkv.shape[-1] // self.head_dim - 2
+
+
+def prologue(
+    qkv: Tensor,
+    weights: Mapping[Projection, Tensor],
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    angles: Tensor | None,
+    settings: PrologueSettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as the core attention takes them.
+
+    Per head: ``x``, knocked (:func:`~kha_megatron.ops.knocking.knock`); queries and keys then
+    divided by ``sqrt(mean(x^2) + eps)`` and multiplied by the norm's weight (paper section 4.5.2),
+    and turned: with ``a`` and ``b`` the first and second half of the first ``R`` features,
+    ``a cos - b sin`` and ``b cos + a sin``. All of it in float32 or better, rounded at the end.
+
+    Args:
+        qkv: ``[s, b, G, (r + 2) * D]``, of each group its query heads, then its key, then its
+            value; any strides.
+        weights: of each knocked projection its stacked matrices ``[n, D, D]``, same dtype.
+        query_norm: ``[D]``, any floating dtype, or None for no norm; likewise ``key_norm``.
+        angles: ``[s, 1 or b, 1, R]`` in float32, both halves the same (Megatron's
+            ``rotary_pos_emb``), or None for no RoPE.
+        settings: the rest.
+
+    Returns:
+        ``[s, b, G * r, D]`` and twice ``[s, b, G, D]``, contiguous, in the dtype of ``qkv``.
+    """
+    heads = qkv.unflatten(-1, (-1, settings.head_dim))
+    first = settings.first_query
+    query = heads[..., first : first + settings.queries_of(qkv), :].flatten(2, 3)
+    tensors = {"query": query, "key": heads[..., -2, :], "value": heads[..., -1, :]}
+    for projection, variant in settings.variants.items():
+        tensors[projection] = knock(tensors[projection], weights[projection], variant)
+    exact = torch.promote_types(qkv.dtype, torch.float32)
+    for projection, norm in (("query", query_norm), ("key", key_norm)):
+        x = tensors[projection].to(exact)
+        if norm is not None:
+            gain = norm.to(exact) + settings.zero_centred
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + settings.eps) * gain
+        if angles is not None:
+            x = _turn(x, angles)
+        tensors[projection] = x.to(qkv.dtype)
+    query, key, value = (x.contiguous() for x in tensors.values())
+    return query, key, value
+
+
+def _turn(x: Tensor, angles: Tensor) -> Tensor:
+    size = angles.shape[-1]
+    angle = angles[..., : size // 2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second, rest = x.split([size // 2, size // 2, x.shape[-1] - size], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def implementation(x: Tensor, settings: PrologueSettings) -> tuple[Callable | None, str]:
+    """What takes the place of :func:`prologue` for tensors like ``x`` in this process.
+
+    Returns:
+        ``fused_prologue``; or None, with the reason if this process has Triton run its kernels.
+    """
+    return None, ""

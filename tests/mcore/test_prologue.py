@@ -1,0 +1,240 @@
+"""The fused prologue's place in Megatron's attention: who calls it, with what, and who does not.
+
+Here its torch definition stands in for the kernels, whose numbers are those of ``tests/kernels``:
+what must hold is that the layer around it computes what it computes without it, under every
+parallelism. Tolerance: as in ``tests/distributed/test_parallelism.py``.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from tests.distributed.parallelism import train
+from tests.distributed.pieces import errors, quantities
+from tests.distributed.test_parallelism import FULL, MIXED, OVERLAP_ALL, SELECTIVE, case
+from tests.mcore.test_attention import EVERY_PLACE, against_oracle, attention_layer
+
+MLP = KHAConfig(value="mlp")
+FP32 = 1e-5
+TOKENS, BATCH, HIDDEN = 7, 2, 28
+
+
+@contextmanager
+def fused(*, optional=False):
+    """Take the definition for a kernel, and list its calls, of which there must be one."""
+    from kha_megatron.mcore import prologue as room
+    from kha_megatron.ops.prologue import prologue
+
+    calls = []
+
+    def counted(*inputs):
+        calls.append(inputs)
+        return prologue(*inputs)
+
+    rule = room.implementation
+    room.implementation = lambda x, settings: (counted, "")
+    try:
+        yield calls
+        assert calls or optional, "no layer came through the fused prologue"
+    finally:
+        room.implementation = rule
+
+
+def against_oracle_fused(*args):
+    """As ``against_oracle``, through the prologue."""
+    with fused():
+        return against_oracle(*args)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("kha", [*EVERY_PLACE, MIXED, KHAConfig()], ids=str)
+def test_equals_the_oracle(ranks, kha, qk_norm):
+    found = ranks(against_oracle_fused, 1, kha, qk_norm, 3)[0]
+    assert len(found) == 4 + 2 * qk_norm + len(kha.variants)
+    wrong = {n: e for n, e in found.items() if not e < 1e-6}
+    assert not wrong
+
+
+PARALLEL = [
+    case(tp=2),
+    case(tp=2, sp=True, groups=1),  # two ranks share the one key/value head
+    case(tp=4, groups=2),
+    case(tp=2, sp=True, dp=2, ddp=OVERLAP_ALL),  # waits for parameters on their way
+    case(pp=2, vpp=2, layers=4),
+    case(cp=2),
+    case(tp=2, sp=True, groups=2, savings=FULL),
+    case(tp=2, sp=True, groups=2, savings=SELECTIVE),
+]
+
+
+@pytest.fixture(scope="module")
+def unfused(ranks):
+    """Quantities of the unsharded run without the prologue, computed once for each model."""
+    known = {}
+
+    def run(case):
+        twin = case.twin()
+        if repr(twin) not in known:
+            known[repr(twin)] = quantities(ranks(train, 1, twin)[0])
+        return known[repr(twin)]
+
+    return run
+
+
+@pytest.mark.parametrize("case", PARALLEL, ids=str)
+def test_trains_as_the_unsharded_layer_without_it(ranks, unfused, case):
+    results = ranks(train, case.layout.world, case, fused, timeout=600)
+    found = errors(quantities([result for (result,) in results]), unfused(case))
+    wrong = {name: e for name, e in found.items() if not e <= FP32}
+    assert not wrong
+
+
+@contextmanager
+def without_the_sum():
+    """The prologue, with its own rule for shared matrices taken out."""
+    from kha_megatron.mcore import prologue as room
+
+    rule = room.copy_to_tensor_model_parallel_region
+    room.copy_to_tensor_model_parallel_region = lambda weight, group=None: weight
+    try:
+        with fused():
+            yield
+    finally:
+        room.copy_to_tensor_model_parallel_region = rule
+
+
+def test_without_the_tensor_parallel_rule_replicas_drift(ranks):
+    results = ranks(train, 2, case(tp=2), without_the_sum)
+    with pytest.raises(AssertionError, match=r"replicas of .*\.knock_\w+\.weight differ"):
+        quantities([result for (result,) in results])
+
+
+def run_layer(kha=MLP, mutate=None, rotary=None, overrides=None, call=None, dtype=torch.float32):
+    """Output and gradients of one layer, fused and not, and how often the prologue was called."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from tests.distributed import models
+
+    models.initialize()
+    layer = attention_layer(models, kha, qk_layernorm=True, params_dtype=dtype, **overrides or {})
+    layer = layer.to(dtype)
+    models.perturb(layer)
+    rotary = RotaryEmbedding(10, rotary or 1.0, use_cpu_initialization=True)(TOKENS)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None]
+    hidden = torch.randn(TOKENS, BATCH, HIDDEN).to(dtype)
+    upstream = torch.randn(TOKENS, BATCH, HIDDEN).to(dtype)
+    if mutate is not None:
+        mutate(layer)
+
+    def once():
+        inputs = hidden.clone().requires_grad_()
+        layer.zero_grad()
+        output, _ = layer(inputs, mask, **{"rotary_pos_emb": rotary} | (call or {}))
+        output.backward(upstream)
+        gradients = {n: p.grad.clone() for n, p in layer.named_parameters()}
+        return {"output": output.detach(), "input gradient": inputs.grad} | gradients
+
+    plain = once()
+    with fused(optional=True) as calls:
+        through = once()
+    return plain, through, len(calls)
+
+
+def close(plain, through, tolerance):
+    return {
+        name: error
+        for name, x in plain.items()
+        if not (error := ((through[name] - x).norm() / x.norm()).item()) <= tolerance
+    }
+
+
+@pytest.mark.parametrize("rotary", [1.0, 0.4], ids=["whole", "partial"])
+@pytest.mark.parametrize("kha", [MLP, MIXED, KHAConfig()], ids=str)
+def test_equals_the_layer_without_it(ranks, kha, rotary):
+    plain, through, calls = ranks(run_layer, 1, kha, rotary=rotary)[0]
+    assert calls == 1
+    assert not close(plain, through, 1e-6)
+
+
+def test_leaves_layers_without_rope_unturned(ranks):
+    overrides = {"no_rope_freq": [1, 0]}
+    plain, through, calls = ranks(run_layer, 1, overrides=overrides)[0]
+    assert calls == 1
+    assert not close(plain, through, 1e-6)
+    turned, _, _ = ranks(run_layer, 1)[0]
+    assert close(turned, plain, 1e-6)
+
+
+def gate_values(layer):
+    """Hooks that see what is knocked and change what comes out."""
+    seen = []
+    layer.knock_value.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+
+    def double(module, inputs, output):
+        assert inputs[0] is seen[-1]
+        expected = type(module).forward(module, inputs[0])
+        torch.testing.assert_close(output, expected)
+        return 2 * output
+
+    layer.knock_value.register_forward_hook(double)
+
+
+def test_hooks_of_a_knocked_value_get_its_input_and_output(ranks):
+    plain, through, calls = ranks(run_layer, 1, mutate=gate_values)[0]
+    assert calls == 1
+    assert not close(plain, through, 1e-6)
+
+
+def hook_a_norm(layer):
+    layer.k_layernorm.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def hook_a_knocked_query(layer):
+    layer.knock_query.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+
+
+def differ_in_eps(layer):
+    layer.k_layernorm.eps = 0.25
+
+
+def add_a_bias(layer):
+    layer.q_layernorm = torch.nn.LayerNorm(10)
+
+
+@pytest.mark.parametrize(
+    ("why", "settings"),
+    [
+        ("hook of a RMSNorm", {"mutate": hook_a_norm}),
+        ("hook of a KnockingHeads", {"mutate": hook_a_knocked_query, "kha": MIXED}),
+        ("differ in eps", {"mutate": differ_in_eps}),
+        ("LayerNorm", {"mutate": add_a_bias}),
+        ("rotary_interleaved", {"overrides": {"rotary_interleaved": True}}),
+        ("attention_output_gate", {"overrides": {"attention_output_gate": True}}),
+        ("packed", {"call": {"packed_seq_params": "sbhd"}}),
+    ],
+)
+def test_falls_back_where_it_would_be_wrong(ranks, why, settings):
+    plain, through, calls, said = ranks(run_and_listen, 1, settings)[0]
+    assert calls == 0
+    assert not close(plain, through, 0.0)
+    assert said.count("fused prologue not used: ") == 1
+    assert why in said
+
+
+def run_and_listen(settings):
+    """``run_layer`` and what it printed."""
+    import contextlib
+    import io
+
+    from kha_megatron.mcore import prologue as room
+
+    if settings.get("call"):  # a format for which Megatron does nothing else
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        settings = settings | {"call": {"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}}
+    room._announce.cache_clear()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        result = run_layer(**settings)
+    return *result, said.getvalue()
