@@ -56,13 +56,14 @@ class FusedPrologue:
     The kernels take over where all of this holds; where something does not, Megatron's own path
     runs, and the first process says why, once for each reason:
 
-    - Triton runs the kernels of this process, and has this head dim (``fused_prologue_refusal``);
+    - the kernels run here and have this dtype and head dim (``kha_megatron.ops.fused.refusal``),
+      and ``KHA_KERNELS`` does not say ``torch``;
     - self-attention with keys and values of its own (not GTA), training or evaluating: no inference
       context, no packed sequences, no activations of ``qkv_linear`` offloaded;
     - QK-norms are RMSNorms without bias that agree on ``eps``, or there are none;
     - RoPE in halves, over all features or the first of them, the same for queries and keys, or
       none; no YaRN;
-    - no option of ``_OPTIONS``, no autocast;
+    - no option of ``_OPTIONS``;
     - no hook on a norm or a knocked query or key that would be passed by.
     """
 
@@ -231,8 +232,6 @@ class FusedPrologue:
             yield "packed sequences"
         if args:
             yield "arguments after rotary_pos_emb without their names"
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            yield "autocast"
         if isinstance(rotary_pos_emb, tuple) and rotary_pos_emb[0] is not rotary_pos_emb[1]:
             yield "queries and keys turn by different angles"
         angles = self._angles(rotary_pos_emb)

@@ -1,9 +1,12 @@
-"""The prologue in one Triton kernel, with gradients (``prologue`` says what it computes).
+"""The prologue through Triton kernels, with gradients (``prologue`` says what it computes).
+
+One kernel splits the QKV buffer, normalises queries and keys and turns them; another knocks values
+into the place where the core attention wants them. Queries and keys that are knocked (which is
+rare: linear matrices are folded into the weight) take one more before, into memory of its own,
+because RoPE pairs features that a product leaves in different registers. Backward writes into one
+gradient of the whole buffer, where autograd would pad and add up three.
 
 Nothing but the QKV buffer and the parameters is kept for backward, which recomputes the rest.
-Values are knocked in that kernel where their matrices fit beside its tiles. Queries and keys that
-are knocked take a kernel of their own before it, because RoPE pairs features that a product leaves
-in different registers. The gradients of shared matrices are those of ``fused_launch``.
 
 Needs Triton, and a CUDA device or Triton's interpreter. Shape legend: that of ``prologue``.
 """
@@ -18,29 +21,31 @@ from torch.autograd.function import once_differentiable
 
 from kha_megatron.config import PROJECTIONS, Projection
 from kha_megatron.ops import fused_launch
+from kha_megatron.ops.fused_tiles import INTERPRETED
 from kha_megatron.ops.prologue import PrologueSettings
 from kha_megatron.ops.prologue_kernels import prologue_backward, prologue_forward
 
-LARGEST_INSIDE = 128
-"""Head dim up to which the three matrices of a value fit into shared memory together."""
 
-
-class Launch(NamedTuple):
-    """How a kernel is started."""
+class Tiling(NamedTuple):
+    """How a kernel is cut; found by cross-compiling for sm_90, where nothing spills."""
 
     tokens: int
     """``M``: of a tile."""
     warps: int
     stages: int
-    per_processor: int
-    """Programs for each multiprocessor, if a program should take many tiles."""
+    """Heads whose loads are under way at once."""
+    per_processor: int = 0
+    """Programs that a multiprocessor runs at once, each of which takes several tiles."""
 
 
-def launch_of(direction: str, inside: str, head_dim: int, itemsize: int) -> Launch:
-    """For ``forward`` or ``backward``, and how the value is knocked inside the kernel."""
-    if inside in ("copy", "apart"):
-        return Launch(32, 4, 1, 4)
-    return Launch(64 if itemsize == 2 else 32, 8, 1, 1)
+def tiling(direction: str, head_dim: int) -> Tiling:
+    """Of ``forward`` or ``backward``: as many elements for every head dim."""
+    if INTERPRETED:
+        return Tiling(64, 1, 1, 1)  # which takes its time by the operation, not by the number
+    padded = triton.next_power_of_2(head_dim)
+    if direction == "forward":
+        return Tiling(2048 // padded, 4, 3)
+    return Tiling(1024 // padded, 4, 3, per_processor=5 if padded <= 128 else 4)
 
 
 def fused_prologue(
@@ -95,9 +100,7 @@ class _Pass:
         # before the kernel: views of the buffer, or what was knocked
         self.rows = dict(self.views)
         for p in self.knocked_before():
-            self.rows[p] = fused_launch.knock_forward(
-                self.views[p], self.weights[p], settings.variants[p]
-            )
+            self.rows[p] = self.knocked(p)
         self.turns, self.turned = _turns(angles)
         self.tokens_of_an_angle = 1
         if angles is not None and angles.shape[1] == 1:
@@ -114,17 +117,20 @@ class _Pass:
         """Projections that are knocked by a kernel of their own, before this one normalises."""
         return [p for p in ("query", "key") if p in self.settings.variants]
 
-    def inside(self) -> str:
-        """What the kernel does with values."""
-        variant = self.settings.variants.get("value", "copy")
-        return "apart" if variant != "copy" and self.settings.head_dim > LARGEST_INSIDE else variant
+    def knocked(self, projection: Projection) -> Tensor:
+        return fused_launch.knock_forward(
+            self.views[projection],
+            self.weights[projection],
+            self.settings.variants[projection],
+        )
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        outputs = {p: x.new_empty(x.shape) for p, x in self.rows.items()}
-        if self.inside() == "apart":
-            outputs["value"] = fused_launch.knock_forward(
-                self.views["value"], self.weights["value"], self.settings.variants["value"]
-            )
+        outputs = {
+            p: self.knocked("value")
+            if p == "value" and p in self.settings.variants
+            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            for p, x in self.rows.items()
+        }
         self.launch(prologue_forward, "forward", list(outputs.values()))
         query, key, value = (x.flatten(2, 3) for x in outputs.values())
         return query, key, value
@@ -147,8 +153,7 @@ class _Pass:
         for p, variant in self.settings.variants.items():
             x, weight = self.views[p], self.weights[p]
             dy = heads[p].unflatten(2, x.shape[2:4]) if p == "value" else d_rows[p]
-            if p != "value" or self.inside() == "apart":
-                fused_launch.knock_backward_input(x, dy, weight, variant, out=places[p])
+            fused_launch.knock_backward_input(x, dy, weight, variant, out=places[p])
             d_weights[p] = fused_launch.knock_backward_weight(x, dy, weight, variant)
         d_norms = partials.sum(0).unbind(0)
         return [
@@ -169,16 +174,13 @@ class _Pass:
     ) -> Tensor | None:
         """Start a kernel; backward gives the norms' partial sums ``[programs, 2, D]``."""
         s, b, groups, queries, head_dim = self.rows["query"].shape
-        inside, how = self.inside(), None
-        how = launch_of(direction, inside, head_dim, self.qkv.element_size())
-        tiles = triton.cdiv(s * b, how.tokens) * groups
-        programs = min(tiles, fused_launch.processors(self.qkv.device) * how.per_processor)
-        rest = head_dim - 2 * self.turned if self.turned else 0
-        half = self.turned or head_dim // 2
+        cut = tiling(direction, head_dim)
+        tiles = triton.cdiv(s * b, cut.tokens) * groups
+        programs = tiles
         arguments: list[Any] = []
-        for x in self.rows.values():
-            arguments += [x, *x.stride()[:3]]
-        arguments += [self.weights["value"], *self.norms, self.turns, self.tokens_of_an_angle]
+        for p in PROJECTIONS if direction == "forward" else PROJECTIONS[:2]:
+            arguments += [self.rows[p], *self.rows[p].stride()[:3]]
+        arguments += [*self.norms, self.turns, self.tokens_of_an_angle]
         partials = None
         if gradients is None:
             arguments += results
@@ -187,7 +189,11 @@ class _Pass:
                 arguments += [g, *g.stride()[:3]]
             for x in results:
                 arguments += [x, *x.stride()[1:3]]
-            partials = self.qkv.new_empty((programs, 2, head_dim), dtype=torch.float32)
+            at_once = fused_launch.processors(self.qkv.device) * cut.per_processor
+            programs = min(tiles, at_once)
+            partials = torch.empty(
+                (programs, 2, head_dim), dtype=torch.float32, device=self.qkv.device
+            )
             arguments.append(partials)
         if tiles:
             with torch.cuda.device_of(self.qkv):
@@ -196,24 +202,32 @@ class _Pass:
                     s * b,
                     b,
                     self.settings.eps,
-                    VALUE=inside,
+                    COPY_V="value" not in self.settings.variants,
                     NORM_Q=self.norms[0] is not None,
                     NORM_K=self.norms[1] is not None,
                     CENTRE=float(self.settings.zero_centred),
-                    TURN=self.turned > 0,
                     G=groups,
                     QUERIES=queries,
-                    D=head_dim,
-                    HALF=half,
-                    REST=rest,
-                    P=triton.next_power_of_2(head_dim),
-                    PH=triton.next_power_of_2(half),
-                    PR=triton.next_power_of_2(rest) if rest else 1,
-                    M=how.tokens,
-                    num_warps=how.warps,
-                    num_stages=how.stages,
+                    **sizes(head_dim, self.turned, cut),
+                    num_warps=cut.warps,
                 )
         return partials
+
+
+def sizes(head_dim: int, turned: int, cut: Tiling) -> dict[str, int]:
+    """Compile-time arguments of both kernels; ``turned`` features turn against as many others."""
+    half = turned or head_dim // 2
+    rest = head_dim - 2 * half
+    padded = {"P": head_dim, "PH": half, "PR": max(1, rest)}
+    return {
+        "TURN": turned > 0,
+        "D": head_dim,
+        "HALF": half,
+        "REST": rest,
+        **{name: triton.next_power_of_2(size) for name, size in padded.items()},
+        "M": cut.tokens,
+        "STAGES": cut.stages,
+    }
 
 
 def _turns(angles: Tensor | None) -> tuple[Tensor | None, int]:

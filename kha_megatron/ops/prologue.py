@@ -2,9 +2,10 @@
 
 Shape legend: ``s`` sequence, ``b`` batch, ``G`` key/value heads, ``r`` query heads of each, ``D``
 head dim, ``R`` features of a head that RoPE turns. :func:`prologue` says in torch what
-``fused_prologue`` computes in one kernel.
+``fused_prologue`` computes in kernels.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.config import Projection, Variant
+from kha_megatron.ops.fused import KERNELS_VARIABLE, refusal
 from kha_megatron.ops.knocking import knock
 
 
@@ -96,9 +98,18 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def implementation(x: Tensor, settings: PrologueSettings) -> tuple[Callable | None, str]:
-    """What takes the place of :func:`prologue` for tensors like ``x`` in this process.
+    """What takes the place of :func:`prologue` for a buffer like ``x`` in this process.
+
+    Decided by ``KHA_KERNELS`` and what the kernels can do, as for knocking (see ``fused``).
 
     Returns:
-        ``fused_prologue``; or None, with the reason if this process has Triton run its kernels.
+        ``fused_prologue`` and nothing; or None, with the reason where kernels could be expected.
     """
-    return None, ""
+    if os.environ.get(KERNELS_VARIABLE) == "torch":
+        return None, ""
+    head_dim = settings.head_dim
+    if why := refusal(x, x.new_empty(0, head_dim, head_dim)):
+        return None, why if x.is_cuda else ""
+    from kha_megatron.ops.fused_prologue import fused_prologue
+
+    return fused_prologue, ""

@@ -1,28 +1,27 @@
-"""The Triton kernel of the prologue, forward and backward.
+"""The Triton kernel of the prologue, forward and backward: split, QK-norm, RoPE.
 
-Shape legend, besides that of ``fused_tiles``: ``T`` tokens (sequence times batch ``b``), ``G``
-key/value heads, ``QUERIES`` query heads of each, ``HALF`` features that turn against as many
-others, ``REST`` those of a head that do not turn; ``PH`` and ``PR`` their powers of two.
+Shape legend: ``T`` tokens (sequence times batch ``b``), ``G`` key/value heads, ``QUERIES`` query
+heads of each, ``D`` head dim, ``HALF`` features that turn against as many others, ``REST`` those of
+a head that do not turn; ``P``, ``PH`` and ``PR`` their powers of two.
 
 A tile is ``M`` tokens of one group: all its query heads, its key, its value. The cosines of a
 tile's tokens are read once for all its heads. A head's row lies in up to three pieces, ``[M, PH]``
 twice and ``[M, PR]``, because a program cannot reach columns that it holds elsewhere: the two that
 turn against each other then meet in the same registers, and each column is read once.
 
-``X`` of query, key and value are the rows before the kernel: places in the QKV buffer, or elsewhere
-for queries and keys that were knocked before. They have strides of their own between sequence,
-batch and groups; a group's query heads are neighbours. ``Q``, ``K`` and ``V`` are contiguous.
+``XQ``, ``XK`` and ``XV`` are the rows before the kernel: places in the QKV buffer, or elsewhere for
+queries and keys that were knocked before. They have strides of their own between sequence, batch
+and groups; a group's query heads are neighbours. ``Q``, ``K`` and ``V`` are contiguous.
+
+The kernel waits for memory and for little else, so it is kept small enough for many programs to run
+on a multiprocessor at once. That is why values are not knocked in it: three matrices and their
+tiles leave room for one program, which cannot keep the memory busy.
 """
+
+# ruff: noqa: SIM108 (Triton compiles both sides of a conditional expression)
 
 import triton
 import triton.language as tl
-
-from kha_megatron.ops.fused_tiles import (
-    add_input_gradient,
-    hidden_gradients,
-    knock_tile,
-    load_weights,
-)
 
 
 @triton.jit
@@ -56,6 +55,15 @@ def load_gain(GAIN, first, SIZE: tl.constexpr, PADDED: tl.constexpr, CENTRE: tl.
     columns = tl.arange(0, PADDED)
     gain = tl.load(GAIN + first + columns, mask=columns < SIZE, other=0.0)
     return (gain.to(tl.float32) + CENTRE)[None, :]
+
+
+@triton.jit
+def copy_rows(X, Y, starts, to, rows, D: tl.constexpr, P: tl.constexpr):
+    """A head of ``M`` tokens, as it is."""
+    columns = tl.arange(0, P)
+    inside = rows[:, None] & (columns < D)[None, :]
+    x = tl.load(X + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    tl.store(Y + to[:, None] + columns[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -179,92 +187,84 @@ def prologue_forward(
     XQ, xq_s, xq_b, xq_group,
     XK, xk_s, xk_b, xk_group,
     XV, xv_s, xv_b, xv_group,
-    W,
     GAIN_Q, GAIN_K,
     TURNS, angle_tokens,
     Q, K, V,
     T, b, eps,
-    VALUE: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr, CENTRE: tl.constexpr,
+    COPY_V: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr, CENTRE: tl.constexpr,
     TURN: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    P: tl.constexpr, PH: tl.constexpr, PR: tl.constexpr, M: tl.constexpr,
+    P: tl.constexpr, PH: tl.constexpr, PR: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``Q``, ``K`` and ``V`` as the core attention takes them.
+    """``Q``, ``K`` and ``V`` as the core attention takes them; a program for each tile.
 
     Args:
         XQ: the first wanted query head of the first group and token; likewise ``XK`` and ``XV``.
         xq_s, xq_b, xq_group: strides in elements, the last between groups.
-        W: ``[n, D, D]`` of a value that is knocked.
         GAIN_Q, GAIN_K: ``[D]``, the norms' weights.
         TURNS: ``[.., 2, HALF]`` float32, cosines and sines; row ``t // angle_tokens`` is token
             ``t``'s.
         Q, K, V: ``[T, G * QUERIES, D]``, ``[T, G, D]``, ``[T, G, D]``.
-        VALUE: how the value is knocked here, ``copy``, or ``apart`` to leave it alone.
+        COPY_V: whether to copy values; those that are knocked are not there yet.
         CENTRE: what a norm adds to its weight.
     """
-    if VALUE != "copy" and VALUE != "apart":
-        weights = load_weights(W, 0, VALUE, D, P, P)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(T, M) * G, tl.num_programs(0)):
-        group = tile % G
-        tokens = tile // G * M + tl.arange(0, M)
-        rows = tokens < T
-        if VALUE != "apart":
-            starts = row_starts(tokens, b, xv_s, xv_b, group * xv_group)
-            columns = tl.arange(0, P)
-            inside = rows[:, None] & (columns < D)[None, :]
-            v = tl.load(XV + starts[:, None] + columns[None, :], mask=inside, other=0.0)
-            if VALUE != "copy":
-                v = knock_tile(v, v, weights, VALUE)
-            to = V + row_starts(tokens, 1, G * D, 0, group * D)[:, None] + columns[None, :]
-            tl.store(to, v.to(V.dtype.element_ty), mask=inside)
-        cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
-        if NORM_K:
-            gains = load_gains(GAIN_K, HALF, PH, REST, PR, CENTRE)
-        else:
-            gains = (0.0, 0.0, 0.0)
-        starts = row_starts(tokens, b, xk_s, xk_b, group * xk_group)
-        x = load_pieces(XK, starts, rows, HALF, PH, REST, PR)
-        k = prepared(x, gains, cos, sin, eps, NORM_K, TURN, D)
-        store_pieces(K, k, row_starts(tokens, 1, G * D, 0, group * D), rows, HALF, REST)
-        if NORM_Q:
-            gains = load_gains(GAIN_Q, HALF, PH, REST, PR, CENTRE)
-        else:
-            gains = (0.0, 0.0, 0.0)
-        x_starts = row_starts(tokens, b, xq_s, xq_b, group * xq_group)
-        starts = row_starts(tokens, 1, G * QUERIES * D, 0, group * QUERIES * D)
-        for head in tl.range(0, QUERIES):
-            x = load_pieces(XQ, x_starts + head * D, rows, HALF, PH, REST, PR)
-            q = prepared(x, gains, cos, sin, eps, NORM_Q, TURN, D)
-            store_pieces(Q, q, starts + head * D, rows, HALF, REST)
+    tile = tl.program_id(0)
+    group = tile % G
+    tokens = tile // G * M + tl.arange(0, M)
+    rows = tokens < T
+    if COPY_V:
+        starts = row_starts(tokens, b, xv_s, xv_b, group * xv_group)
+        to = row_starts(tokens, 1, G * D, 0, group * D)
+        copy_rows(XV, V, starts, to, rows, D, P)
+    cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
+    if NORM_K:
+        gains = load_gains(GAIN_K, HALF, PH, REST, PR, CENTRE)
+    else:
+        gains = (0.0, 0.0, 0.0)
+    starts = row_starts(tokens, b, xk_s, xk_b, group * xk_group)
+    x = load_pieces(XK, starts, rows, HALF, PH, REST, PR)
+    k = prepared(x, gains, cos, sin, eps, NORM_K, TURN, D)
+    store_pieces(K, k, row_starts(tokens, 1, G * D, 0, group * D), rows, HALF, REST)
+    if NORM_Q:
+        gains = load_gains(GAIN_Q, HALF, PH, REST, PR, CENTRE)
+    else:
+        gains = (0.0, 0.0, 0.0)
+    x_starts = row_starts(tokens, b, xq_s, xq_b, group * xq_group)
+    starts = row_starts(tokens, 1, G * QUERIES * D, 0, group * QUERIES * D)
+    for head in tl.range(0, QUERIES, num_stages=STAGES):
+        x = load_pieces(XQ, x_starts + head * D, rows, HALF, PH, REST, PR)
+        q = prepared(x, gains, cos, sin, eps, NORM_Q, TURN, D)
+        store_pieces(Q, q, starts + head * D, rows, HALF, REST)
 
 
 @triton.jit
-def sum_rows(total, d_gains, rows):
-    """``total`` plus the sums over a tile's rows, piece by piece."""
-    return (
-        total[0] + tl.sum(d_gains[0], axis=0),
-        total[1] + tl.sum(d_gains[1], axis=0),
-        total[2] + tl.sum(d_gains[2], axis=0),
-    )
+def plus(x, y):
+    """Piece by piece."""
+    return x[0] + y[0], x[1] + y[1], x[2] + y[2]
 
 
 @triton.jit
-def store_sums(TO, sums, HALF: tl.constexpr, REST: tl.constexpr):
-    """``[D]`` from its pieces."""
-    first = tl.arange(0, sums[0].shape[0])
-    tl.store(TO + first, sums[0], mask=first < HALF)
-    tl.store(TO + HALF + first, sums[1], mask=first < HALF)
+def zeros(M: tl.constexpr, PH: tl.constexpr, PR: tl.constexpr):
+    """The pieces of ``M`` rows."""
+    half = tl.zeros((M, PH), tl.float32)
+    return half, half, tl.zeros((M, PR), tl.float32)
+
+
+@triton.jit
+def store_sum(TO, pieces, HALF: tl.constexpr, REST: tl.constexpr):
+    """``[D]``, the sum of the rows."""
+    first = tl.arange(0, pieces[0].shape[1])
+    tl.store(TO + first, tl.sum(pieces[0], axis=0), mask=first < HALF)
+    tl.store(TO + HALF + first, tl.sum(pieces[1], axis=0), mask=first < HALF)
     if REST:
-        rest = tl.arange(0, sums[2].shape[0])
-        tl.store(TO + 2 * HALF + rest, sums[2], mask=rest < REST)
+        rest = tl.arange(0, pieces[2].shape[1])
+        tl.store(TO + 2 * HALF + rest, tl.sum(pieces[2], axis=0), mask=rest < REST)
 
 
 @triton.jit(do_not_specialize=["T"])
 def prologue_backward(
     XQ, xq_s, xq_b, xq_group,
     XK, xk_s, xk_b, xk_group,
-    XV, xv_s, xv_b, xv_group,
-    W,
     GAIN_Q, GAIN_K,
     TURNS, angle_tokens,
     DQ, dq_s, dq_b, dq_head,
@@ -275,43 +275,30 @@ def prologue_backward(
     DXV, dxv_token, dxv_group,
     PARTIAL,
     T, b, eps,
-    VALUE: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr, CENTRE: tl.constexpr,
+    COPY_V: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr, CENTRE: tl.constexpr,
     TURN: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    P: tl.constexpr, PH: tl.constexpr, PR: tl.constexpr, M: tl.constexpr,
+    P: tl.constexpr, PH: tl.constexpr, PR: tl.constexpr, M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of all rows, and of the norms' weights one partial sum for each program.
 
     Args:
         DQ, DK, DV: gradients of the outputs, with strides between sequence, batch and heads.
         DXQ, DXK, DXV: gradients of the rows, with strides between tokens and groups.
-        PARTIAL: ``[programs, 2, D]`` float32, every element of which is written where there is a
-            norm.
+        PARTIAL: ``[programs, 2, D]`` float32, for queries and keys, written where there is a norm.
     """
-    if VALUE != "copy" and VALUE != "apart":
-        weights = load_weights(W, 0, VALUE, D, P, P)
-    sums_q = (tl.zeros((PH,), tl.float32), tl.zeros((PH,), tl.float32), tl.zeros((PR,), tl.float32))
-    sums_k = sums_q
+    if NORM_Q:
+        sums_q = zeros(M, PH, PR)
+    if NORM_K:
+        sums_k = zeros(M, PH, PR)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, M) * G, tl.num_programs(0)):
         group = tile % G
         tokens = tile // G * M + tl.arange(0, M)
         rows = tokens < T
-        if VALUE != "apart":
-            columns = tl.arange(0, P)
-            inside = rows[:, None] & (columns < D)[None, :]
+        if COPY_V:
             starts = row_starts(tokens, b, dv_s, dv_b, group * dv_head)
-            dv = tl.load(DV + starts[:, None] + columns[None, :], mask=inside, other=0.0)
-            if VALUE != "copy":
-                if VALUE == "linear":
-                    x = dv  # not read
-                else:
-                    starts = row_starts(tokens, b, xv_s, xv_b, group * xv_group)
-                    x = tl.load(XV + starts[:, None] + columns[None, :], mask=inside, other=0.0)
-                gradients = hidden_gradients(x, x, dv, dv, weights, VALUE)
-                dv = tl.zeros((M, P), tl.float32)
-                dv = add_input_gradient(dv, gradients, weights, 0, VALUE)
-            to = DXV + row_starts(tokens, 1, dxv_token, 0, group * dxv_group)[:, None]
-            tl.store(to + columns[None, :], dv.to(DXV.dtype.element_ty), mask=inside)
+            to = row_starts(tokens, 1, dxv_token, 0, group * dxv_group)
+            copy_rows(DV, DXV, starts, to, rows, D, P)
         cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
         if NORM_K:
             gains = load_gains(GAIN_K, HALF, PH, REST, PR, CENTRE)
@@ -324,7 +311,8 @@ def prologue_backward(
         dx, d_gains = prepared_gradient(x, dy, gains, cos, sin, eps, NORM_K, TURN, D)
         starts = row_starts(tokens, 1, dxk_token, 0, group * dxk_group)
         store_pieces(DXK, dx, starts, rows, HALF, REST)
-        sums_k = sum_rows(sums_k, d_gains, rows)
+        if NORM_K:
+            sums_k = plus(sums_k, d_gains)
         if NORM_Q:
             gains = load_gains(GAIN_Q, HALF, PH, REST, PR, CENTRE)
         else:
@@ -332,12 +320,15 @@ def prologue_backward(
         x_starts = row_starts(tokens, b, xq_s, xq_b, group * xq_group)
         dy_starts = row_starts(tokens, b, dq_s, dq_b, group * QUERIES * dq_head)
         starts = row_starts(tokens, 1, dxq_token, 0, group * dxq_group)
-        for head in tl.range(0, QUERIES):
+        for head in tl.range(0, QUERIES, num_stages=STAGES):
             x = load_pieces(XQ, x_starts + head * D, rows, HALF, PH, REST, PR)
             dy = load_pieces(DQ, dy_starts + head * dq_head, rows, HALF, PH, REST, PR)
             dx, d_gains = prepared_gradient(x, dy, gains, cos, sin, eps, NORM_Q, TURN, D)
             store_pieces(DXQ, dx, starts + head * D, rows, HALF, REST)
-            sums_q = sum_rows(sums_q, d_gains, rows)
+            if NORM_Q:
+                sums_q = plus(sums_q, d_gains)
     to = PARTIAL + tl.program_id(0) * (2 * D)
-    store_sums(to, sums_q, HALF, REST)
-    store_sums(to + D, sums_k, HALF, REST)
+    if NORM_Q:
+        store_sum(to, sums_q, HALF, REST)
+    if NORM_K:
+        store_sum(to + D, sums_k, HALF, REST)
