@@ -123,7 +123,7 @@ class Folding:
         Raises:
             ConfigError: ``fold="always"``, and something has taken the place of ``linear_qkv``.
         """
-        folds = self._folds(hidden_states)
+        folds = self.folds(hidden_states)
         linear = self.attention.linear_qkv
         if folds != self.was_folded and hasattr(linear, "is_first_microbatch"):
             linear.is_first_microbatch = True  # Transformer Engine keeps the weight in FP8
@@ -166,7 +166,8 @@ class Folding:
             direct, folded = 3, 4 + config.gradient_accumulation_fusion
         return folded * config.hidden_size * len(self.heads) / (direct * self.folded_heads)
 
-    def _folds(self, hidden_states: Tensor) -> bool:
+    def folds(self, hidden_states: Tensor) -> bool:
+        """Whether ``linear_qkv`` will knock by itself when it gets this."""
         if self.choice == "never" or not self.projections:
             return False
         if obstacle := self.obstacle or self._change():

@@ -14,6 +14,7 @@ another hook would be passed by, the attention falls back.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from kha_megatron.config import PROJECTIONS
+from kha_megatron.config import PROJECTIONS, Projection
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.prologue import PrologueSettings, implementation
@@ -119,48 +120,42 @@ class FusedPrologue:
         return self._run(qkv, self._fused_call.angles)
 
     def _run(self, qkv: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        head_dim = self.hidden_size_per_attention_head
-        listeners = self.knock_value
-        unknocked = None
-        for module in self._modules_read():
-            inputs: tuple[Tensor, ...] = (qkv,)
-            if module is listeners:
-                unknocked = qkv[..., -head_dim:]
-                inputs = (unknocked,)
-            for hook in module._forward_pre_hooks.values():
-                if not self._is_own(hook) and hook(module, inputs) is not None:
-                    raise ConfigError(
-                        f"a pre-hook of {type(module).__name__} changes its input, which the fused "
-                        "prologue cannot honour: export KHA_KERNELS=torch"
-                    )
-        kernel, _ = implementation(qkv, self._settings)
-        query, key, value = kernel(qkv, self._weights(), *self._gains(), angles, self._settings)
-        if listeners is not None:
-            for hook in listeners._forward_hooks.values():
-                changed = hook(listeners, (unknocked,), value)
+        settings = self._settings
+        heads = settings.places(qkv)
+        unknocked = heads["value"].flatten(2, 3)
+        listening = None
+        for norm in self._norms():
+            _run_pre_hooks(norm, qkv)
+        for projection, knocking in self._knockings().items():
+            seen = unknocked if projection == "value" else heads[projection]
+            if knocking.is_folded:  # the projection has knocked, and it returns what it gets
+                _unchanged(knocking, knocking(seen) is seen)
+            else:
+                _run_pre_hooks(knocking, seen)
+                listening = knocking if projection == "value" else listening
+        active = {p: k for p, k in self._knockings().items() if not k.is_folded}
+        settings = replace(settings, variants={p: k.variant for p, k in active.items()})
+        # the gradient of shared matrices is summed over tensor-parallel ranks here
+        weights = {
+            p: copy_to_tensor_model_parallel_region(k.weight, group=k.tp_group)
+            for p, k in active.items()
+        }
+        gains = [None if norm is None else norm.weight for norm in self._norms()]
+        kernel, _ = implementation(qkv, settings)
+        query, key, value = kernel(qkv, weights, *gains, angles, settings)
+        if listening is not None:
+            for hook in listening._forward_hooks.values():
+                changed = hook(listening, (unknocked,), value)
                 value = value if changed is None else changed
         return query, key, value
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The shared matrices, whose gradient is summed over tensor-parallel ranks here."""
-        return {
-            p: copy_to_tensor_model_parallel_region(k.weight, group=k.tp_group)
-            for p, k in self._knockings().items()
-        }
-
-    def _gains(self) -> list[Tensor | None]:
-        return [None if norm is None else norm.weight for norm in self._norms()]
-
-    def _knockings(self) -> dict[str, KnockingHeads]:
+    def _knockings(self) -> dict[Projection, KnockingHeads]:
         found = {p: getattr(self, f"knock_{p}") for p in PROJECTIONS}
         return {p: knocking for p, knocking in found.items() if knocking is not None}
 
     def _norms(self) -> list[torch.nn.Module | None]:
         norms = (self.q_layernorm, self.k_layernorm)
         return [None if isinstance(norm, IdentityOp) else norm for norm in norms]
-
-    def _modules_read(self) -> list[torch.nn.Module]:
-        return [n for n in self._norms() if n is not None] + list(self._knockings().values())
 
     @functools.cached_property
     def _settings(self) -> PrologueSettings:
@@ -170,7 +165,6 @@ class FusedPrologue:
         queries = self.num_attention_heads_per_partition // sharing
         return PrologueSettings(
             head_dim=self.hidden_size_per_attention_head,
-            variants={p: k.variant for p, k in self._knockings().items()},
             eps=getattr(norm, "eps", 0.0),
             zero_centred=getattr(norm, "zero_centered_gamma", False),
             first_query=get_pg_rank(self.tp_group) % sharing * queries,
@@ -244,29 +238,49 @@ class FusedPrologue:
                 yield f"angles {tuple(angles.shape)} of {tokens} tokens"
             if features > self.hidden_size_per_attention_head:
                 yield f"RoPE turns {features} features"
-        yield from self._passed_by()
+        yield from self._passed_by(self.folding.folds(hidden_states))
 
-    def _passed_by(self) -> Iterator[str]:
+    def _passed_by(self, folds: bool) -> Iterator[str]:
         """Hooks that would not run, or not as they expect."""
-        for module in self._modules_read():
-            listens = module is self.knock_value
+        modules: list[tuple[torch.nn.Module, bool]] = [(n, False) for n in self._norms() if n]
+        for projection, knocking in self._knockings().items():
+            called = folds and knocking.variant == "linear"
+            modules.append((knocking, called or projection == "value"))
+        for module, is_heard in modules:
             before, after = module._forward_pre_hooks, module._forward_hooks
             passed = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
             passed += [before[k] for k in module._forward_pre_hooks_with_kwargs]
             passed += [after[k] for k in module._forward_hooks_with_kwargs]
-            if not listens:
+            if not is_heard:
                 passed += after.values()
-                passed += [h for h in before.values() if not (self._is_own(h) or _gathers(h))]
+                passed += [h for h in before.values() if not (_knocks(h) or _gathers(h))]
             for hook in passed:
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 yield f"{name} is a hook of a {type(module).__name__} that is no longer called"
 
-    def _is_own(self, hook: Any) -> bool:
-        """Whether it is the pre-hook with which a norm knocks."""
-        return getattr(hook, "__func__", None) is KnockingHeads.before_norm
+
+def _run_pre_hooks(module: torch.nn.Module | None, x: Tensor) -> None:
+    """What calling ``module(x)`` would do before its forward."""
+    for hook in module._forward_pre_hooks.values() if module is not None else ():
+        if not _knocks(hook):
+            _unchanged(module, hook(module, (x,)) is None)
+
+
+def _unchanged(module: torch.nn.Module, holds: bool) -> None:
+    if not holds:
+        raise ConfigError(
+            f"a hook of {type(module).__name__} changes what it gets, which the fused prologue "
+            "cannot honour: export KHA_KERNELS=torch"
+        )
+
+
+def _knocks(hook: Any) -> bool:
+    """Whether it is the pre-hook with which a norm knocks."""
+    return getattr(hook, "__func__", None) is KnockingHeads.before_norm
 
 
 def _gathers(hook: Any) -> bool:
+    """Whether it is the pre-hook that waits for a module's parameters."""
     return getattr(hook, "__module__", None) == _GATHERING
 
 

@@ -96,7 +96,7 @@ class _Pass:
         self.qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
         self.weights = dict(zip(PROJECTIONS, (w_query, w_key, w_value), strict=True))
         self.norms = query_norm, key_norm
-        self.views = self.places(self.qkv)
+        self.views = self.settings.places(self.qkv)
         # before the kernel: views of the buffer, or what was knocked
         self.rows = dict(self.views)
         for p in self.knocked_before():
@@ -105,13 +105,6 @@ class _Pass:
         self.tokens_of_an_angle = 1
         if angles is not None and angles.shape[1] == 1:
             self.tokens_of_an_angle = qkv.shape[1]
-
-    def places(self, qkv: Tensor) -> dict[Projection, Tensor]:
-        """Of each projection what is wanted of a buffer: ``[s, b, G, heads, D]``."""
-        heads = qkv.unflatten(-1, (-1, self.settings.head_dim))
-        first = self.settings.first_query
-        queries = heads[..., first : first + self.settings.queries_of(qkv), :]
-        return {"query": queries, "key": heads[..., -2:-1, :], "value": heads[..., -1:, :]}
 
     def knocked_before(self) -> list[Projection]:
         """Projections that are knocked by a kernel of their own, before this one normalises."""
@@ -141,7 +134,7 @@ class _Pass:
         d_qkv = (torch.empty if whole else torch.zeros)(
             self.qkv.shape, dtype=self.qkv.dtype, device=self.qkv.device
         )
-        places = self.places(d_qkv)
+        places = self.settings.places(d_qkv)
         d_rows = dict(places)
         for p in self.knocked_before():
             d_rows[p] = torch.empty_like(self.rows[p])

@@ -38,9 +38,16 @@ class PrologueSettings:
     """Of each group's query heads in the buffer, only these are wanted; None is all of them. Where
     several tensor-parallel ranks share a key/value head, a rank gets its whole group."""
 
-    def queries_of(self, qkv: Tensor) -> int:
-        """Query heads of each group that are wanted of this buffer."""
-        return self.queries or qkv.shape[-1] // self.head_dim - 2
+    def places(self, qkv: Tensor) -> dict[Projection, Tensor]:
+        """Views of what is wanted of a buffer ``[s, b, G, (r + 2) * D]``.
+
+        Returns:
+            ``[s, b, G, heads, D]``, with one head for key and value.
+        """
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        queries = self.queries or heads.shape[3] - 2
+        wanted = heads[..., self.first_query : self.first_query + queries, :]
+        return {"query": wanted, "key": heads[..., -2:-1, :], "value": heads[..., -1:, :]}
 
 
 def prologue(
@@ -70,10 +77,7 @@ def prologue(
     Returns:
         ``[s, b, G * r, D]`` and twice ``[s, b, G, D]``, contiguous, in the dtype of ``qkv``.
     """
-    heads = qkv.unflatten(-1, (-1, settings.head_dim))
-    first = settings.first_query
-    query = heads[..., first : first + settings.queries_of(qkv), :].flatten(2, 3)
-    tensors = {"query": query, "key": heads[..., -2, :], "value": heads[..., -1, :]}
+    tensors = {p: x.flatten(2, 3) for p, x in settings.places(qkv).items()}
     for projection, variant in settings.variants.items():
         tensors[projection] = knock(tensors[projection], weights[projection], variant)
     exact = torch.promote_types(qkv.dtype, torch.float32)

@@ -37,12 +37,17 @@ def _start(package: Path | None) -> None:
     if package:
         sys.path.insert(0, str(package))
     import torch
-    import triton.language as tl
-    import triton.runtime.interpreter as interpreter
 
     torch.set_num_threads(1)
     # torch.empty gives NaN: whatever a kernel forgets to write, or reads too much of, is seen
     torch.use_deterministic_algorithms(True)
+    mend()
+
+
+def mend() -> None:
+    """Make Triton's interpreter, in this process, run with today's numpy and not too slowly."""
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
 
     # Triton 3.6 turns a scalar of shape (1,) into an index in a way that numpy 2.4 refuses
     patch = interpreter._patch_lang_tensor

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from tests.distributed.launcher import RankPool
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import FULL, MIXED, OVERLAP_ALL, SELECTIVE, case
 from tests.mcore.test_attention import EVERY_PLACE, against_oracle, attention_layer
 
 MLP = KHAConfig(value="mlp")
+FOLDED = KHAConfig(query="linear", key="linear", value="linear", fold="always")
 FP32 = 1e-5
 TOKENS, BATCH, HIDDEN = 7, 2, 28
 
@@ -66,6 +68,7 @@ PARALLEL = [
     case(cp=2),
     case(tp=2, sp=True, groups=2, savings=FULL),
     case(tp=2, sp=True, groups=2, savings=SELECTIVE),
+    case(tp=2, khas=(FOLDED,)),
 ]
 
 
@@ -111,27 +114,26 @@ def test_without_the_tensor_parallel_rule_replicas_drift(ranks):
         quantities([result for (result,) in results])
 
 
-def run_layer(kha=MLP, mutate=None, rotary=None, overrides=None, call=None, dtype=torch.float32):
-    """Output and gradients of one layer, fused and not, and how often the prologue was called."""
+def run_layer(kha=MLP, mutate=None, rotary=None, overrides=None):
+    """Output and gradients of one layer, not fused and fused, and how often the prologue ran."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from tests.distributed import models
 
     models.initialize()
-    layer = attention_layer(models, kha, qk_layernorm=True, params_dtype=dtype, **overrides or {})
-    layer = layer.to(dtype)
+    layer = attention_layer(models, kha, qk_layernorm=True, **overrides or {})
     models.perturb(layer)
     rotary = RotaryEmbedding(10, rotary or 1.0, use_cpu_initialization=True)(TOKENS)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None]
-    hidden = torch.randn(TOKENS, BATCH, HIDDEN).to(dtype)
-    upstream = torch.randn(TOKENS, BATCH, HIDDEN).to(dtype)
+    hidden = torch.randn(TOKENS, BATCH, HIDDEN)
+    upstream = torch.randn(TOKENS, BATCH, HIDDEN)
     if mutate is not None:
         mutate(layer)
 
     def once():
         inputs = hidden.clone().requires_grad_()
         layer.zero_grad()
-        output, _ = layer(inputs, mask, **{"rotary_pos_emb": rotary} | (call or {}))
+        output, _ = layer(inputs, mask, rotary_pos_emb=rotary)
         output.backward(upstream)
         gradients = {n: p.grad.clone() for n, p in layer.named_parameters()}
         return {"output": output.detach(), "input gradient": inputs.grad} | gradients
@@ -139,6 +141,8 @@ def run_layer(kha=MLP, mutate=None, rotary=None, overrides=None, call=None, dtyp
     plain = once()
     with fused(optional=True) as calls:
         through = once()
+    heard = getattr(layer, "heard", [])
+    assert heard[: len(heard) // 2] == heard[len(heard) // 2 :]
     return plain, through, len(calls)
 
 
@@ -151,7 +155,7 @@ def close(plain, through, tolerance):
 
 
 @pytest.mark.parametrize("rotary", [1.0, 0.4], ids=["whole", "partial"])
-@pytest.mark.parametrize("kha", [MLP, MIXED, KHAConfig()], ids=str)
+@pytest.mark.parametrize("kha", [MLP, MIXED, FOLDED, KHAConfig()], ids=str)
 def test_equals_the_layer_without_it(ranks, kha, rotary):
     plain, through, calls = ranks(run_layer, 1, kha, rotary=rotary)[0]
     assert calls == 1
@@ -187,6 +191,26 @@ def test_hooks_of_a_knocked_value_get_its_input_and_output(ranks):
     assert not close(plain, through, 1e-6)
 
 
+def watch_everything(layer):
+    """A hook on each knocked projection, as ``mcore/finite.py`` has them."""
+    layer.heard = []
+    for projection in ("query", "key", "value"):
+
+        def heard(module, inputs, output, projection=projection):
+            if inputs:  # it is not asked for its matrices
+                layer.heard.append(projection)
+                assert inputs[0].shape[-1] == 10
+                assert torch.equal(output, inputs[0])
+
+        getattr(layer, f"knock_{projection}").register_forward_hook(heard)
+
+
+def test_hooks_hear_what_the_projection_has_knocked(ranks):
+    plain, through, calls = ranks(run_layer, 1, FOLDED, mutate=watch_everything)[0]
+    assert calls == 1
+    assert not close(plain, through, 1e-6)
+
+
 def hook_a_norm(layer):
     layer.k_layernorm.register_forward_hook(lambda module, inputs, output: 2 * output)
 
@@ -212,7 +236,6 @@ def add_a_bias(layer):
         ("LayerNorm", {"mutate": add_a_bias}),
         ("rotary_interleaved", {"overrides": {"rotary_interleaved": True}}),
         ("attention_output_gate", {"overrides": {"attention_output_gate": True}}),
-        ("packed", {"call": {"packed_seq_params": "sbhd"}}),
     ],
 )
 def test_falls_back_where_it_would_be_wrong(ranks, why, settings):
@@ -230,11 +253,87 @@ def run_and_listen(settings):
 
     from kha_megatron.mcore import prologue as room
 
-    if settings.get("call"):  # a format for which Megatron does nothing else
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        settings = settings | {"call": {"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}}
     room._announce.cache_clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         result = run_layer(**settings)
     return *result, said.getvalue()
+
+
+def refusals():
+    """Why a forward is not fused, for calls that this machine cannot run."""
+    from tests.distributed import models
+
+    models.initialize()
+    layer = attention_layer(models, MLP, qk_layernorm=True)
+    hidden = torch.zeros(TOKENS, BATCH, HIDDEN)
+    angles = torch.zeros(TOKENS, 1, 1, 10)
+
+    def first(kv=None, context=None, rotary=angles, *args, **kwargs):
+        return next(layer._call_refusals(hidden, kv, context, rotary, *args, **kwargs), None)
+
+    return {
+        "none": first(),
+        "none without angles": first(rotary=None),
+        "angles of each sequence": first(rotary=angles.expand(-1, BATCH, -1, -1)),
+        "cross": first(kv=hidden),
+        "inference": first(context=object()),
+        "old inference": first(inference_params=object()),
+        "packed": first(packed_seq_params=object()),
+        "two angles": first(rotary=(angles, angles.clone())),
+        "other tokens": first(rotary=angles[1:]),
+        "too many features": first(rotary=torch.zeros(TOKENS, 1, 1, 12)),
+    }
+
+
+def test_says_why_a_call_is_not_fused(ranks):
+    found = ranks(refusals, 1)[0]
+    fused_calls = [name for name, why in found.items() if why is None]
+    assert fused_calls == ["none", "none without angles", "angles of each sequence"]
+    assert len({why for why in found.values() if why}) == 6  # both ways to infer say the same
+
+
+@pytest.fixture(scope="module")
+def interpreting_ranks():
+    """Ranks on the CPU runtime in which Triton interprets its kernels."""
+    pytest.importorskip("triton", reason="Triton is not installed: its kernels were not tested")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        pool = RankPool()
+        yield pool
+    pool.close()
+
+
+def model_with_kernels(kha, layout):
+    """Losses and gradients of a model without kernels and with them, and what was said."""
+    import contextlib
+    import io
+    import os
+
+    from kha_megatron.mcore import prologue as room
+    from tests.distributed import models
+    from tests.kernels import interpreter
+
+    interpreter.mend()
+    room._announce.cache_clear()
+    results = []
+    for choice in ("torch", "triton"):
+        os.environ["KHA_KERNELS"] = choice
+        models.initialize(**layout)
+        config = models.transformer_config(
+            kv_channels=64, num_attention_heads=6, num_query_groups=3, num_layers=1
+        )
+        model = models.gpt_model(config, kha)
+        tokens, positions, mask = models.batch()
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            losses = model(tokens, positions, mask, labels=tokens)
+        losses.sum().backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        results.append({"losses": losses.detach()} | gradients)
+    return *results, said.getvalue()
+
+
+@pytest.mark.parametrize("kha", [MLP, MIXED], ids=str)
+def test_a_model_through_the_kernels_equals_one_without(interpreting_ranks, kha):
+    plain, through, said = interpreting_ranks(model_with_kernels, 1, kha, {}, timeout=300)[0]
+    assert "fused prologue used" in said
+    assert not close(plain, through, 1e-5)
