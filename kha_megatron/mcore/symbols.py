@@ -49,6 +49,15 @@ PLUG_IN: Symbols = MappingProxyType(
             "submodules",
             "layer_number",
         ),
+        "megatron.core.transformer.attention:SelfAttention.forward": (
+            "hidden_states",
+            "attention_mask",
+            "key_value_states",
+            "inference_context",
+            "rotary_pos_emb",
+            "packed_seq_params",
+            "inference_params",
+        ),
         "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors": (
             "hidden_states",
             "key_value_states",
