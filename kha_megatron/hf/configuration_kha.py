@@ -1,8 +1,8 @@
 """Configuration of the ``kha`` architecture: what Megatron trained, in Hugging Face terms.
 
-One class describes dense and mixture-of-experts decoders with grouped-query attention, because a
-Megatron run mixes both in one model (``moe_layer_freq``). Fields that stock transformers models
-share keep their stock names, so that other tools read them.
+One class describes dense and mixture-of-experts decoders, because a Megatron run mixes both in one
+model (``moe_layer_freq``), with any attention of the family: MHA, MQA and GQA; GTA; MLA and GLA.
+Fields that stock transformers models share keep their stock names, so that other tools read them.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import MATRICES, KHAConfig, check_latent_attention
 from kha_megatron.errors import ConfigError
 
 MLP_LAYER_TYPES = ("dense", "sparse")
@@ -22,6 +22,38 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 # transformers' own norms of q and k, it is right for one backward a step: 5.23 sums what has
 # accumulated anew at every further one.
 _SHARED_BY_HEADS = "replicated_with_grad_allreduce"
+
+# Of its output, what is rotary (here all of it for GTA) goes to the heads of every rank.
+_SHARED_KEY = "mla_kv_a_proj"
+
+_TP_PLANS = {
+    "gqa": {
+        "q_proj": "colwise",
+        "k_proj": "colwise",
+        "v_proj": "colwise",
+        "q_norm": _SHARED_BY_HEADS,
+        "k_norm": _SHARED_BY_HEADS,
+        "o_proj": "rowwise",
+    },
+    "gta": {
+        "q_proj": "colwise",
+        "kv_proj": "colwise",
+        "k_rope_proj": _SHARED_KEY,
+        "q_norm": _SHARED_BY_HEADS,
+        "k_norm": _SHARED_BY_HEADS,
+        "o_proj": "rowwise",
+    },
+    "mla": {
+        "q_proj": "colwise",
+        "q_b_proj": "colwise",
+        "kv_a_proj_with_mqa": _SHARED_KEY,
+        "kv_b_proj": "colwise",
+        "o_proj": "rowwise",
+    },
+    # a rank's queries would need those rows of one latent head that transformers cannot cut out
+    "gla": {},
+}
+"""How the attention of each kind is split over tensor-parallel ranks by transformers."""
 
 
 def matrix_name(matrix: str) -> str:
@@ -42,14 +74,8 @@ class KHAModelConfig(PreTrainedConfig):
     # The name under which transformers' expert kernels look the number up.
     attribute_map = {"num_local_experts": "num_experts"}  # noqa: RUF012
 
-    # `__post_init__` adds the rules of the matrices that this configuration has.
+    # `__post_init__` adds the rules of the attention and the matrices that this configuration has.
     base_model_tp_plan = {  # noqa: RUF012
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": _SHARED_BY_HEADS,
-        "layers.*.self_attn.k_norm": _SHARED_BY_HEADS,
-        "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
@@ -89,7 +115,8 @@ class KHAModelConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     """Key/value heads; None for as many as query heads (MHA), 1 for MQA."""
     head_dim: int = 128
-    """Features of a head; an even number."""
+    """Features of a head; an even number. In MLA and GLA it is ``qk_rope_head_dim``, as in
+    DeepSeek's configurations, whatever is given here."""
     hidden_act: str = "silu"
     """Activation of the gated MLPs."""
     max_position_embeddings: int = 8192
@@ -99,17 +126,34 @@ class KHAModelConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-5
     """Epsilon of every RMSNorm."""
     use_qk_norm: bool = True
-    """RMSNorm over each query and key head, after the knock and before RoPE."""
+    """RMSNorm over each query and key head, after the knock and before RoPE. In MLA and GLA over
+    the latents instead, before they are expanded."""
     attention_bias: bool = False
     """Biases in the q, k and v projections (Megatron's ``--add-qkv-bias``); never in ``o_proj``."""
     attention_dropout: float | int = 0.0
     """Dropout of the attention probabilities while training."""
     rope_parameters: dict | None = None
-    """``rope_type``, ``rope_theta``, and ``partial_rotary_factor`` (``--rotary-percent``)."""
+    """``rope_type``, ``rope_theta``, and ``partial_rotary_factor`` (``--rotary-percent``), which is
+    0.5 in GTA."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     use_cache: bool = True
-    """Whether ``forward`` keeps keys and (knocked) values for decoding."""
+    """Whether ``forward`` keeps for decoding what the attention needs of each token: keys and
+    (knocked) values; in GTA the tied states and the rotary half of the keys; in MLA and GLA the
+    latent and the rotary key."""
+
+    kv_lora_rank: int | None = None
+    """Features of the latent that keys and values are expanded from, of all latent heads together;
+    None for attention without a latent (MHA, MQA, GQA, GTA)."""
+    q_lora_rank: int | None = None
+    """Features of the latent that queries are expanded from; None for queries without one."""
+    qk_nope_head_dim: int | None = None
+    """In MLA and GLA, features of a query or key head without position (``--qk-head-dim``)."""
+    qk_rope_head_dim: int | None = None
+    """Rotary features of a query or key head in MLA and GLA (``--qk-pos-emb-head-dim``); in GTA it
+    is half of ``head_dim``."""
+    v_head_dim: int | None = None
+    """In MLA and GLA, features of a value head."""
 
     num_experts: int = 0
     """Routed experts of a sparse layer; 0 makes every layer dense."""
@@ -139,7 +183,11 @@ class KHAModelConfig(PreTrainedConfig):
     kha_key: str | None = None
     """Variant on the key heads."""
     kha_value: str | None = None
-    """Variant on the value heads."""
+    """Variant on the value heads; in GTA on the tied state."""
+    kha_attention: str | None = None
+    """``gta`` or ``gla``; None for MHA, MQA and GQA, and with ``kv_lora_rank`` for MLA."""
+    kha_latent_heads: int = KHAConfig.latent_heads
+    """Heads of the latent in GLA."""
     kha_init: str = "identity"
     """Start of newly made matrices: ``identity`` (a no-op) or ``random``. No effect on loading."""
 
@@ -154,12 +202,13 @@ class KHAModelConfig(PreTrainedConfig):
             kind = "sparse" if self.num_experts else "dense"
             self.mlp_layer_types = [kind] * self.num_hidden_layers
         self._check()
-        self.base_model_tp_plan = type(self).base_model_tp_plan | {
-            f"layers.*.self_attn.{projection[0]}_knock.{matrix_name(matrix)}": _SHARED_BY_HEADS
-            for projection, variant in self.kha.variants.items()
-            for matrix in MATRICES[variant]
-        }
+        if self.kv_lora_rank is not None:
+            self.head_dim = self.qk_rope_head_dim
+        elif self.kha_attention == "gta":
+            self.qk_rope_head_dim = self.head_dim // 2
+        self.base_model_tp_plan = type(self).base_model_tp_plan | self._attention_tp_plan()
         super().__post_init__(**kwargs)
+        self._settle_rotary_share()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         """``config.json``, and the modelling files beside it. Every model's save comes here."""
@@ -176,13 +225,50 @@ class KHAModelConfig(PreTrainedConfig):
             ConfigError: a field holds an unknown word.
         """
         return KHAConfig(
-            query=self.kha_query, key=self.kha_key, value=self.kha_value, init=self.kha_init
+            query=self.kha_query,
+            key=self.kha_key,
+            value=self.kha_value,
+            init=self.kha_init,
+            attention=self.kha_attention,
+            latent_heads=self.kha_latent_heads,
         )
+
+    @property
+    def num_latent_heads(self) -> int:
+        """Heads of the latent: more than one in GLA only."""
+        return self.kha_latent_heads if self.kha_attention == "gla" else 1
+
+    def _attention_tp_plan(self) -> dict[str, str]:
+        kind = self.kha_attention or ("gqa" if self.kv_lora_rank is None else "mla")
+        rules = dict(_TP_PLANS[kind])
+        if kind == "mla":
+            del rules["q_proj" if self.q_lora_rank is not None else "q_b_proj"]
+        if rules:  # else every rank has all heads
+            rules |= {
+                f"{projection[0]}_knock.{matrix_name(matrix)}": _SHARED_BY_HEADS
+                for projection, variant in self.kha.variants.items()
+                for matrix in MATRICES[variant]
+            }
+        return {f"layers.*.self_attn.{name}": rule for name, rule in rules.items()}
+
+    def _settle_rotary_share(self) -> None:
+        """Fill in the one share of a head that GTA rotates; refuse another, and any in MLA."""
+        if self.kha_attention != "gta" and self.kv_lora_rank is None:
+            return
+        whole = 0.5 if self.kha_attention == "gta" else 1.0
+        share = self.rope_parameters.setdefault("partial_rotary_factor", whole)
+        if share != whole:
+            raise ConfigError(
+                f"partial_rotary_factor={share} with kha_attention={self.kha_attention!r} and "
+                f"kv_lora_rank={self.kv_lora_rank}, whose share is {whole}: leave it out"
+            )
 
     def _check(self) -> None:
         """Refuse what no model can be built from, before any tensor is made."""
         _ = self.kha
-        problem = self._attention_problem() or self._mlp_problem()
+        latent = self.kv_lora_rank is not None
+        problem = self._latent_problem() if latent else self._attention_problem()
+        problem = problem or self._mlp_problem()
         if problem:
             raise ConfigError(problem)
 
@@ -195,7 +281,42 @@ class KHAModelConfig(PreTrainedConfig):
             )
         if self.head_dim < 2 or self.head_dim % 2:
             return f"head_dim={self.head_dim} is not a positive even number, which RoPE needs"
+        if self.kha_attention == "gla":
+            return "kha_attention='gla' expands a latent: give kv_lora_rank"
+        if self.q_lora_rank is not None:
+            return f"q_lora_rank={self.q_lora_rank} without kv_lora_rank: give both or none"
+        if self.kha_attention == "gta" and self.head_dim % 4:
+            return (
+                f"head_dim={self.head_dim} is no multiple of 4: grouped-tied attention rotates "
+                "half of a head"
+            )
+        if self.kha_attention == "gta" and self.attention_bias:
+            return "attention_bias=True with kha_attention='gta', which has no biases: remove one"
         return None
+
+    def _latent_problem(self) -> str | None:
+        check_latent_attention(self.kha)
+        heads, groups = self.num_attention_heads, self.num_latent_heads
+        if self.kha_attention == "gta":
+            return "kha_attention='gta' with kv_lora_rank are two kinds of attention: remove one"
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if (getattr(self, name) or 0) < 1:
+                return f"{name}={getattr(self, name)} with kv_lora_rank: it must be at least 1"
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            return f"q_lora_rank={self.q_lora_rank}: it must be at least 1, or None"
+        if self.qk_rope_head_dim % 2:
+            return f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, and RoPE turns pairs"
+        if self.num_key_value_heads != heads:
+            return (
+                f"num_key_value_heads={self.num_key_value_heads} with kv_lora_rank: every one of "
+                f"the {heads} query heads has a key: leave it out"
+            )
+        if self.kv_lora_rank % groups or heads % groups:
+            return (
+                f"kha_latent_heads={groups} divides kv_lora_rank={self.kv_lora_rank} and "
+                f"num_attention_heads={heads} into no equal parts"
+            )
+        return "attention_bias=True with kv_lora_rank: remove one" if self.attention_bias else None
 
     def _mlp_problem(self) -> str | None:
         layers, kinds = self.num_hidden_layers, self.mlp_layer_types

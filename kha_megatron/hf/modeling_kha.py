@@ -2,11 +2,11 @@
 
 The decoder around the attention is GLM-4-MoE's, the one stock architecture that has every switch a
 Megatron run can set: QK-norm on or off, q/k/v biases, partial RoPE, sigmoid routing with shared
-experts. What is written here is what differs: the knocks, Megatron's two routers, and a dense or
+experts. What differs is the attention (``attention_kha``), Megatron's two routers, and a dense or
 sparse MLP chosen layer by layer.
 
-Shape legend: ``B`` batch, ``S`` tokens, ``H`` query heads, ``G`` key/value heads, ``D`` head dim,
-``N`` tokens of the whole batch, ``E`` experts, ``K`` experts per token, ``C`` hidden size.
+Shape legend: ``B`` batch, ``S`` tokens, ``N`` tokens of the whole batch, ``E`` experts, ``K``
+experts per token, ``C`` hidden size.
 """
 
 import torch
@@ -19,9 +19,8 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.glm4_moe.modeling_glm4_moe import (
-    Glm4MoeAttention,
     Glm4MoeDecoderLayer,
     Glm4MoeForCausalLM,
     Glm4MoeMLP,
@@ -29,113 +28,23 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoePreTrainedModel,
     Glm4MoeRMSNorm,
     Glm4MoeRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.utils.output_capturing import OutputRecorder
 
-from kha_megatron.config import MATRICES, Variant
-from kha_megatron.hf.configuration_kha import KHAModelConfig, matrix_name
+from kha_megatron.hf.attention_kha import (
+    HeadSharedLinear,
+    KHAAttention,
+    KHALatentAttention,
+    KHATiedAttention,
+    attention_class,
+)
+from kha_megatron.hf.configuration_kha import KHAModelConfig
 
 # Experts are 3-D in memory and one tensor per expert and matrix on disk, as in qwen3_moe files.
 register_checkpoint_conversion_mapping(
     KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
 )
-
-
-class HeadSharedLinear(nn.Linear):
-    """One ``[D, D]`` matrix that all heads of a tensor share, in ``nn.Linear``'s layout.
-
-    The weight is the transpose of the matrix in ``kha_megatron.ops``, which multiplies rows from
-    the right. A class of its own, because transformers initialises module by module: it must be
-    told here, and not by the parent, that these matrices start as a no-op.
-    """
-
-    def __init__(self, head_dim: int, *, is_gate: bool) -> None:
-        self.is_gate = is_gate
-        super().__init__(head_dim, head_dim, bias=False)
-
-
-class KHAKnock(nn.Module):
-    """The shared matrices of one projected tensor (equations 5-7 and 9, Table 2)."""
-
-    def __init__(self, variant: Variant, head_dim: int) -> None:
-        super().__init__()
-        self.variant = variant
-        for matrix in MATRICES[variant]:
-            self.add_module(
-                matrix_name(matrix), HeadSharedLinear(head_dim, is_gate=matrix == "gate")
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., D]`` to ``[..., D]``: ``ops.knock``, one module call per matrix.
-
-        Calling the modules keeps quantisation, adapters and tensor parallelism of transformers
-        working, which act on modules. The order of the products is that of ``ops.knock``.
-        """
-        # One expression each, and the sigmoid no module: vLLM splits over its ranks what looks like
-        # an MLP or like parallel projections, and here every rank holds other heads.
-        if self.variant == "linear":
-            return self.proj(x)
-        if self.variant == "gate":
-            return 2 * x * torch.sigmoid(self.gate_proj(x))
-        return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
-
-
-def _knock(variant: Variant | None, head_dim: int) -> nn.Module:
-    return nn.Identity() if variant is None else KHAKnock(variant, head_dim)
-
-
-class KHAAttention(Glm4MoeAttention):
-    """Causal grouped-query attention: project, knock, QK-norm, RoPE, attend, project."""
-
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        kha = config.kha
-        self.q_knock = _knock(kha.query, self.head_dim)
-        self.k_knock = _knock(kha.key, self.head_dim)
-        self.v_knock = _knock(kha.value, self.head_dim)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        """``[B, S, C]`` to ``[B, S, C]`` and the attention weights, if the backend makes them.
-
-        The cache receives keys after knock, norm and RoPE, and values after the knock: a decoding
-        step knocks its own token only.
-        """
-        input_shape = hidden_states.shape[:-1]
-        heads = (*input_shape, -1, self.head_dim)
-        query = self.q_knock(self.q_proj(hidden_states).view(heads))
-        key = self.k_knock(self.k_proj(hidden_states).view(heads))
-        value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
-        if self.use_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_pos_emb(
-            query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
-        )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
 
 class KHARouter(nn.Module):
@@ -215,7 +124,7 @@ class KHADecoderLayer(Glm4MoeDecoderLayer):
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         GradientCheckpointingLayer.__init__(self)  # the parent's would build its own sub-modules
         self.hidden_size = config.hidden_size
-        self.self_attn = KHAAttention(config, layer_idx)
+        self.self_attn = attention_class(config)(config, layer_idx)
         is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
         self.mlp = KHASparseMLP(config) if is_sparse else Glm4MoeMLP(config)
         self.input_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -230,7 +139,7 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     _no_split_modules = ["KHADecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": KHADecoderLayer,
-        "attentions": KHAAttention,
+        "attentions": [KHAAttention, KHATiedAttention, KHALatentAttention],
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
     # The parent drops the extra layers of its own releases; here that would lose layers in silence.
@@ -292,6 +201,48 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> MoeModelOutputWithPast:
+        """``[B, S]`` token ids, or ``[B, S, C]`` embeddings, to ``[B, S, C]``.
+
+        With grouped-tied attention and QK-norm, cached keys are rotated when they are used, as if
+        the tokens before these had the positions just before: so it is with padding on the left,
+        and not with several sequences packed into one row of a cache.
+        """
+        tied = self.config.kha_attention == "gta" and self.config.use_qk_norm
+        if tied and past_key_values is not None:
+            new = input_ids if inputs_embeds is None else inputs_embeds
+            kwargs["key_position_embeddings"] = self._of_cached(new, position_ids, past_key_values)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    def _of_cached(
+        self, new: Tensor, position_ids: Tensor | None, cache: Cache
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine for all that the cache holds once the ``new`` tokens are in it."""
+        length = new.shape[1]
+        held, _ = cache.get_mask_sizes(length, 0)
+        positions = torch.arange(held, device=new.device)[None]
+        if position_ids is not None:
+            last = cache.get_seq_length() + length - 1
+            positions = positions + position_ids[:, -1:] - last
+        return self.rotary_emb(new.new_empty(0, dtype=self.dtype), positions)
 
 
 class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):

@@ -15,6 +15,7 @@ MODULES = {
     "kha_megatron.errors": "errors_kha",
     "kha_megatron.config": "knocking_kha",
     "kha_megatron.hf.configuration_kha": "configuration_kha",
+    "kha_megatron.hf.attention_kha": "attention_kha",
     "kha_megatron.hf.modeling_kha": "modeling_kha",
 }
 """The modules that a model needs, and what they are called beside it."""

@@ -28,6 +28,29 @@ MOE = {
     "shared_expert_intermediate_size": 9,
     "shared_expert_gate": True,
 }
+LATENT = {
+    "num_key_value_heads": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
+FAMILY = {
+    "gta": ({"query": "gate", "value": "mlp"}, {"kha_attention": "gta", "head_dim": 12}),
+    "gta, no norm": (
+        {"value": "linear"},
+        {"kha_attention": "gta", "head_dim": 12, "use_qk_norm": False},
+    ),
+    "mla": (LINEAR, LATENT | {"q_lora_rank": 9}),
+    "mla, direct queries, no norm": (LINEAR, LATENT | {"use_qk_norm": False}),
+    "gla": (LINEAR, LATENT | {"q_lora_rank": 9, "kha_attention": "gla"}),
+    "gla, 3 latent heads, direct queries": (
+        {"key": "linear"},
+        LATENT | {"kha_attention": "gla", "kha_latent_heads": 3},
+    ),
+}
+"""What is knocked, and the sizes, of the attentions that are not grouped-query attention."""
 TOKENS = 7
 
 

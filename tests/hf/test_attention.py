@@ -9,8 +9,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 from transformers.integrations import flex_attention
 
 from kha_megatron.config import MATRICES, PROJECTIONS
+from kha_megatron.hf.attention_kha import KHAAttention, KHAKnock
 from kha_megatron.hf.configuration_kha import matrix_name
-from kha_megatron.hf.modeling_kha import KHAAttention, KHAKnock
 from kha_megatron.ops import fold, knock, reference
 from tests.hf.conftest import SIZES, TOKENS, every_projection, make_config, make_model, tokens
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kha_megatron.hf import KHAForCausalLM, write_modelling_files
 from kha_megatron.hf.modelling_files import AUTO_MAP, MODULES
-from tests.hf.conftest import MOE, make_config, make_model, tokens
+from tests.hf.conftest import FAMILY, MOE, make_config, make_model, tokens
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
 FILES = {f"{name}.py" for name in MODULES.values()}
@@ -125,6 +125,23 @@ def test_a_stranger_who_trusts_the_folder_gets_the_same_model(stranger):
     # loaded tensors lie unaligned in their file, for which the CPU rounds products differently
     torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=1e-5)
     assert seen["new"].shape == (2, ids.shape[1] + 4)
+
+
+def test_a_stranger_gets_tied_attention_too(tmp_path):
+    """The one with a forward pass of its own around the decoder."""
+    kha, sizes = FAMILY["gta"]
+    model = make_model(kha, **sizes)
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    model.save_pretrained(folder)
+    cache.mkdir()
+    save_file({"ids": tokens()}, folder / "ids.safetensors")
+    result = run_stranger(folder, tmp_path / "again", cache)
+    assert result.returncode == 0, result.stderr
+    ids = load_file(folder / "ids.safetensors")["ids"]
+    with torch.no_grad():
+        expected = model(ids).logits
+    seen = load_file(folder / "seen.safetensors")
+    torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_stranger_who_does_not_trust_it_is_told_so(stranger):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.hf.modeling_kha import HeadSharedLinear, KHAKnock
+from kha_megatron.hf.attention_kha import HeadSharedLinear, KHAKnock
 from tests.hf.conftest import MOE, TOKENS, make_model, tokens
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}

@@ -1,20 +1,36 @@
 """The model split over two ranks by transformers itself, against the whole one: outputs, greedy
 tokens and every gradient."""
 
+import re
+
 import pytest
 import torch
 
-from tests.hf.conftest import MOE, every_projection, make_config, make_model, tokens
+from tests.hf.conftest import FAMILY, MOE, every_projection, make_config, make_model, tokens
 from tests.hf.sharded import SEEN, run_ranks
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
-# name: the model and how it is split. 37 and 9 features do not divide by two.
+TP2 = {"tp_size": 2}
+# name: what is knocked, the sizes, how it is split. 37 and 9 features do not divide by two.
 CASES = {
-    "dense": ({**HEADS, "tie_word_embeddings": True}, {"tp_size": 2}),
-    "moe": ({**HEADS, **MOE}, {"tp_size": 2}),
-    "experts": ({**HEADS, **MOE, "num_experts": 6}, {"tp_size": 2, "ep_size": 2}),
+    "dense": (MIXED, {**HEADS, "tie_word_embeddings": True}, TP2),
+    "moe": (MIXED, {**HEADS, **MOE}, TP2),
+    "experts": (MIXED, {**HEADS, **MOE, "num_experts": 6}, {"tp_size": 2, "ep_size": 2}),
+    "gta": (FAMILY["gta"][0], HEADS | FAMILY["gta"][1], TP2),
+    "gta, no norm": (FAMILY["gta, no norm"][0], HEADS | FAMILY["gta, no norm"][1], TP2),
+    "mla": (FAMILY["mla"][0], HEADS | FAMILY["mla"][1], TP2),
+    "gla": (FAMILY["gla"][0], HEADS | FAMILY["gla"][1], TP2),
 }
+
+
+SPLIT = {
+    "gta": {"q_proj", "kv_proj", "o_proj"},
+    "gta, no norm": {"q_proj", "kv_proj", "o_proj"},
+    "mla": {"q_b_proj", "kv_b_proj", "o_proj"},
+    "gla": set(),
+}
+"""The layers of the attention that are split, where it is no grouped-query attention."""
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +39,8 @@ def runs(tmp_path_factory):
     torch.manual_seed(0)
     root, ids = tmp_path_factory.mktemp("sharded"), tokens()
     models, jobs = {}, []
-    for name, (settings, plan) in CASES.items():
-        models[name] = make_model(MIXED, **settings)
+    for name, (kha, settings, plan) in CASES.items():
+        models[name] = make_model(kha, **settings)
         models[name].save_pretrained(root / name)
         jobs.append((root / name, plan))
     run_ranks(jobs, ids, root / "store")
@@ -75,10 +91,11 @@ def test_two_ranks_get_every_gradient_of_one(runs, case):
         if parts[0].shape == parameter.shape:
             assert torch.equal(*parts), f"{name}: the ranks drift apart"
         else:
-            split.add(name.removeprefix("model.layers.1.").removesuffix(".weight"))
-    assert not any("_knock." in name or "_norm" in name for name in split)
-    assert {f"self_attn.{letter}_proj" for letter in "qkvo"} <= split
-    assert ("mlp.experts.gate_up_proj" in split) == (case != "dense")
+            split.add(re.sub(r"model\.layers\.\d\.", "", name).removesuffix(".weight"))
+    assert not any("_knock." in name or "norm" in name for name in split)
+    attention = {name.removeprefix("self_attn.") for name in split if "self_attn" in name}
+    assert attention == SPLIT.get(case, {"q_proj", "k_proj", "v_proj", "o_proj"})
+    assert ("mlp.experts.gate_up_proj" in split) == (case in ("moe", "experts"))
 
 
 @pytest.mark.xfail(
@@ -92,18 +109,26 @@ def test_gradients_that_accumulate_are_summed_once(runs):
     torch.testing.assert_close(ranks[0]["accumulated"][name], 2 * ranks[0]["grads"][name])
 
 
-@pytest.mark.parametrize("kha", [{}, {"value": "mlp"}, every_projection("linear"), MIXED])
-def test_the_plan_names_what_this_model_has(kha):
+@pytest.mark.parametrize(
+    ("kha", "sizes"),
+    [
+        *((kha, {}) for kha in ({}, {"value": "mlp"}, every_projection("linear"), MIXED)),
+        *FAMILY.values(),
+    ],
+)
+def test_the_plan_names_what_this_model_has(kha, sizes):
     """A rule that matches nothing is warned about, which reads like an error."""
-    model = make_model(kha)
-    names = {name.removesuffix(".weight") for name, _ in model.model.named_parameters()}
-    rules = {rule for rule in model.config.base_model_tp_plan if "_knock." in rule}
-    assert rules == {
-        name.replace(f"layers.{layer}.", "layers.*.")
-        for layer in range(3)
-        for name in names
-        if f"layers.{layer}." in name and "_knock." in name
+    model = make_model(kha, **sizes)
+    names = {
+        re.sub(r"layers\.\d", "layers.*", name).removesuffix(".weight")
+        for name, _ in model.model.named_parameters()
     }
+    rules = {rule for rule in model.config.base_model_tp_plan if "self_attn." in rule}
+    if model.config.kha_attention == "gla":  # every rank has all heads
+        assert not rules
+        return
+    assert {rule for rule in rules if "_norm" not in rule} <= names
+    assert {name for name in names if "_knock." in name} <= rules
 
 
 def test_the_plan_is_no_part_of_the_saved_configuration():

@@ -1,0 +1,313 @@
+"""The attention family with knocking heads: MHA, MQA and GQA, then GTA, then MLA and GLA.
+
+Each class projects, knocks, norms, rotates, attends and projects, in the order of
+``kha_megatron.ops.reference``, and caches no more numbers a token than its definition needs.
+
+Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, ``H`` query heads,
+``G`` key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    apply_rotary_pos_emb_interleave,
+)
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeAttention,
+    Glm4MoeRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from kha_megatron.config import MATRICES, Variant
+from kha_megatron.hf.configuration_kha import KHAModelConfig, matrix_name
+
+CosSin = tuple[Tensor, Tensor]
+"""Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
+
+
+class HeadSharedLinear(nn.Linear):
+    """One ``[D, D]`` matrix that all heads of a tensor share, in ``nn.Linear``'s layout.
+
+    The weight is the transpose of the matrix in ``kha_megatron.ops``, which multiplies rows from
+    the right. A class of its own, because transformers initialises module by module: it must be
+    told here, and not by the parent, that these matrices start as a no-op.
+    """
+
+    def __init__(self, head_dim: int, *, is_gate: bool) -> None:
+        self.is_gate = is_gate
+        super().__init__(head_dim, head_dim, bias=False)
+
+
+class KHAKnock(nn.Module):
+    """The shared matrices of one projected tensor (equations 5-7 and 9, Table 2)."""
+
+    def __init__(self, variant: Variant, head_dim: int) -> None:
+        super().__init__()
+        self.variant = variant
+        for matrix in MATRICES[variant]:
+            self.add_module(
+                matrix_name(matrix), HeadSharedLinear(head_dim, is_gate=matrix == "gate")
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``: ``ops.knock``, one module call per matrix.
+
+        Calling the modules keeps quantisation, adapters and tensor parallelism of transformers
+        working, which act on modules. The order of the products is that of ``ops.knock``.
+        """
+        # One expression each, and the sigmoid no module: vLLM splits over its ranks what looks like
+        # an MLP or like parallel projections, and here every rank holds other heads.
+        if self.variant == "linear":
+            return self.proj(x)
+        if self.variant == "gate":
+            return 2 * x * torch.sigmoid(self.gate_proj(x))
+        return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
+
+
+def _knock(variant: Variant | None, head_dim: int) -> nn.Module:
+    return nn.Identity() if variant is None else KHAKnock(variant, head_dim)
+
+
+def _attend(
+    module: nn.Module,
+    shape: torch.Size,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by the backend that the configuration names, and project to ``[*shape, C]``."""
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, eager_attention_forward
+    )
+    output, weights = attend(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        **kwargs,
+    )
+    return module.o_proj(output.reshape(*shape, -1).contiguous()), weights
+
+
+class KHAAttention(Glm4MoeAttention):
+    """Causal grouped-query attention: project, knock, QK-norm, RoPE, attend, project."""
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        kha = config.kha
+        self.q_knock = _knock(kha.query, self.head_dim)
+        self.k_knock = _knock(kha.key, self.head_dim)
+        self.v_knock = _knock(kha.value, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: CosSin,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B, S, C]`` to ``[B, S, C]`` and the attention weights, if the backend makes them.
+
+        The cache receives keys after knock, norm and RoPE, and values after the knock: a decoding
+        step knocks its own token only.
+        """
+        input_shape = hidden_states.shape[:-1]
+        heads = (*input_shape, -1, self.head_dim)
+        query = self.q_knock(self.q_proj(hidden_states).view(heads))
+        key = self.k_knock(self.k_proj(hidden_states).view(heads))
+        value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
+        if self.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(
+            query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
+
+
+class KHATiedAttention(nn.Module):
+    """Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487), its tied state knocked.
+
+    All of a key/value head's state is its value; the first half of it is the half of the key
+    without position. The other half of the key, the first to Megatron's partial rotary embedding
+    and so here, is one head that all groups share. The cache holds ``G D + D / 2`` numbers a token,
+    as one head of each: transformers' static cache wants as many of keys as of values.
+    """
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        kha, hidden, heads = config.kha, config.hidden_size, config.num_attention_heads
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
+        self.num_key_value_groups = heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
+        self.kv_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
+        self.k_rope_proj = nn.Linear(hidden, config.qk_rope_head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        self.use_qk_norm = config.use_qk_norm
+        if self.use_qk_norm:
+            self.q_norm = Glm4MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = Glm4MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_knock = _knock(kha.query, self.head_dim)
+        self.v_knock = _knock(kha.value, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: CosSin,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        key_position_embeddings: CosSin | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`KHAAttention.forward`.
+
+        QK-norm sees whole keys, and each group's is another. So a model with it caches the rotary
+        half before norm and rotation, and turns the keys of the whole cache by
+        ``key_position_embeddings``, ``[B or 1, K, R]``; None is for keys of these tokens only.
+        """
+        input_shape = hidden_states.shape[:-1]
+        heads = (*input_shape, -1, self.head_dim)
+        query = self.q_knock(self.q_proj(hidden_states).view(heads))
+        tied = self.v_knock(self.kv_proj(hidden_states).view(heads)).flatten(-2)[:, None]
+        rotary = self.k_rope_proj(hidden_states)[:, None]
+        if self.use_qk_norm:
+            query = self.q_norm(query)
+        else:
+            rotary = _rotate_first(rotary, *position_embeddings)
+        query = _rotate_first(query.transpose(1, 2), *position_embeddings)
+        if past_key_values is not None:
+            rotary, tied = past_key_values.update(rotary, tied, self.layer_idx)
+        value = tied.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        plain = value[..., : self.head_dim - rotary.shape[-1]]
+        key = torch.cat([rotary.expand(-1, value.shape[1], -1, -1), plain], dim=-1)
+        if self.use_qk_norm:
+            key = _rotate_first(self.k_norm(key), *(key_position_embeddings or position_embeddings))
+        return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
+
+
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first ``R`` features of ``[B, heads, S, D]``."""
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
+
+
+class KHALatentAttention(DeepseekV3Attention):
+    """Multi-head Latent Attention (DeepSeek-V2, arXiv 2405.04434), with ``linear`` knocks.
+
+    Knocked are the parts of queries and keys without position, and the values. With several latent
+    heads it is Grouped Latent Attention (Zadouri et al. 2025): each is normalised by itself, and
+    expands to keys and values of its own group of query heads.
+
+    The cache holds the normalised latent and the rotary key of all heads, ``kv_lora_rank + R``
+    numbers a token. Like the stock class, a decoding step expands the whole cache, here with the
+    knocks; ``kha-megatron convert fold`` makes MLA a stock model with the stock model's work.
+    """
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        kha, eps, groups = config.kha, config.rms_norm_eps, config.num_latent_heads
+        norm = Glm4MoeRMSNorm if config.use_qk_norm else _no_norm  # the stock epsilon is fixed
+        if config.q_lora_rank is not None:
+            self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
+        self.kv_a_layernorm = norm(config.kv_lora_rank, eps=eps)
+        if groups > 1:
+            rows = self.num_heads // groups * (self.qk_nope_head_dim + self.v_head_dim)
+            self.kv_b_proj = nn.ModuleList(
+                nn.Linear(config.kv_lora_rank // groups, rows, bias=False) for _ in range(groups)
+            )
+            if config.use_qk_norm:
+                self.kv_a_layernorm = KHALatentRMSNorm(config.kv_lora_rank, eps, groups)
+        self.q_knock = _knock(kha.query, self.qk_nope_head_dim)
+        self.k_knock = _knock(kha.key, self.qk_nope_head_dim)
+        self.v_knock = _knock(kha.value, self.v_head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: CosSin,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`KHAAttention.forward`."""
+        input_shape = hidden_states.shape[:-1]
+        query = self._queries(hidden_states).view(*input_shape, -1, self.qk_head_dim)
+        plain, turned = query.transpose(1, 2).split(
+            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
+        )
+        latent, rotary = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        latent = self.kv_a_layernorm(latent)
+        turned, rotary = apply_rotary_pos_emb_interleave(turned, rotary, *position_embeddings)
+        if past_key_values is not None:
+            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        query = torch.cat([self.q_knock(plain), turned], dim=-1)
+        key, value = self.expand_kv(latent, rotary)
+        return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        if self.q_lora_rank is None:
+            return self.q_proj(hidden_states)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+
+    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, K, ...]`` of the latents ``[B, 1, K, kv_lora_rank]`` and the
+        rotary keys ``[B, 1, K, R]``."""
+        latent = kv_nope.squeeze(1)
+        if isinstance(self.kv_b_proj, nn.ModuleList):
+            parts = latent.chunk(len(self.kv_b_proj), dim=-1)
+            expanded = [up(part) for up, part in zip(self.kv_b_proj, parts, strict=True)]
+            expanded = torch.cat(expanded, dim=-1)
+        else:
+            expanded = self.kv_b_proj(latent)
+        widths = [self.qk_nope_head_dim, self.v_head_dim]
+        heads = expanded.unflatten(-1, (-1, sum(widths))).transpose(1, 2)
+        plain, value = heads.split(widths, dim=-1)
+        k_rot = k_rot.expand(-1, plain.shape[1], -1, -1)
+        return torch.cat([self.k_knock(plain), k_rot], dim=-1), self.v_knock(value)
+
+
+class KHALatentRMSNorm(nn.Module):
+    """RMSNorm of each of several latent heads by itself: ``[..., kv_lora_rank]`` to the same.
+
+    No child of another RMSNorm: kernels that replace those would take all heads for one.
+    """
+
+    def __init__(self, features: int, eps: float, heads: int) -> None:
+        super().__init__()
+        self.eps, self.heads = eps, heads
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """Normalise, in float32."""
+        heads = latent.float().unflatten(-1, (self.heads, -1))
+        heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * heads.flatten(-2).to(latent.dtype)
+
+
+def _no_norm(features: int, eps: float) -> nn.Module:
+    return nn.Identity()
+
+
+def attention_class(config: KHAModelConfig) -> type[nn.Module]:
+    """The attention of a model, for each of its layers."""
+    if config.kv_lora_rank is not None:
+        return KHALatentAttention
+    return KHATiedAttention if config.kha_attention == "gta" else KHAAttention

@@ -1,0 +1,353 @@
+"""GTA, MLA and GLA against the oracle, and in every use that grouped-query attention has."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from kha_megatron.config import MATRICES
+from kha_megatron.errors import ConfigError
+from kha_megatron.hf.attention_kha import attention_class
+from kha_megatron.hf.configuration_kha import matrix_name
+from kha_megatron.ops import reference
+from tests.hf.conftest import (
+    FAMILY,
+    LATENT,
+    MOE,
+    SIZES,
+    TOKENS,
+    make_config,
+    make_model,
+    tokens,
+)
+from tests.hf.test_attention import backend, rotary
+from tests.hf.test_generation import NEW, greedy
+from tests.hf.test_serving import SEQUENCES
+
+every_attention = pytest.mark.parametrize("name", FAMILY)
+
+
+def model_of(name, **settings):
+    kha, sizes = FAMILY[name]
+    return make_model(kha, **(sizes | settings))
+
+
+def rows(linear):
+    """The matrix of a linear layer for row vectors; several of them side by side."""
+    if isinstance(linear, torch.nn.ModuleList):
+        return torch.cat([part.weight.T for part in linear], dim=-1)
+    return linear.weight.T
+
+
+def oracle(layer, hidden):
+    kha, config = layer.config.kha, layer.config
+    matrices = {
+        p: [
+            getattr(layer, f"{p[0]}_knock").get_submodule(matrix_name(m)).weight.T
+            for m in MATRICES[v]
+        ]
+        for p, v in kha.variants.items()
+    }
+    names = {"q_norm": "q_norm", "k_norm": "k_norm"}
+    if config.kv_lora_rank is not None:
+        names = {"q_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
+    found = {ours: getattr(layer, theirs, None) for ours, theirs in names.items()}
+    norms = {name: m.weight for name, m in found.items() if hasattr(m, "weight")}
+    common = {"rotary_base": 10000.0, "eps": config.rms_norm_eps, **norms}
+    if config.kv_lora_rank is None:
+        weights = (layer.q_proj, layer.kv_proj, layer.k_rope_proj, layer.o_proj)
+        return reference.tied_attention(
+            hidden,
+            *map(rows, weights),
+            kha,
+            matrices,
+            num_query_groups=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            **common,
+        )
+    down, rank = rows(layer.kv_a_proj_with_mqa), config.kv_lora_rank
+    heads, plain = config.num_attention_heads, config.qk_nope_head_dim
+    up = rows(layer.kv_b_proj).unflatten(-1, (heads, -1))
+    direct = config.q_lora_rank is None
+    return reference.latent_attention(
+        hidden,
+        rows(layer.q_proj if direct else layer.q_b_proj),
+        down[:, :rank],
+        up[..., :plain].flatten(1),
+        up[..., plain:].flatten(1),
+        down[:, rank:],
+        rows(layer.o_proj),
+        kha,
+        matrices,
+        heads=heads,
+        w_query_latent=None if direct else rows(layer.q_a_proj),
+        **common,
+    )
+
+
+@every_attention
+def test_output_and_gradients_equal_the_oracle(name):
+    kha, sizes = FAMILY[name]
+    config = make_config(kha, **sizes)
+    config._attn_implementation = "sdpa"
+    layer = attention_class(config)(config, layer_idx=0).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.4 * torch.randn_like(parameter))
+    hidden = torch.randn(2, TOKENS, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    out_grad = torch.randn_like(hidden)
+    leaves = {"hidden": hidden, **dict(layer.named_parameters())}
+
+    expected = oracle(layer, hidden)
+    expected_grads = torch.autograd.grad(expected, leaves.values(), out_grad)
+    actual, _ = layer(hidden, rotary(10000.0, TOKENS, config.qk_rope_head_dim), None)
+    actual_grads = torch.autograd.grad(actual, leaves.values(), out_grad)
+
+    # norms compute in float32 whatever they are given; all else is float64
+    tolerance = 5e-6 if any("norm" in leaf for leaf in leaves) else 1e-12
+    pairs = zip((actual, *actual_grads), (expected, *expected_grads), strict=True)
+    for leaf, (ours, theirs) in zip(["output", *leaves], pairs, strict=True):
+        assert theirs.abs().max() > 1e-4, f"{leaf} is too small to prove anything"
+        error = (ours - theirs).abs().max() / theirs.abs().max()
+        assert error < tolerance, f"{leaf}: {error:.1e}"
+
+
+def paper_size(config):
+    """Numbers that one layer must keep of a token (DESIGN section 2; Zadouri et al. 2025)."""
+    if config.kv_lora_rank is None:
+        return config.num_key_value_heads * config.head_dim + config.head_dim // 2
+    return config.kv_lora_rank + config.qk_rope_head_dim
+
+
+@every_attention
+def test_the_cache_has_its_paper_size(name):
+    model = model_of(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 7), past_key_values=cache)
+        model(tokens(1, 1), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    expected = {"gta": 3 * 12 + 6, "mla": 12 + 4, "gla": 12 + 4}[name[:3]]
+    assert paper_size(model.config) == expected
+    assert held == 3 * expected * 4 * 8
+    static = StaticCache(config=model.config, max_cache_len=8)
+    with torch.no_grad():
+        model(tokens(1, 7), past_key_values=static)
+    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in static.layers) == held
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@every_attention
+def test_greedy_with_and_without_cache_agree(name, cache):
+    model = model_of(name, initializer_range=0.5, **MOE if name == "gla" else {})
+    ids = tokens()
+    without = greedy(model, ids, use_cache=False)
+    assert without[:, ids.shape[1] :].unique().numel() > 3, "a constant output proves nothing"
+    assert torch.equal(greedy(model, ids, cache_implementation=cache), without)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@every_attention
+def test_logits_with_a_cache_are_those_without(name, static):
+    """In pieces of several tokens; padding on the left of one sequence changes nothing either."""
+    model = model_of(name)
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    if static:
+        cache = StaticCache(config=model.config, max_cache_len=12)
+    parts, start = [], 0
+    with torch.no_grad():
+        alone = [model(ids[:1, 3:]).logits[0], model(ids[1:]).logits[0]]
+        for length in (5, 3, 1):
+            end = start + length
+            parts.append(
+                model(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, start:end],
+                    past_key_values=cache,
+                ).logits
+            )
+            start = end
+    expected = torch.cat(alone)
+    assert expected.std(dim=0).mean() > 0.3
+    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected, rtol=1e-5, atol=2e-5)
+
+
+@every_attention
+def test_generation_with_padding_on_the_left(name):
+    model = model_of(name, initializer_range=0.5)
+    short, long = (tokens(1, length).clamp(min=1) for length in (4, 7))  # 0 would be padding
+    padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
+    mask = torch.ones_like(padded)
+    mask[0, :3] = 0
+    together = greedy(model, padded, attention_mask=mask)[:, -NEW:]
+    alone = [greedy(model, ids)[0, -NEW:] for ids in (short, long)]
+    assert torch.equal(together, torch.stack(alone))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("other", ["eager", "flex"])
+@every_attention
+def test_attention_backends_agree(name, other, monkeypatch):
+    kha, sizes = FAMILY[name]
+    if "kv_lora_rank" in sizes:  # the flexible one demands 16 features a head
+        sizes = sizes | {"qk_nope_head_dim": 12, "v_head_dim": 16}
+    else:
+        sizes = sizes | {"head_dim": 16}
+    ours = make_model(kha, **sizes)
+    theirs = make_model(kha, attention=backend(other, monkeypatch), **sizes)
+    theirs.load_state_dict(ours.state_dict())
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        logits, others = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (ours, theirs))
+    torch.testing.assert_close(others, logits, rtol=1e-5, atol=2e-5)
+
+
+@every_attention
+def test_eager_gives_the_attention_weights(name):
+    model = model_of(name, attention="eager")
+    with torch.no_grad():
+        weights = model(tokens(), output_attentions=True).attentions
+    assert [w.shape for w in weights] == [(2, 6, TOKENS, TOKENS)] * 3
+    torch.testing.assert_close(weights[1].sum(-1), torch.ones(2, 6, TOKENS))
+
+
+@every_attention
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    ids = tokens()
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model = model_of(name).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        runs = []
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        model(ids, labels=ids).loss.backward()
+        assert len(runs) == (2 if checkpointing else 1)
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    plain, recomputed = gradients
+    assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
+    assert all(torch.equal(plain[n], recomputed[n]) for n in plain)
+
+
+@every_attention
+def test_new_matrices_change_nothing(name):
+    """At the identity, bit for bit, in both dtypes."""
+    _, sizes = FAMILY[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        knocked = model_of(name, learnt=False, dtype=dtype)
+        baseline = make_model(learnt=False, dtype=dtype, **sizes)
+        report = baseline.load_state_dict(knocked.state_dict(), strict=False)
+        assert not report.missing_keys
+        assert all("_knock." in key for key in report.unexpected_keys)
+        ids = tokens()
+        with torch.no_grad():
+            assert torch.equal(knocked(ids).logits, baseline(ids).logits)
+
+
+@every_attention
+def test_a_decoding_step_is_one_graph(name):
+    model = model_of(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    prompt, steps = tokens(), tokens(2, 3)
+    runs = []
+    for step in (model, compiled):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            logits = [
+                step(
+                    steps[:, i : i + 1],
+                    past_key_values=cache,
+                    position_ids=torch.full((2, 1), prompt.shape[1] + i),
+                ).logits
+                for i in range(steps.shape[1])
+            ]
+        runs.append(torch.cat(logits, 1))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
+
+
+@every_attention
+def test_a_saved_folder_loads_to_the_same(name, tmp_path):
+    model = model_of(name)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, trust_remote_code=False
+    )
+    assert not any(info.values())
+    assert loaded.config.kha == model.config.kha
+    assert loaded.config.base_model_tp_plan == model.config.base_model_tp_plan
+    state = model.state_dict()
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[n]) for n, tensor in loaded.state_dict().items())
+    ids = tokens()
+    with torch.no_grad():  # a copy, because loaded tensors lie unaligned
+        assert torch.equal(deepcopy(loaded)(ids).logits, model(ids).logits)
+
+
+@every_attention
+def test_another_attention_function_serves_packed_sequences(name):
+    model = model_of(name, attention="packed").model
+    twin = model_of(name).model
+    twin.load_state_dict(model.state_dict())
+    first, second = (tokens(1, n) for n in SEQUENCES)
+    with torch.no_grad():
+        hidden = model(
+            input_ids=torch.cat([first, second], 1),
+            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
+            use_cache=False,
+            instances={layer: [] for layer in range(3)},
+        ).last_hidden_state[0]
+        alone = torch.cat([twin(ids).last_hidden_state[0] for ids in (first, second)])
+    torch.testing.assert_close(hidden, alone, rtol=1e-5, atol=1e-5)
+
+
+GTA = {"kha_attention": "gta", "head_dim": 12}
+REFUSED = {
+    "an mlp on MLA": (
+        LATENT | {"kha_value": "mlp"},
+        "value=mlp on multi-latent attention.*linear",
+    ),
+    "a knocked key on GTA": (GTA | {"kha_key": "linear"}, "key=linear on grouped-tied.*leave key"),
+    "an unknown kind": ({"kha_attention": "mla"}, "unknown KHA attention 'mla'.*gta, gla"),
+    "GLA without a latent": ({"kha_attention": "gla"}, "give kv_lora_rank"),
+    "GTA with a latent": (LATENT | GTA, "two kinds of attention"),
+    "latent heads of MLA": (LATENT | {"kha_latent_heads": 3}, "latent_heads=3 without"),
+    "a latent of queries alone": ({"q_lora_rank": 8}, "q_lora_rank=8 without kv_lora_rank"),
+    "no queries": (LATENT | {"q_lora_rank": 0}, "q_lora_rank=0"),
+    "a size that is missing": (LATENT | {"v_head_dim": None}, "v_head_dim=None"),
+    "an odd rotary part": (LATENT | {"qk_rope_head_dim": 3}, "qk_rope_head_dim=3 is odd"),
+    "grouped keys of MLA": (LATENT | {"num_key_value_heads": 3}, "num_key_value_heads=3 with"),
+    "latent heads that do not divide": (
+        LATENT | {"kha_attention": "gla", "kha_latent_heads": 5},
+        "kha_latent_heads=5 divides kv_lora_rank=12",
+    ),
+    "biases of MLA": (LATENT | {"attention_bias": True}, "attention_bias=True with kv_lora_rank"),
+    "biases of GTA": (GTA | {"attention_bias": True}, "attention_bias=True with kha_attention"),
+    "half a head that is odd": (GTA | {"head_dim": 10}, "head_dim=10 is no multiple of 4"),
+    "all of GTA rotated": (
+        GTA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        "partial_rotary_factor=1.0.*0.5",
+    ),
+    "half of MLA rotated": (
+        LATENT | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5.*1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_meaning_is_refused(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_config(**settings)
+    assert "\n" not in str(caught.value)
