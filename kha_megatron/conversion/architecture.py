@@ -7,7 +7,7 @@ the table of tensors is written against it. What it cannot say cannot be convert
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import KHAConfig, Projection
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -70,10 +70,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-latent attention: sizes of the compressed states and of the parts of a head."""
+    """MLA and GLA: sizes of the compressed states and of the parts of a head."""
 
-    query_rank: int
+    query_rank: int | None
+    """None for queries without a compressed state."""
     kv_rank: int
+    """Of all latent heads together."""
     plain_dim: int
     """Features of a query or key head without position."""
     rotary_dim: int
@@ -101,6 +103,7 @@ class Architecture:
     tied: bool
     """Whether the output layer is the embedding."""
     qk_norm: bool = False
+    """RMSNorm of every query and key head; with ``latent``, of the compressed states instead."""
     qkv_bias: bool = False
     init_std: float = 0.02
     attention_dropout: float = 0.0
@@ -111,6 +114,22 @@ class Architecture:
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return self.experts is not None and self.experts.sparse[layer]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether keys and values are one state (GTA)."""
+        return self.kha.attention == "gta"
+
+    @property
+    def latent_heads(self) -> int:
+        """Heads of the latent: more than one in GLA only."""
+        return self.kha.latent_heads if self.kha.attention == "gla" else 1
+
+    def knocked_dim(self, projection: Projection) -> int:
+        """Features of a head that are knocked."""
+        if self.latent is None:
+            return self.head_dim
+        return self.latent.value_dim if projection == "value" else self.latent.plain_dim
 
     @property
     def is_uniform(self) -> bool:

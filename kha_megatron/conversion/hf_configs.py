@@ -49,8 +49,8 @@ class Family(NamedTuple):
     expert_fields: tuple[str, ...] = ()
     read_experts: Callable[[PreTrainedConfig], Experts | None] = lambda config: None
     write_experts: Callable[[Architecture], dict[str, Any]] = hf_experts.write_none
-    scaling: type | None = Llama3Scaling
-    """How its RoPE can be stretched."""
+    latent: tuple[bool, ...] = (False,)
+    """Whether its attention has a latent, or may have one."""
     partial_rope: bool = False
     """Whether it can rotate a part of a head only."""
 
@@ -73,7 +73,8 @@ _OPEN = {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
 _QWEN3 = {"qk_norm": True, "qkv_bias": False}
 _LLAMA = {"qk_norm": False, "qkv_bias": False}
 _WITH_OUTPUT_BIAS = {"attention_bias": False}  # there, it is one of o_proj as well
-KHA_FIELDS = ("kha_query", "kha_key", "kha_value")
+KHA_FIELDS = ("query", "key", "value", "attention", "latent_heads")
+"""Fields of a :class:`KHAConfig` that ``kha`` configurations have, with ``kha_`` before them."""
 LATENT = {
     "query_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -91,6 +92,7 @@ FAMILIES: dict[str, Family] = {
         expert_fields=hf_experts.KHA,
         read_experts=hf_experts.read_kha,
         write_experts=hf_experts.write_kha,
+        latent=(False, True),
         partial_rope=True,
     ),
     "qwen3": Family(Qwen3Config, "Qwen3ForCausalLM", _COMMON, _QWEN3, _WITH_OUTPUT_BIAS),
@@ -118,13 +120,13 @@ FAMILIES: dict[str, Family] = {
         DeepseekV3Config,
         "DeepseekV3ForCausalLM",
         _COMMON,
-        _LLAMA,
+        _QWEN3,  # with the norms of the compressed states
         # the norms of the compressed states have this epsilon whatever the configuration says
         _WITH_OUTPUT_BIAS | _NO_MTP | {"rope_interleave": True, "rms_norm_eps": 1e-6},
         hf_experts.DEEPSEEK,
         hf_experts.read_deepseek,
         hf_experts.write_deepseek,
-        scaling=Yarn,
+        latent=(True,),
     ),
     "llama": Family(
         LlamaConfig, "LlamaForCausalLM", _COMMON, _LLAMA, _WITH_OUTPUT_BIAS | {"mlp_bias": False}
@@ -183,13 +185,14 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         if hasattr(config, theirs)
     }
     fields.setdefault("head_dim", config.hidden_size // config.num_attention_heads)
+    latent = _read_latent(family, config)
     model = Architecture(
         **fields,
         **family.always,
         padded_vocab_size=config.vocab_size,
-        rope=_read_rope(family, config),
+        rope=_read_rope(family, config, latent),
         experts=family.read_experts(config),
-        latent=_read_latent(family, config),
+        latent=latent,
         kha=KHAConfig.from_entries(raw) or KHAConfig(),
     )
     if model.heads % model.kv_heads:
@@ -222,8 +225,9 @@ def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
     known = {*family.fields.values(), *family.only, *family.expert_fields, *_ROPE, *_HARMLESS}
-    known |= {*LATENT.values()} if family.scaling is Yarn else set()
-    known |= {*KHA_FIELDS} if family.config is KHAModelConfig else set()
+    known |= {*LATENT.values()} if True in family.latent else set()
+    if family.config is KHAModelConfig:
+        known |= {f"kha_{name}" for name in KHA_FIELDS}
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
     usual = family.config(**given)
     for name, value in raw.items():
@@ -248,7 +252,7 @@ def _refused(name: str, value: Any, why: str) -> CheckpointError:
     return CheckpointError(f"config.json has {name}={value!r}, which cannot be expressed ({why})")
 
 
-def _read_rope(family: Family, config: PreTrainedConfig) -> Rope:
+def _read_rope(family: Family, config: PreTrainedConfig, latent: Latent | None) -> Rope:
     given = dict(config.rope_parameters)
     kind = given.get("rope_type", "default")
     fraction = float(given.get("partial_rotary_factor") or 1.0)
@@ -257,14 +261,14 @@ def _read_rope(family: Family, config: PreTrainedConfig) -> Rope:
     base = float(given["rope_theta"])
     if kind == "default":
         return Rope(base=base, fraction=fraction)
-    if kind == "llama3" and family.scaling is Llama3Scaling:
+    if kind == "llama3" and latent is None:
         scaling = Llama3Scaling(
             factor=float(given["factor"]),
             low_freq_factor=float(given["low_freq_factor"]),
             high_freq_factor=float(given["high_freq_factor"]),
             original_max_positions=given["original_max_position_embeddings"],
         )
-    elif kind == "yarn" and family.scaling is Yarn:
+    elif kind == "yarn" and latent is not None:
         scaling = _read_yarn(given)
     else:
         raise _refused("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
@@ -288,10 +292,8 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
 
 
 def _read_latent(family: Family, config: PreTrainedConfig) -> Latent | None:
-    if family.scaling is not Yarn:
+    if True not in family.latent or config.kv_lora_rank is None:
         return None
     if config.num_key_value_heads != config.num_attention_heads:
         raise _refused("num_key_value_heads", config.num_key_value_heads, "one a query head")
-    if config.q_lora_rank is None:  # Megatron would normalise what queries are projected from
-        raise _refused("q_lora_rank", None, "queries must be compressed")
     return Latent(**{ours: getattr(config, theirs) for ours, theirs in LATENT.items()})

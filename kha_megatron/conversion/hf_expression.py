@@ -11,7 +11,15 @@ from kha_megatron.errors import CheckpointError
 
 
 def stock_type(model: Architecture) -> str:
-    """The ``model_type`` that transformers and servers have for a model without KHA."""
+    """The ``model_type`` that transformers and servers have for a model without KHA.
+
+    Raises:
+        CheckpointError: they have none for GTA and GLA.
+    """
+    if model.kha.attention is not None:
+        raise CheckpointError(
+            f"kha_attention={model.kha.attention!r} has no stock architecture: export it as kha"
+        )
     if model.latent is not None:
         return "deepseek_v3"
     if model.experts is not None:
@@ -51,9 +59,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     if model.latent is not None:
         fields |= {theirs: getattr(model.latent, ours) for ours, theirs in LATENT.items()}
     if model_type == "kha":
-        fields |= dict(
-            zip(KHA_FIELDS, (model.kha.query, model.kha.key, model.kha.value), strict=True)
-        )
+        fields |= {f"kha_{name}": getattr(model.kha, name) for name in KHA_FIELDS}
     if model_type == "mistral":
         fields["sliding_window"] = None
     config = family.config(
@@ -72,7 +78,9 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
     if model_type != "kha" and model.kha.variants:
         kinds = ", ".join(f"{p}={v}" for p, v in model.kha.variants.items())
         refuse(f"knocking heads ({kinds})", "fold linear ones away, or choose kha")
-    if (model.latent is not None) != (family.scaling is Yarn):
+    if model_type != "kha" and model.kha.attention is not None:
+        refuse(f"kha_attention={model.kha.attention!r}", "no stock architecture can: choose kha")
+    if (model.latent is not None) not in family.latent:
         refuse("multi-latent attention" if model.latent else "grouped-query attention")
     for name, value in family.always.items():
         if getattr(model, name) != value:
@@ -83,8 +91,6 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
             refuse(f"{name}={getattr(model, ours)}")
     if model.rope.fraction != 1.0 and not family.partial_rope:
         refuse(f"partial RoPE ({model.rope.fraction})")
-    if model.rope.scaling is not None and type(model.rope.scaling) is not family.scaling:
-        refuse(f"{model.rope.scaling}")
 
 
 def _write_rope(rope: Rope, family: Family) -> dict[str, Any]:

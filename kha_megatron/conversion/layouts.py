@@ -53,26 +53,53 @@ class Vocabulary(Same):
 
 
 @dataclass(frozen=True)
-class InterleavedQKV:
-    """``[G * (H/G + 2) * D, ...]``: per key/value head its query heads, then the key, the value."""
+class InterleavedHeads:
+    """``[G * (H/G + n) * D, ...]``: per key/value head its query heads, then one head of each of
+    ``n`` other tensors: the key and the value, or the state that is both."""
 
-    name: str  # with {} for q, k and v
+    name: str  # with {} for the tensors
+    parts: tuple[str, ...] = ("q", "k", "v")
 
     def names(self, model: Architecture) -> tuple[str, ...]:
-        """Queries, keys, values."""
-        return tuple(self.name.format(letter) for letter in "qkv")
+        """Queries first."""
+        return tuple(self.name.format(part) for part in self.parts)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """``[H * D, ...]`` and twice ``[G * D, ...]``."""
+        """``[H * D, ...]``, then ``[G * D, ...]`` each."""
+        shared = len(self.parts) - 1
         blocks = tensor.view(model.kv_heads, -1, model.head_dim, *tensor.shape[1:])
-        parts = blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]
-        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+        sizes = [blocks.shape[1] - shared, *[1] * shared]
+        return [part.reshape(-1, *tensor.shape[1:]) for part in blocks.split(sizes, dim=1)]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
         """The inverse."""
         rest = parts[0].shape[1:]
         blocks = [part.view(model.kv_heads, -1, model.head_dim, *rest) for part in parts]
         return [torch.cat(blocks, dim=1).view(-1, *rest)]
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """``[H * rows, latent / c]``: what every head takes from its one of ``c`` latent heads.
+
+    In MLA, where there is one, it is one tensor; in GLA one for each.
+    """
+
+    name: str  # with {} for the number of the latent head, and a dot before it
+
+    def names(self, model: Architecture) -> tuple[str, ...]:
+        """One for each latent head."""
+        if model.latent_heads == 1:
+            return (self.name.format(""),)
+        return tuple(self.name.format(f".{head}") for head in range(model.latent_heads))
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """``[H / c * rows, latent / c]`` each."""
+        return list(tensor.chunk(model.latent_heads))
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """The inverse."""
+        return list(parts)
 
 
 @dataclass(frozen=True)
@@ -114,4 +141,4 @@ class SharedMatrices:
         return [torch.stack([part.T for part in parts])]
 
 
-Layout = Same | InterleavedQKV | GateUp | SharedMatrices
+Layout = Same | InterleavedHeads | LatentHeads | GateUp | SharedMatrices

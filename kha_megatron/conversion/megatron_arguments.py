@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import KHAConfig, check_attention_kind
 from kha_megatron.conversion.architecture import (
     Architecture,
     Experts,
@@ -21,7 +21,6 @@ REPRESENTED: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "layernorm_zero_centered_gamma": (False, None),
     "qk_l2_norm": (False, None),
-    "kha_attention": (None,),
     "attention_output_gate": (False, None),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -63,6 +62,7 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
 
     Raises:
         CheckpointError: an argument changes the model in a way that we cannot express.
+        ConfigError: a kind of attention that the other arguments contradict.
     """
     for name, allowed in REPRESENTED.items():
         if args.get(name) not in allowed:
@@ -112,10 +112,11 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     if hybrid and (latent or args.get("use_rope_scaling")):
         name = "multi_latent_attention" if latent else "use_rope_scaling"
         raise _refused(name, True, "not with hybrid_layer_pattern")
-    if latent and kha.variants:
-        raise _refused("multi_latent_attention", True, f"with KHA on {kha}")
-    if latent and not args["qk_layernorm"]:
-        raise _refused("qk_layernorm", False, "only True with multi_latent_attention")
+    check_attention_kind(kha, multi_latent=latent is not None)
+    if kha.attention == "gta" and args["rotary_percent"] != 0.5:
+        raise _refused("rotary_percent", args["rotary_percent"], "only 0.5 with kha_attention=gta")
+    if latent and args["add_qkv_bias"]:
+        raise _refused("add_qkv_bias", True, "not with multi_latent_attention")
     return Architecture(
         vocab_size=rows,
         padded_vocab_size=rows,
@@ -133,7 +134,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
             scaling=_latent_scaling(args) if latent else _scaling(args),
         ),
         tied=not args["untie_embeddings_and_output_weights"],
-        qk_norm=bool(args["qk_layernorm"]) and latent is None,
+        qk_norm=bool(args["qk_layernorm"]),
         qkv_bias=bool(args["add_qkv_bias"]),
         init_std=args["init_method_std"],
         attention_dropout=args["attention_dropout"],
@@ -144,8 +145,11 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
 
 
 def _latent(args: Mapping[str, Any]) -> Latent:
-    if args["q_lora_rank"] is None:  # then Megatron normalises what queries are projected from
-        raise _refused("q_lora_rank", None, "queries must be compressed")
+    if args["q_lora_rank"] is None and args["qk_layernorm"]:
+        # then Megatron normalises what queries are projected from
+        raise _refused("q_lora_rank", None, "queries must be compressed with qk_layernorm")
+    if args.get("rope_type") == "rope" and args["rotary_percent"] != 1.0:
+        raise _refused("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
     return Latent(
         query_rank=args["q_lora_rank"],
         kv_rank=args["kv_lora_rank"],
@@ -164,7 +168,10 @@ def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | None:
 def _latent_scaling(args: Mapping[str, Any]) -> Yarn | None:
     """Megatron's latent attention has YaRN unless told otherwise; a factor of 1 is plain RoPE."""
     factor = float(args["rotary_scaling_factor"])
-    if args.get("rope_type") == "rope" or factor == 1.0:
+    plain = args.get("rope_type") == "rope"
+    if plain and factor > 1.0 and args["mscale_all_dim"]:  # which Megatron's softmax heeds alone
+        raise _refused("mscale_all_dim", args["mscale_all_dim"], "only 0.0 with rope_type=rope")
+    if plain or factor == 1.0:
         return None
     return Yarn(factor=factor, mscale=args["mscale"], mscale_all_dim=args["mscale_all_dim"])
 

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import (
     Architecture,
     Experts,
-    Latent,
     Llama3Scaling,
     Yarn,
 )
@@ -37,7 +36,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
             "swiglu": True,
             "add_bias_linear": False,
             "add_qkv_bias": model.qkv_bias,
-            "qk_layernorm": model.qk_norm or model.latent is not None,
+            "qk_layernorm": model.qk_norm,
             "untie_embeddings_and_output_weights": not model.tied,
             "init_method_std": model.init_std,
             "attention_dropout": model.attention_dropout,
@@ -47,7 +46,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
             "vocab_size": model.vocab_size,
         }
         | _rope_arguments(model)
-        | (_latent_arguments(model.latent) if model.latent else {})
+        | (_latent_arguments(model) if model.latent else {})
         | (_expert_arguments(model.experts) if model.experts else {"num_experts": None})
         | _kha_arguments(model.kha)
     )
@@ -92,7 +91,13 @@ def _rope_arguments(model: Architecture) -> dict[str, Any]:
     return args
 
 
-def _latent_arguments(latent: Latent) -> dict[str, Any]:
+def _latent_arguments(model: Architecture) -> dict[str, Any]:
+    latent = model.latent
+    if latent.query_rank is None and model.qk_norm:
+        raise CheckpointError(
+            "q_lora_rank=None with a norm of the latent: Megatron would normalise what queries are "
+            "projected from as well: compress queries, or do without the norm"
+        )
     return {
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.kv_rank,
@@ -136,12 +141,9 @@ def _expert_arguments(experts: Experts) -> dict[str, Any]:
 
 
 def _kha_arguments(kha: KHAConfig) -> dict[str, Any]:
-    if not kha.variants:
+    if not kha.variants and kha.attention is None:
         return {}
-    return {f"kha_{p}": getattr(kha, p) for p in PROJECTIONS} | {
-        "kha_init": kha.init,
-        "kha_init_seed": kha.init_seed,
-    }
+    return {f"kha_{name}": value for name, value in kha.to_dict().items()}
 
 
 _FLAGS = {

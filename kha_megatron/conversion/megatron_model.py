@@ -179,7 +179,7 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
         config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it
         config.transformer_layer_spec = (
             latent_layer_spec(transformer)
-            if args.multi_latent_attention
+            if args.multi_latent_attention and kha == KHAConfig()
             else lambda model_config: kha_layer_spec(model_config, kha)
         )
         builder = GPTModelBuilder(config)

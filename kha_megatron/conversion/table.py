@@ -4,14 +4,15 @@ Adding an architecture is adding rows. A tensor without a row is an error, never
 row without its tensor. All Hugging Face architectures that we know share these names.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kha_megatron.config import MATRICES, Projection
 from kha_megatron.conversion.architecture import Architecture, Experts
 from kha_megatron.conversion.layouts import (
     GateUp,
-    InterleavedQKV,
+    InterleavedHeads,
+    LatentHeads,
     Layout,
     Same,
     SharedMatrices,
@@ -20,6 +21,20 @@ from kha_megatron.conversion.layouts import (
 
 Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
+
+
+class Knocked(NamedTuple):
+    """What a projection knocks of a tensor's rows: ``knocked_dim`` of each head's, from ``start``.
+
+    A linear knock folds into them.
+    """
+
+    projection: Projection
+    head_rows: int
+    start: int = 0
+
+
+KnockedRows = Callable[[Architecture], Sequence[Sequence[Knocked]]]
 
 
 class Row(NamedTuple):
@@ -36,6 +51,8 @@ class Row(NamedTuple):
     both: bool = False
     """Write it under all its names: Megatron's two backends ask for different ones."""
     per_expert: bool = False
+    knocked: KnockedRows = lambda model: ()
+    """For each of its Hugging Face tensors, what knocks it."""
 
 
 class Place(NamedTuple):
@@ -75,8 +92,9 @@ def _row(
     when: When = lambda model, layer: True,
     both: bool = False,
     per_expert: bool = False,
+    knocked: KnockedRows = lambda model: (),
 ) -> Row:
-    return Row(layout, shape, names, when, both, per_expert)
+    return Row(layout, shape, names, when, both, per_expert, knocked)
 
 
 def _dense(model: Architecture, layer: int) -> bool:
@@ -87,16 +105,28 @@ def _sparse(model: Architecture, layer: int) -> bool:
     return model.is_sparse(layer)
 
 
-def _plain(model: Architecture, layer: int) -> bool:
-    return not _latent(model, layer)
-
-
 def _experts(when: Callable[[Experts], bool]) -> When:
     return lambda model, layer: model.is_sparse(layer) and when(model.experts)
 
 
+def _grouped(model: Architecture, layer: int) -> bool:
+    return not (_latent(model, layer) or _tied(model, layer))
+
+
+def _tied(model: Architecture, layer: int) -> bool:
+    return model.is_tied
+
+
 def _latent(model: Architecture, layer: int) -> bool:
     return model.latent is not None
+
+
+def _compressed_queries(model: Architecture, layer: int) -> bool:
+    return _latent(model, layer) and model.latent.query_rank is not None
+
+
+def _normed_heads(model: Architecture, layer: int) -> bool:
+    return model.qk_norm and not _latent(model, layer)
 
 
 def _hidden(model: Architecture) -> tuple[int, ...]:
@@ -107,14 +137,28 @@ def _qkv(model: Architecture) -> int:
     return (model.heads + 2 * model.kv_heads) * model.head_dim
 
 
-def _queries(model: Architecture) -> int:
-    return model.heads * (model.latent.plain_dim + model.latent.rotary_dim)
+def _whole_heads(*projections: Projection) -> KnockedRows:
+    return lambda m: [[Knocked(projection, m.head_dim)] for projection in projections]
+
+
+def _query_rows(model: Architecture) -> int:
+    return model.latent.plain_dim + model.latent.rotary_dim
+
+
+def _key_value_rows(model: Architecture) -> int:
+    return model.latent.plain_dim + model.latent.value_dim
+
+
+def _expanded(model: Architecture) -> list[list[Knocked]]:
+    rows = _key_value_rows(model)
+    heads = [Knocked("key", rows), Knocked("value", rows, start=model.latent.plain_dim)]
+    return [heads] * model.latent_heads
 
 
 def _knock(projection: Projection) -> Row:
     return _row(
         SharedMatrices(projection),
-        lambda m: (len(MATRICES[m.kha.variants[projection]]), m.head_dim, m.head_dim),
+        lambda m: (len(MATRICES[m.kha.variants[projection]]), *[m.knocked_dim(projection)] * 2),
         f"self_attention.knock_{projection}.weight",
         when=lambda model, layer: projection in model.kha.variants,
     )
@@ -123,42 +167,69 @@ def _knock(projection: Projection) -> Row:
 KNOCKS: dict[Projection, Row] = {p: _knock(p) for p in ("query", "key", "value")}
 """The head-shared matrices."""
 
-QKV: tuple[Row, ...] = (
+_GROUPED: tuple[Row, ...] = (
     _row(
-        InterleavedQKV("self_attn.{}_proj.weight"),
+        InterleavedHeads("self_attn.{}_proj.weight"),
         lambda m: (_qkv(m), m.hidden_size),
         "self_attention.linear_qkv.weight",
-        when=_plain,
+        when=_grouped,
+        knocked=_whole_heads("query", "key", "value"),
     ),
     _row(
-        InterleavedQKV("self_attn.{}_proj.bias"),
+        InterleavedHeads("self_attn.{}_proj.bias"),
         lambda m: (_qkv(m),),
         "self_attention.linear_qkv.bias",
         when=lambda model, layer: model.qkv_bias,
+        knocked=_whole_heads("query", "key", "value"),
     ),
 )
-"""What a linear knock folds into."""
+"""Multi-head, multi-query and grouped-query attention."""
+
+_TIED: tuple[Row, ...] = (
+    _row(
+        InterleavedHeads("self_attn.{}_proj.weight", ("q", "kv")),
+        lambda m: ((m.heads + m.kv_heads) * m.head_dim, m.hidden_size),
+        "self_attention.linear_qkv.weight",
+        when=_tied,
+        knocked=_whole_heads("query", "value"),
+    ),
+    _row(
+        Same("self_attn.k_rope_proj.weight"),
+        lambda m: (m.head_dim // 2, m.hidden_size),
+        "self_attention.linear_k_rope.weight",
+        when=_tied,
+    ),
+)
+"""Grouped-tied attention. Both sides have the rotary half of a head first."""
 
 _LATENT: tuple[Row, ...] = (
+    _row(
+        Same("self_attn.q_proj.weight"),
+        lambda m: (m.heads * _query_rows(m), m.hidden_size),
+        "self_attention.linear_q_proj.weight",
+        when=lambda model, layer: _latent(model, layer) and model.latent.query_rank is None,
+        knocked=lambda m: [[Knocked("query", _query_rows(m))]],
+    ),
     _row(
         Same("self_attn.q_a_proj.weight"),
         lambda m: (m.latent.query_rank, m.hidden_size),
         "self_attention.linear_q_down_proj.weight",
-        when=_latent,
+        when=_compressed_queries,
     ),
     _row(
         Same("self_attn.q_a_layernorm.weight"),
         lambda m: (m.latent.query_rank,),
         "self_attention.linear_q_up_proj.layer_norm_weight",
         "self_attention.q_layernorm.weight",
-        when=_latent,
+        when=lambda model, layer: _compressed_queries(model, layer) and model.qk_norm,
         both=True,
     ),
     _row(
         Same("self_attn.q_b_proj.weight"),
-        lambda m: (_queries(m), m.latent.query_rank),
+        lambda m: (m.heads * _query_rows(m), m.latent.query_rank),
         "self_attention.linear_q_up_proj.weight",
-        when=_latent,
+        when=_compressed_queries,
+        knocked=lambda m: [[Knocked("query", _query_rows(m))]],
     ),
     _row(
         Same("self_attn.kv_a_proj_with_mqa.weight"),
@@ -171,18 +242,19 @@ _LATENT: tuple[Row, ...] = (
         lambda m: (m.latent.kv_rank,),
         "self_attention.linear_kv_up_proj.layer_norm_weight",
         "self_attention.kv_layernorm.weight",
-        when=_latent,
+        when=lambda model, layer: _latent(model, layer) and model.qk_norm,
         both=True,
     ),
     _row(
-        Same("self_attn.kv_b_proj.weight"),
-        lambda m: (m.heads * (m.latent.plain_dim + m.latent.value_dim), m.latent.kv_rank),
+        LatentHeads("self_attn.kv_b_proj{}.weight"),
+        lambda m: (m.heads * _key_value_rows(m), m.latent.kv_rank // m.latent_heads),
         "self_attention.linear_kv_up_proj.weight",
         when=_latent,
+        knocked=_expanded,
     ),
 )
-"""Multi-latent attention. Per head both sides hold the part without position, then the rotary part
-or the value, and both rotate neighbouring features: no layout to change."""
+"""Multi-latent attention and grouped latent attention. Per head both sides hold the part without
+position, then the rotary part or the value, and both rotate neighbouring features."""
 
 ATTENTION_OUTPUT = _row(
     Same("self_attn.o_proj.weight"),
@@ -240,28 +312,29 @@ LAYER: tuple[Row, ...] = (
         _hidden,
         "self_attention.linear_qkv.layer_norm_weight",
         "input_layernorm.weight",
-        when=_plain,
+        when=_grouped,
     ),
     _row(
         Same("input_layernorm.weight"),
         _hidden,
         "input_layernorm.weight",
         "self_attention.linear_qkv_down_proj.layer_norm_weight",
-        when=_latent,
+        when=lambda model, layer: not _grouped(model, layer),
     ),
-    *QKV,
+    *_GROUPED,
+    *_TIED,
     *KNOCKS.values(),
     _row(
         Same("self_attn.q_norm.weight"),
         lambda m: (m.head_dim,),
         "self_attention.q_layernorm.weight",
-        when=lambda model, layer: model.qk_norm,
+        when=_normed_heads,
     ),
     _row(
         Same("self_attn.k_norm.weight"),
         lambda m: (m.head_dim,),
         "self_attention.k_layernorm.weight",
-        when=lambda model, layer: model.qk_norm,
+        when=_normed_heads,
     ),
     *_LATENT,
     ATTENTION_OUTPUT,
@@ -270,7 +343,7 @@ LAYER: tuple[Row, ...] = (
         _hidden,
         "mlp.linear_fc1.layer_norm_weight",
         "pre_mlp_layernorm.weight",
-        when=lambda model, layer: _dense(model, layer) and _plain(model, layer),
+        when=lambda model, layer: _dense(model, layer) and not _latent(model, layer),
     ),
     _row(
         Same("post_attention_layernorm.weight"),

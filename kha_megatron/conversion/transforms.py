@@ -1,5 +1,6 @@
 """Sources around sources: what a conversion does to a model besides moving it."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -7,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig, check_latent_attention
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import (
     ATTENTION_OUTPUT,
     EXPERT_BIAS,
     KNOCKS,
-    QKV,
     SHARED_EXPERT,
+    Knocked,
     Place,
 )
 from kha_megatron.errors import CheckpointError, ConfigError
@@ -75,28 +76,35 @@ class Folded(_Around):
                     f"{source.path} has {projection}={variant}: only linear knocking heads can be "
                     "folded into the projection before them; export it as kha"
                 )
-        super().__init__(source, replace(source.model, kha=KHAConfig()))
+        rest = KHAConfig(attention=kha.attention, latent_heads=kha.latent_heads)
+        super().__init__(source, replace(source.model, kha=rest))
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
-        parts = self.source.read(place, meta=meta)
-        if place.row not in QKV or meta:
+        parts, model = self.source.read(place, meta=meta), self.source.model
+        knocked = place.row.knocked(model)
+        if meta or not knocked:
             return parts
-        folded = []
-        for projection, part in zip(PROJECTIONS, parts, strict=True):
+        return [
+            self._fold(part, place.layer, of_part)
+            for part, of_part in zip(parts, knocked, strict=True)
+        ]
+
+    def _fold(self, part: Tensor, layer: int, knocked: Sequence[Knocked]) -> Tensor:
+        for projection, head_rows, start in knocked:
             if projection in self.source.model.kha.variants:
-                (weight,) = self.source.read(Place(KNOCKS[projection], place.layer))
-                part = fold(part, weight.T[None])
-            folded.append(part)
-        return folded
+                (weight,) = self.source.read(Place(KNOCKS[projection], layer))
+                part = fold(part, weight.T[None], head_rows=head_rows, start=start)
+        return part
 
 
 class Upcycled(_Around):
     """With knocking heads at the identity, which change no bit of what the model computes.
 
     Raises:
-        ConfigError: nothing would be knocked, or not from the identity.
-        CheckpointError: the model has knocking heads already, or latent attention.
+        ConfigError: nothing would be knocked, or not from the identity, or with a variant or a
+            kind of attention that the model's attention cannot carry.
+        CheckpointError: the model has knocking heads already.
     """
 
     def __init__(self, source: Source, kha: KHAConfig) -> None:
@@ -109,11 +117,15 @@ class Upcycled(_Around):
             raise CheckpointError(
                 f"{source.path} has knocking heads on {source.model.kha} already: go on training it"
             )
-        if source.model.latent is not None:
-            raise CheckpointError(
-                f"{source.path} has multi-latent attention, for which this version has no "
-                "knocking heads"
+        before = source.model.kha
+        if kha.attention not in (None, before.attention):
+            raise ConfigError(
+                f"attention={kha.attention} with {source.path}, which was trained with another "
+                "kind: upcycling keeps the attention, leave it out"
             )
+        kha = replace(kha, attention=before.attention, latent_heads=before.latent_heads)
+        if source.model.latent is not None:
+            check_latent_attention(kha)
         super().__init__(source, replace(source.model, kha=kha))
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:

@@ -256,7 +256,9 @@ class KHAModelConfig(PreTrainedConfig):
         if self.kha_attention != "gta" and self.kv_lora_rank is None:
             return
         whole = 0.5 if self.kha_attention == "gta" else 1.0
-        share = self.rope_parameters.setdefault("partial_rotary_factor", whole)
+        # a new one, because this one may be the caller's
+        self.rope_parameters = {"partial_rotary_factor": whole} | self.rope_parameters
+        share = self.rope_parameters["partial_rotary_factor"]
         if share != whole:
             raise ConfigError(
                 f"partial_rotary_factor={share} with kha_attention={self.kha_attention!r} and "

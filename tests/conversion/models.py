@@ -96,6 +96,17 @@ KHA_MOE = SIZES | {
     "scoring_func": "sigmoid",
     "routed_scaling_factor": 2.5,
 }
+LINEAR = {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"}
+GTA = {"kha_attention": "gta", "head_dim": 12, "kha_query": "gate", "kha_value": "mlp"}
+MLA = LINEAR | {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+GLA = MLA | {"kha_attention": "gla"}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
@@ -125,6 +136,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "kha": KHAModelConfig(**SIZES, kha_query="linear", kha_key="gate", kha_value="mlp"),
     "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
+    "kha, gta": KHAModelConfig(**SIZES | GTA),
+    "kha, gta, no norm, nothing knocked": KHAModelConfig(
+        **SIZES | {"kha_attention": "gta", "head_dim": 12, "use_qk_norm": False}
+    ),
+    "kha, mla": KHAModelConfig(**SIZES | MLA),
+    "kha, mla, yarn": KHAModelConfig(
+        **SIZES | MLA | {"rope_parameters": YARN, "max_position_embeddings": 9000}
+    ),
+    "kha, mla, direct queries": KHAModelConfig(
+        **SIZES | MLA | {"q_lora_rank": None, "use_qk_norm": False}
+    ),
+    "kha, mla, sparse": KHAModelConfig(**KHA_MOE | MLA),
+    "kha, gta, sparse": KHAModelConfig(**KHA_MOE | GTA),
+    "kha, gla": KHAModelConfig(**SIZES | GLA),
+    "kha, gla, sparse": KHAModelConfig(**KHA_MOE | GLA),
     **{
         f"kha, {variant}": KHAModelConfig(
             **SIZES, kha_query=variant, kha_key=variant, kha_value=variant

@@ -17,7 +17,6 @@ FORBIDDEN = {
     "layernorm_zero_centered_gamma": True,
     "qk_l2_norm": True,
     "attention_output_gate": True,
-    "kha_attention": "gta",
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
     "softmax_type": "off-by-one",

@@ -28,6 +28,12 @@ SIGMOID = MOE | {
     "moe_router_topk_scaling_factor": 2.5,
 }
 
+LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
+LATENT = {"multi_latent_attention": True}
+GTA = {"kv_channels": 12}
+HALF = {"rotary_percent": 0.5}
+ONE_EXPERT_RANK = {"expert_tensor_parallel_size": 1}
+
 CASES = {
     "plain Megatron": (None, {}, {}, {}),
     "TP2, linear on all": (KHAConfig.from_preset("kha_linear"), TP2, {"num_layers": 3}, {}),
@@ -101,6 +107,42 @@ CASES = {
         {},
         MOE | {"moe_router_score_function": "sigmoid"},
         {},
+    ),
+    "GTA": (KHAConfig(attention="gta", query="gate", value="mlp"), {}, GTA, HALF),
+    "TP2, GTA, nothing knocked": (KHAConfig(attention="gta"), TP2, GTA, HALF),
+    "TP2, GTA, sparse, one state for both ranks": (
+        KHAConfig(attention="gta", value="mlp"),
+        TP2 | ONE_EXPERT_RANK,
+        GTA | SIGMOID | {"num_query_groups": 1},
+        HALF,
+    ),
+    "MLA": (KHAConfig(**LINEAR), {}, LATENT, {}),
+    "TP2, MLA, sparse": (KHAConfig(**LINEAR), TP2 | ONE_EXPERT_RANK, LATENT | SIGMOID, {}),
+    "TP2, MLA, YaRN": (
+        KHAConfig(**LINEAR),
+        TP2,
+        LATENT
+        | {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+        {},
+    ),
+    "TP2, MLA, direct queries": (
+        KHAConfig(value="linear"),
+        TP2,
+        LATENT | {"q_lora_rank": None, "qk_layernorm": False},
+        {},
+    ),
+    "GLA": (KHAConfig(attention="gla", **LINEAR), {}, LATENT, {}),
+    "TP2, GLA, sparse": (
+        KHAConfig(attention="gla", **LINEAR),
+        TP2 | ONE_EXPERT_RANK,
+        LATENT | SIGMOID,
+        {},
+    ),
+    "TP2, GLA of 4, tied embeddings": (
+        KHAConfig(attention="gla", latent_heads=4, key="linear"),
+        TP2,
+        LATENT,
+        TIED,
     ),
 }
 

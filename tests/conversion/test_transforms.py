@@ -17,10 +17,20 @@ from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import save_and_run
 from tests.conversion.megatron import load_and_run
-from tests.conversion.models import CONFIGS, KHA_MOE, SIZES, make, tokens
+from tests.conversion.models import (
+    CONFIGS,
+    GLA,
+    GTA,
+    KHA_MOE,
+    LINEAR,
+    MLA,
+    SIZES,
+    YARN,
+    make,
+    tokens,
+)
 from tests.versions import needs_training_package
 
-LINEAR = {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"}
 SOFTMAX = KHA_MOE | {
     "scoring_func": "softmax",
     "routed_scaling_factor": 1.0,
@@ -32,6 +42,7 @@ SIGMOID = KHA_MOE | {
     "shared_expert_intermediate_size": 40,
     "shared_expert_gate": False,
 }
+EPSILON = {"rms_norm_eps": 1e-6}  # the only one of deepseek_v3
 FOLDED = {
     "qwen3": KHAModelConfig(**SIZES, **LINEAR),
     "qwen3, tied, value only": KHAModelConfig(
@@ -42,6 +53,17 @@ FOLDED = {
     "glm4_moe, biases": KHAModelConfig(**SIGMOID, **LINEAR, attention_bias=True),
     "glm4_moe, no shared expert": KHAModelConfig(
         **SIGMOID | {"shared_expert_intermediate_size": 0}, **LINEAR
+    ),
+    "deepseek_v3": KHAModelConfig(**SIZES | MLA | EPSILON),
+    "deepseek_v3, yarn, keys only": KHAModelConfig(
+        **SIZES
+        | MLA
+        | EPSILON
+        | {"rope_parameters": YARN, "max_position_embeddings": 9000}
+        | {"kha_query": None, "kha_value": None}
+    ),
+    "deepseek_v3, sparse, direct queries": KHAModelConfig(
+        **SIGMOID | MLA | EPSILON | {"q_lora_rank": None}
     ),
 }
 WITHOUT_US = """
@@ -122,22 +144,43 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
         ({"kha_query": "linear", "kha_value": "mlp"}, "value=mlp: only linear"),
         ({"kha_key": "gate"}, "key=gate: only linear"),
         ({}, "has no knocking heads to fold away"),
+        (GTA, "query=gate: only linear"),
+        (
+            GTA | {"kha_query": "linear", "kha_value": None},
+            "kha_attention='gta' has no stock architecture",
+        ),
+        (GLA, "kha_attention='gla' has no stock architecture"),
+        (MLA, "deepseek_v3 cannot express rms_norm_eps=3e-05"),
+        (MLA | EPSILON | {"use_qk_norm": False}, "deepseek_v3 cannot express qk_norm=False"),
     ],
 )
 def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
-    make(KHAModelConfig(**SIZES, **changes)).save_pretrained(tmp_path / "kha")
+    make(KHAModelConfig(**SIZES | changes)).save_pretrained(tmp_path / "kha")
     with pytest.raises(CheckpointError, match=message):
         fold.plan(tmp_path / "kha")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["qwen3, tied", "llama, llama3 rope", "mistral", "glm4_moe", "glm4_moe, top-1"]
+    "name",
+    [
+        "qwen3, tied",
+        "llama, llama3 rope",
+        "mistral",
+        "glm4_moe",
+        "glm4_moe, top-1",
+        "deepseek_v3, yarn",
+        "kha, gta, no norm, nothing knocked",
+    ],
 )
 def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
     model = make(CONFIGS[name]).to(dtype)
     model.save_pretrained(tmp_path / "stock")
     kha = KHAConfig(query="linear", key="gate", value="mlp")
+    if "deepseek" in name:
+        kha = KHAConfig.from_preset("kha_linear")
+    if "gta" in name:
+        kha = KHAConfig(query="linear", value="mlp", attention="gta")
     to_hf.convert(upcycle.plan_hf(tmp_path / "stock", kha), tmp_path / "kha")
     # eager experts, because torch's grouped product takes no rows of 36 bfloat16
     upcycled, stock = (
@@ -152,19 +195,19 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path, name, dtype):
     needs_training_package()
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
     to_megatron.convert(to_megatron.plan(stock, dtype=dtype, divisible_by=8), tmp_path / "plain")
-    runs = []
-    for preset in ("kha_linear", "kha_mlp"):
+    runs, presets = [], ["kha_linear", "kha_linear_v" if name == "deepseek_v3" else "kha_mlp"]
+    for preset in presets:
         planned = upcycle.plan_megatron(
             stock, KHAConfig.from_preset(preset), dtype=dtype, divisible_by=8
         )
         to_megatron.convert(planned, tmp_path / preset)
-    for folder in ("plain", "kha_linear", "kha_mlp"):
+    for folder in ("plain", *presets):
         found = ranks(load_and_run, 1, str(tmp_path / folder), tokens().tolist(), {}, dtype)[0]
         runs.append(found)
     assert np.array_equal(runs[0], runs[1])
@@ -196,8 +239,15 @@ def test_what_cannot_be_upcycled_is_refused(tmp_path):
     kha = KHAConfig.from_preset("kha_mlp")
     with pytest.raises(CheckpointError, match="has knocking heads on query=linear"):
         upcycle.plan_hf(tmp_path / "kha", kha)
-    with pytest.raises(CheckpointError, match="multi-latent attention"):
+    with pytest.raises(ConfigError, match=r"value=mlp on multi-latent attention.*use linear"):
         upcycle.plan_megatron(tmp_path / "latent", kha)
+    make(CONFIGS["kha, gta, no norm, nothing knocked"]).save_pretrained(tmp_path / "tied")
+    with pytest.raises(ConfigError, match=r"key=linear on grouped-tied attention.*leave key out"):
+        upcycle.plan_hf(tmp_path / "tied", KHAConfig.from_preset("kha_linear"))
+    with pytest.raises(ConfigError, match=r"attention=gta with .*latent.*leave it out"):
+        upcycle.plan_hf(tmp_path / "latent", KHAConfig(attention="gta", value="linear"))
+    with pytest.raises(CheckpointError, match="kha cannot express experts chosen from 4 groups"):
+        upcycle.plan_hf(tmp_path / "latent", KHAConfig.from_preset("kha_linear"))
     for nothing in (KHAConfig(), KHAConfig(**asdict(kha) | {"init": "random"})):
         with pytest.raises(ConfigError, match="upcycling adds matrices at the identity"):
             upcycle.plan_hf(tmp_path / "kha", nothing)
