@@ -106,6 +106,8 @@ def _refuse(config: KHAModelConfig) -> None:
     only: dict[str, tuple[Any, Any]] = {
         "hidden_act": (config.hidden_act, "silu"),
         "rope_parameters.rope_type": (config.rope_parameters.get("rope_type"), "default"),
+        "kha_attention": (config.kha_attention, None),
+        "kv_lora_rank": (config.kv_lora_rank, None),
     }
     if "sparse" in config.mlp_layer_types:
         several = config.num_experts_per_tok > 1

@@ -79,8 +79,8 @@ def to_hf(
     architecture: Annotated[
         str,
         typer.Option(
-            help="kha; of models without KHA also qwen3, qwen3_moe, glm4_moe, deepseek_v3, llama, "
-            "mistral, or auto for the one that fits."
+            help="kha, which has every attention and variant; of models without KHA also qwen3, "
+            "qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama, mistral, or auto for the one that fits."
         ),
     ] = "kha",
     dtype: Dtype = None,
@@ -157,7 +157,10 @@ def fold(
     checkpoint: Source,
     out: Out,
     architecture: Annotated[
-        str, typer.Option(help="qwen3, qwen3_moe, glm4_moe, llama or mistral; auto: what fits.")
+        str,
+        typer.Option(
+            help="qwen3, qwen3_moe, glm4_moe, deepseek_v3, llama or mistral; auto: what fits."
+        ),
     ] = "auto",
     dtype: Dtype = None,
     tokenizer: Tokenizer = None,
@@ -169,7 +172,8 @@ def fold(
 ) -> None:
     """Fold linear knocking heads into the projections: a stock model that any server runs.
 
-    W' = W T for each head, computed in float64 and rounded once.
+    W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3; GTA and
+    GLA have no stock architecture.
 
     \b
     Example:
@@ -207,7 +211,8 @@ def upcycle(
 ) -> None:
     """Give a pretrained model knocking heads at the identity: the same logits, ready to train on.
 
-    Takes stock Hugging Face models and checkpoints of plain Megatron.
+    Takes stock Hugging Face models and checkpoints of plain Megatron. Models with multi-latent
+    attention (deepseek_v3) take linear matrices only.
 
     \b
     Example:

@@ -18,8 +18,9 @@ def plan(
 
     Args:
         source: Megatron or ``kha``.
-        architecture: a stock ``model_type``; ``auto`` goes by the router: ``qwen3`` for dense
-            models, ``qwen3_moe`` for softmax and ``glm4_moe`` for sigmoid scores.
+        architecture: a stock ``model_type``; ``auto`` is ``deepseek_v3`` for MLA, and goes by the
+            router otherwise: ``qwen3`` for dense models, ``qwen3_moe`` for softmax and ``glm4_moe``
+            for sigmoid scores. GTA and GLA have no stock architecture.
         dtype: see ``to_hf.plan``.
         tokenizer: see ``to_hf.plan``.
 

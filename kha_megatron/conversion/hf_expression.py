@@ -88,7 +88,7 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
     for name, value in family.only.items():
         ours = next((o for o, theirs in family.fields.items() if theirs == name), None)
         if ours and getattr(model, ours) != value:
-            refuse(f"{name}={getattr(model, ours)}")
+            refuse(f"{name}={getattr(model, ours)}", f"it has only {value}; choose another")
     if model.rope.fraction != 1.0 and not family.partial_rope:
         refuse(f"partial RoPE ({model.rope.fraction})")
 

@@ -109,9 +109,9 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     hybrid = hybrid_layers(args)
     layers = args["num_layers"] if hybrid is None else len(hybrid)
     grouped = args["group_query_attention"] and latent is None
-    if hybrid and (latent or args.get("use_rope_scaling")):
-        name = "multi_latent_attention" if latent else "use_rope_scaling"
-        raise _refused(name, True, "not with hybrid_layer_pattern")
+    for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
+        if hybrid and args.get(name):
+            raise _refused(name, args[name], "not with hybrid_layer_pattern")
     check_attention_kind(kha, multi_latent=latent is not None)
     if kha.attention == "gta" and args["rotary_percent"] != 0.5:
         raise _refused("rotary_percent", args["rotary_percent"], "only 0.5 with kha_attention=gta")

@@ -10,15 +10,10 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig, check_latent_attention
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.attention_rows import ATTENTION_OUTPUT, KNOCKS
+from kha_megatron.conversion.rows import Knocked
 from kha_megatron.conversion.sources import Source
-from kha_megatron.conversion.table import (
-    ATTENTION_OUTPUT,
-    EXPERT_BIAS,
-    KNOCKS,
-    SHARED_EXPERT,
-    Knocked,
-    Place,
-)
+from kha_megatron.conversion.table import EXPERT_BIAS, SHARED_EXPERT, Place
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.ops.knocking import fold, initial_weight
 

@@ -39,8 +39,8 @@ def plan_megatron(
 
     Raises:
         CheckpointError: the model is damaged, has knocking heads already, or cannot be expressed.
-        ConfigError: nothing would be knocked, or not from the identity; the dtype or the tokenizer
-            folder does not exist.
+        ConfigError: nothing would be knocked, or not from the identity, or with a variant that the
+            model's attention cannot carry; the dtype or the tokenizer folder does not exist.
     """
     opened = _upcycled(source, kha, dtype, tokenizer, padded=True)
     return to_megatron.plan_for(opened, dtype, divisible_by, tensor_parallel)

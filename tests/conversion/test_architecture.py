@@ -5,7 +5,7 @@ import pytest
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_expression import to_hf_config
 from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, KHAError
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.mcore.compat import installed_version, training_refusal
 
@@ -67,6 +67,70 @@ def test_what_cannot_be_expressed_is_refused(args, name):
             hf_config(args | {name: value}, KHAConfig(), 51)
         assert repr(value) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+OF_A_KIND = {
+    "GTA, all of a head rotated": (
+        {"rotary_percent": 1.0},
+        KHAConfig(attention="gta"),
+        "rotary_percent=1.0.*0.5 with kha_attention=gta",
+    ),
+    "GTA, hybrid": (
+        {"rotary_percent": 0.5, "kha_attention": "gta", "hybrid_layer_pattern": "*-*E*E"},
+        KHAConfig(attention="gta"),
+        "kha_attention='gta'.*hybrid_layer_pattern",
+    ),
+    "GLA without a latent": ({}, KHAConfig(attention="gla"), "add --multi-latent-attention"),
+    "GTA with a latent": (
+        {"multi_latent_attention": True, "q_lora_rank": 8},
+        KHAConfig(attention="gta"),
+        "two kinds of attention",
+    ),
+    "MLA, not linear": (
+        {"multi_latent_attention": True, "q_lora_rank": 8},
+        KHAConfig(value="mlp"),
+        "value=mlp on multi-latent attention",
+    ),
+    "MLA, direct queries with norms": (
+        {"multi_latent_attention": True, "q_lora_rank": None},
+        KHAConfig(value="linear"),
+        "q_lora_rank=None.*qk_layernorm",
+    ),
+    "MLA, a scale of the softmax alone": (
+        {
+            "multi_latent_attention": True,
+            "q_lora_rank": 8,
+            "rope_type": "rope",
+            "rotary_scaling_factor": 4.0,
+            "mscale_all_dim": 1.0,
+        },
+        KHAConfig(value="linear"),
+        "mscale_all_dim=1.0.*rope_type=rope",
+    ),
+    "MLA, half rotated": (
+        {
+            "multi_latent_attention": True,
+            "q_lora_rank": 8,
+            "rope_type": "rope",
+            "rotary_percent": 0.5,
+        },
+        KHAConfig(value="linear"),
+        "rotary_percent=0.5",
+    ),
+    "MLA, biases": (
+        {"multi_latent_attention": True, "q_lora_rank": 8, "add_qkv_bias": True},
+        KHAConfig(value="linear"),
+        "add_qkv_bias=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_A_KIND)
+def test_what_a_kind_of_attention_cannot_have_is_refused(args, case):
+    changes, kha, message = OF_A_KIND[case]
+    with pytest.raises(KHAError, match=message) as caught:
+        hf_config(args | changes, kha, 51)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", OF_EXPERTS)

@@ -51,12 +51,12 @@ def _renaming(names):
     return rename
 
 
-@pytest.fixture(params=["kha", "kha, sparse", "deepseek_v3"])
+@pytest.fixture(params=["kha", "kha, sparse", "deepseek_v3", "kha, mla", "kha, gta"])
 def model(request, tmp_path):
-    """A model's folder, and a Megatron checkpoint of it."""
+    """A model's configuration, its folder, and a Megatron checkpoint of it."""
     make(CONFIGS[request.param]).save_pretrained(tmp_path / "hf")
     to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
-    return CONFIGS[request.param].model_type, tmp_path
+    return CONFIGS[request.param], tmp_path
 
 
 BACKENDS = {
@@ -71,8 +71,8 @@ BACKENDS = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_either_backends_names_are_read(model, backend):
-    family, folder = model
-    latent = family == "deepseek_v3"
+    config, folder = model
+    family, latent = config.model_type, getattr(config, "kv_lora_rank", None) is not None
     names = BACKENDS[backend] if latent else {}
     sparse = {"pre_mlp_layernorm.weight", MLP}
     dropped = MLP if backend == "Transformer Engine" else "pre_mlp_layernorm.weight"

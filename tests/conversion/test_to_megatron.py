@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.hf_reader import HFCheckpoint
+from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.versions import needs_training_package
@@ -82,6 +84,16 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
     assert expected.std(dim=(0, 1)).mean() > 0.3
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
     assert_same_tensors(folder, back(saved, name, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["kha", "kha, gta", "kha, mla", "kha, gla, sparse"])
+def test_both_sides_hold_the_same_matrices(models, converted, name):
+    """What ``inspect`` reads; those of MLA are not all of one size."""
+    ours = HFCheckpoint.open(models(name)[0]).knock_weights()
+    theirs = MegatronCheckpoint.open(converted(name)).knock_weights()
+    assert ours.keys() == theirs.keys()
+    assert {p for _, p in ours} == set(CONFIGS[name].kha.variants)
+    assert all(torch.equal(ours[place], theirs[place]) for place in ours)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

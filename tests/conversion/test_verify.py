@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import fold, megatron_model, to_hf, upcycle
+from kha_megatron.conversion import fold, megatron_model, to_hf, to_megatron, upcycle
 from kha_megatron.conversion.megatron_model import Run
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare, verify
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
-from tests.conversion.models import SIZES, make
+from tests.conversion.models import CONFIGS, MLA, SIZES, make
 from tests.versions import needs_training_package
 
 LAYER = "model.layers.1."
@@ -60,6 +60,32 @@ def test_a_good_conversion_agrees(theirs):
     assert agreement.tokens == run.logits[..., 0].numel() == 2 * 12
     assert run.logits.std(dim=(0, 1)).mean() > 0.3
     assert [tuple(layer.shape) for layer in run.layers] == [(2, 12, 40)] * 3
+
+
+FAMILY = {
+    "kha, gta": CONFIGS["kha, gta"],
+    "kha, gla, sparse": CONFIGS["kha, gla, sparse"],
+    "kha, mla, folded": KHAModelConfig(**SIZES | MLA | {"rms_norm_eps": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_attention_family_agrees(tmp_path, name):
+    """Against Megatron's own model; the folded one of MLA is transformers' own class."""
+    needs_training_package()
+    make(FAMILY[name]).save_pretrained(tmp_path / "hf")
+    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    other = tmp_path / "hf"
+    if "folded" in name:
+        other = tmp_path / "folded"
+        assert to_hf.convert(fold.plan(tmp_path / "hf"), other).architecture == "deepseek_v3"
+    verification = verify(tmp_path / "save", other)
+    assert verification.tensors.remark == (
+        "the first folded" if "folded" in name else "as they are"
+    )
+    assert verification.tensors.agrees
+    assert verification.logits.max_difference < 1e-5
+    assert verification.logits.argmax == 1.0
 
 
 def _swap(tensors, one, other):
