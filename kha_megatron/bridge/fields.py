@@ -136,6 +136,8 @@ def _expert_fields(config: KHAModelConfig) -> dict[str, Any]:
         "moe_router_score_function": config.scoring_func,
         "moe_router_pre_softmax": not sigmoid and not config.norm_topk_prob,
         "moe_router_topk_scaling_factor": _factor(config),
+        "moe_router_num_groups": config.n_group if config.n_group > 1 else None,
+        "moe_router_group_topk": config.topk_group if config.n_group > 1 else None,
     }
 
 

@@ -18,6 +18,8 @@ KHA = (
     "scoring_func",
     "norm_topk_prob",
     "routed_scaling_factor",
+    "n_group",
+    "topk_group",
 )
 QWEN3 = (
     "num_experts",
@@ -71,6 +73,8 @@ def read_kha(config: PreTrainedConfig) -> Experts | None:
         bias=config.scoring_func == "sigmoid",
         shared_size=config.shared_expert_intermediate_size,
         shared_gate=config.shared_expert_gate,
+        groups=config.n_group,
+        groups_per_token=config.topk_group if config.n_group > 1 else 1,
     )
 
 
@@ -79,8 +83,6 @@ def write_kha(model: Architecture) -> dict[str, Any]:
     experts = model.experts
     if experts is None:
         return {}
-    if experts.groups > 1:
-        raise _refused("kha", f"experts chosen from {experts.groups} groups")
     return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
@@ -91,6 +93,8 @@ def write_kha(model: Architecture) -> dict[str, Any]:
         "scoring_func": experts.score,
         "norm_topk_prob": experts.normalised,
         "routed_scaling_factor": experts.scaling,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
     }
 
 

@@ -175,6 +175,10 @@ class KHAModelConfig(PreTrainedConfig):
     unless ``moe_router_pre_softmax``; for ``sigmoid`` True, unless ``moe_router_topk`` is 1."""
     routed_scaling_factor: float | int = 1.0
     """Factor on the expert weights (``--moe-router-topk-scaling-factor``)."""
+    n_group: int = 1
+    """Equal groups of experts (``--moe-router-num-groups``); 1 for no groups."""
+    topk_group: int = 1
+    """Groups that a token's experts come from (``--moe-router-group-topk``)."""
     output_router_logits: bool = False
     """Whether ``forward`` returns the router's logits."""
 
@@ -334,6 +338,8 @@ class KHAModelConfig(PreTrainedConfig):
                 f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and "
                 f"num_experts={self.num_experts}"
             )
+        if problem := self._group_problem():
+            return problem
         if self.moe_intermediate_size < 1:
             return f"moe_intermediate_size={self.moe_intermediate_size} must be at least 1"
         if self.scoring_func not in SCORE_FUNCTIONS:
@@ -343,6 +349,21 @@ class KHAModelConfig(PreTrainedConfig):
             )
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             return "shared_expert_gate=True needs a shared_expert_intermediate_size above 0"
+        return None
+
+    def _group_problem(self) -> str | None:
+        groups, chosen = self.n_group, self.topk_group
+        if not 1 <= chosen <= groups or self.num_experts % groups:
+            return (
+                f"n_group={groups} and topk_group={chosen} with num_experts={self.num_experts}: "
+                "groups must be equal, and a token's among them"
+            )
+        most = chosen * (self.num_experts // groups)
+        if groups > 1 and not chosen <= self.num_experts_per_tok <= most:
+            return (
+                f"num_experts_per_tok={self.num_experts_per_tok} must lie between "
+                f"topk_group={chosen} and the experts of so many groups, {most}"
+            )
         return None
 
 

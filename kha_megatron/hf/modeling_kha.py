@@ -53,7 +53,8 @@ class KHARouter(nn.Module):
     ``softmax`` with ``norm_topk_prob`` is the softmax over the chosen logits (Megatron's default);
     without, the softmax over all logits is taken first (``moe_router_pre_softmax``). ``sigmoid``
     chooses by score plus correction bias and weighs by the score alone; a bias of zeros equals
-    training without one.
+    training without one. With ``n_group`` above one, a token's experts come from its ``topk_group``
+    best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     def __init__(self, config: KHAModelConfig) -> None:
@@ -62,6 +63,7 @@ class KHARouter(nn.Module):
         self.score_function = config.scoring_func
         self.normalise = config.norm_topk_prob
         self.scaling_factor = config.routed_scaling_factor
+        self.groups, self.groups_per_token = config.n_group, config.topk_group
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         if self.score_function == "sigmoid":
             bias = torch.zeros(config.num_experts, dtype=torch.float32)
@@ -81,15 +83,32 @@ class KHARouter(nn.Module):
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
-            experts = (scores + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
+            choice = self._of_best_groups(scores + self.e_score_correction_bias)
+            # the order decides how their sum is rounded: Megatron sorts only where it trains, and
+            # stock models with sigmoid scores never do
+            experts = choice.topk(self.top_k, dim=-1, sorted=torch.is_grad_enabled()).indices
             weights = scores.gather(-1, experts)
             if self.normalise:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             return weights, experts
         if self.normalise:
-            chosen, experts = logits.topk(self.top_k, dim=-1)
+            chosen, experts = self._of_best_groups(logits).topk(self.top_k, dim=-1)
             return chosen.softmax(-1), experts
-        return tuple(logits.softmax(-1).topk(self.top_k, dim=-1))
+        return tuple(self._of_best_groups(logits.softmax(-1)).topk(self.top_k, dim=-1))
+
+    def _of_best_groups(self, scores: Tensor) -> Tensor:
+        """``[N, E]`` scores, minus infinity outside of a token's best groups.
+
+        A group is as good as its best experts together: as many as a token would take from each
+        group if it took as many from all.
+        """
+        if self.groups == 1:
+            return scores
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        each = self.top_k // self.groups_per_token
+        best = grouped.topk(each, dim=-1).values.sum(-1).topk(self.groups_per_token, dim=-1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 class KHASparseMLP(nn.Module):

@@ -150,7 +150,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "kha, mla, sparse": KHAModelConfig(**KHA_MOE | MLA),
     "kha, gta, sparse": KHAModelConfig(**KHA_MOE | GTA),
     "kha, gla": KHAModelConfig(**SIZES | GLA),
-    "kha, gla, sparse": KHAModelConfig(**KHA_MOE | GLA),
+    "kha, gla, sparse": KHAModelConfig(**KHA_MOE | GLA | {"n_group": 3, "topk_group": 2}),
     **{
         f"kha, {variant}": KHAModelConfig(
             **SIZES, kha_query=variant, kha_key=variant, kha_value=variant

@@ -26,6 +26,12 @@ from tests.hf.conftest import MOE, every_projection, make_config, make_model
         ({**MOE, "mlp_layer_types": ["sparse", "dense", "moe"]}, "'dense' or 'sparse'"),
         ({"mlp_layer_types": ["sparse"] * 3}, "num_experts=0"),
         ({**MOE, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size above 0"),
+        ({**MOE, "n_group": 2}, "n_group=2 and topk_group=1 with num_experts=5"),
+        ({**MOE, "topk_group": 2}, "n_group=1 and topk_group=2"),
+        (
+            {**MOE, "num_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5},
+            "num_experts_per_tok=5 must lie between topk_group=2 .* 4",
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_line(settings, message):
