@@ -170,6 +170,12 @@ _FLAGS = {
 }
 """Arguments of the model that Megatron's ``--use-checkpoint-args`` leaves as they are."""
 
+_TIED_FLAGS = {
+    "position_embedding_type": "--position-embedding-type",
+    "rotary_percent": "--rotary-percent",
+}
+"""Of GTA also these, which our entry point looks at before Megatron reads the checkpoint's."""
+
 
 def command_line(args: Mapping[str, Any], folder: str) -> list[str]:
     """What a training needs on its command line to go on from a converted checkpoint.
@@ -179,7 +185,8 @@ def command_line(args: Mapping[str, Any], folder: str) -> list[str]:
         folder: the checkpoint.
     """
     words = ["--load", folder, "--use-checkpoint-args"]
-    for name, flag in _FLAGS.items():
+    tied = args.get("kha_attention") == "gta"
+    for name, flag in (_FLAGS | (_TIED_FLAGS if tied else {})).items():
         value = args.get(name)
         if value is not None and value is not False:
             words += [flag] if value is True else [flag, str(value)]

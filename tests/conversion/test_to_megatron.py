@@ -8,10 +8,11 @@ from safetensors.torch import load_file
 
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_reader import HFCheckpoint
+from kha_megatron.conversion.megatron_command_line import command_line
 from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
-from tests.versions import needs_training_package
+from tests.versions import needs_attention_family, needs_training_package
 
 LAYOUTS = {
     "1 rank": {},
@@ -25,6 +26,9 @@ RUNS = [
     for layout in LAYOUTS
     if layout != "EP2" or any(getattr(config, n, 0) for n in ("num_experts", "n_routed_experts"))
 ]
+
+
+FAMILY = [name for name in CONFIGS if name.startswith(("kha, gta", "kha, mla", "kha, gla"))]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,8 @@ def assert_same_tensors(one, other):
 def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, layout):
     """And what its ranks save converts back into the model that it came from."""
     needs_training_package()
+    if name in FAMILY:
+        needs_attention_family()
     folder, expected = models(name)
     world = 1 if layout == "1 rank" else 2
     saved = tmp_path / "iter_0000001"
@@ -94,6 +100,19 @@ def test_both_sides_hold_the_same_matrices(models, converted, name):
     assert ours.keys() == theirs.keys()
     assert {p for _, p in ours} == set(CONFIGS[name].kha.variants)
     assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_it_says_to_train_with_names_the_attention(models, name):
+    """Our entry point looks at these before Megatron takes the rest from the checkpoint."""
+    planned = to_megatron.plan(models(name)[0], divisible_by=8)
+    words = " ".join(command_line(planned.args, "folder"))
+    if "gta" in name:
+        assert "--position-embedding-type rope --rotary-percent 0.5" in words
+    else:
+        assert "--multi-latent-attention" in words
+        assert ("--q-lora-rank 20" in words) == ("direct" not in name)
+        assert ("--qk-layernorm" in words) == ("direct" not in name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -29,7 +29,7 @@ from tests.conversion.models import (
     make,
     tokens,
 )
-from tests.versions import needs_training_package
+from tests.versions import needs_attention_family, needs_training_package
 
 SOFTMAX = KHA_MOE | {
     "scoring_func": "softmax",
@@ -199,6 +199,8 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path, name, dtype):
     needs_training_package()
+    if name == "deepseek_v3":
+        needs_attention_family()
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
     to_megatron.convert(to_megatron.plan(stock, dtype=dtype, divisible_by=8), tmp_path / "plain")

@@ -16,7 +16,7 @@ from kha_megatron.conversion.verify import TOLERANCE, Pair, compare, verify
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import CONFIGS, MLA, SIZES, make
-from tests.versions import needs_training_package
+from tests.versions import needs_attention_family, needs_training_package
 
 LAYER = "model.layers.1."
 EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
@@ -73,6 +73,7 @@ FAMILY = {
 def test_the_attention_family_agrees(tmp_path, name):
     """Against Megatron's own model; the folded one of MLA is transformers' own class."""
     needs_training_package()
+    needs_attention_family()
     make(FAMILY[name]).save_pretrained(tmp_path / "hf")
     to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
     other = tmp_path / "hf"
