@@ -13,6 +13,7 @@ another hook would be passed by, the attention falls back.
 """
 
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kha_megatron.config import PROJECTIONS, Projection
 from kha_megatron.errors import ConfigError
@@ -55,7 +57,7 @@ class FusedPrologue:
     """Goes before Megatron's ``SelfAttention`` among the bases of a knocked attention.
 
     The kernels take over where all of this holds; where something does not, Megatron's own path
-    runs, and the first process says why, once for each reason:
+    runs, and the first rank of each pipeline stage says why, once for each reason:
 
     - the kernels run here and have this dtype and head dim (``kha_megatron.ops.fused.refusal``),
       and ``KHA_KERNELS`` does not say ``torch``;
@@ -64,7 +66,7 @@ class FusedPrologue:
     - QK-norms are RMSNorms without bias that agree on ``eps``, or there are none;
     - RoPE in halves, over all features or the first of them, the same for queries and keys, or
       none; no YaRN;
-    - no option of ``_OPTIONS``;
+    - no option of ``_OPTIONS``; matrices of the dtype of activations, no weight a DTensor;
     - no hook on a norm or a knocked query or key that would be passed by.
     """
 
@@ -166,7 +168,7 @@ class FusedPrologue:
         return PrologueSettings(
             head_dim=self.hidden_size_per_attention_head,
             eps=getattr(norm, "eps", 0.0),
-            zero_centred=getattr(norm, "zero_centered_gamma", False),
+            zero_centred=self.config.layernorm_zero_centered_gamma,
             first_query=get_pg_rank(self.tp_group) % sharing * queries,
             queries=queries if sharing > 1 else None,
         )
@@ -202,8 +204,11 @@ class FusedPrologue:
         for norm in norms:
             if type(norm).__name__ != "RMSNorm" or getattr(norm, "bias", None) is not None:
                 return f"{type(norm).__name__} of queries or keys is no RMSNorm without bias"
-        if len({(norm.eps, getattr(norm, "zero_centered_gamma", False)) for norm in norms}) > 1:
-            return "the norms of queries and keys differ in eps or in where they are centred"
+            centred = getattr(norm, "zero_centered_gamma", False)
+            if centred != self.config.layernorm_zero_centered_gamma:
+                return "layernorm_zero_centered_gamma is not what the norms say"
+        if len({norm.eps for norm in norms}) > 1:
+            return "the norms of queries and keys differ in eps"
         return None
 
     def _call_refusals(
@@ -238,11 +243,18 @@ class FusedPrologue:
                 yield f"angles {tuple(angles.shape)} of {tokens} tokens"
             if features > self.hidden_size_per_attention_head:
                 yield f"RoPE turns {features} features"
+        for module in (*self._norms(), *self._knockings().values()):
+            if is_traceable_wrapper_subclass(getattr(module, "weight", None)):
+                yield f"the weight of a {type(module).__name__} is a {type(module.weight).__name__}"
+        for knocking in self._knockings().values():
+            if knocking.weight.dtype != hidden_states.dtype:
+                yield f"matrices are {knocking.weight.dtype} and activations {hidden_states.dtype}"
         yield from self._passed_by(self.folding.folds(hidden_states))
 
     def _passed_by(self, folds: bool) -> Iterator[str]:
         """Hooks that would not run, or not as they expect."""
-        modules: list[tuple[torch.nn.Module, bool]] = [(n, False) for n in self._norms() if n]
+        norms = [norm for norm in self._norms() if norm is not None]
+        modules: list[tuple[torch.nn.Module, bool]] = [(norm, False) for norm in norms]
         for projection, knocking in self._knockings().items():
             called = folds and knocking.variant == "linear"
             modules.append((knocking, called or projection == "value"))
@@ -286,4 +298,5 @@ def _gathers(hook: Any) -> bool:
 
 @functools.cache
 def _announce(what: str) -> None:
-    print(f"kha_megatron: fused prologue {what}", flush=True)
+    # on stderr, since commands print results on stdout
+    print(f"kha_megatron: fused prologue {what}", file=sys.stderr, flush=True)

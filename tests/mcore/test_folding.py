@@ -240,7 +240,7 @@ def ways_of_a_rank(tokens, overrides, sizes, fused=False):
     models.initialize(**sizes)
     built = layer(models, LINEAR, **overrides)
     built.config.gradient_accumulation_fusion = fused
-    return [built.folding._folds(torch.empty(n, BATCH, HIDDEN)) for n in tokens]
+    return [built.folding.folds(torch.empty(n, BATCH, HIDDEN)) for n in tokens]
 
 
 def kept(pack):
@@ -332,18 +332,18 @@ def with_fused_gradients_left_on():
 def with_every_other_microbatch_folded():
     from kha_megatron.mcore.folding import Folding
 
-    decide, count = Folding._folds, {}
+    decide, count = Folding.folds, {}
 
     def alternating(self, hidden_states):
         count[self] = count.get(self, 0) + 1
         return count[self] % 2 == 0
 
-    Folding._folds = alternating
+    Folding.folds = alternating
     try:
         with with_fused_weight_gradients():
             yield
     finally:
-        Folding._folds = decide
+        Folding.folds = decide
 
 
 FUSED = {"gradient_accumulation_fusion": True}
@@ -416,7 +416,7 @@ def hindered(sizes, options):
         setattr(built.config, name, value)
     with heard() as said:
         folding = type(built.folding)(built, built._heads_of_projection())
-        assert not folding._folds(torch.empty(1000, BATCH, HIDDEN))
+        assert not folding.folds(torch.empty(1000, BATCH, HIDDEN))
     built.kha = replace(LINEAR, fold="always")
     with pytest.raises(ConfigError) as caught:
         type(built.folding)(built, built._heads_of_projection())
