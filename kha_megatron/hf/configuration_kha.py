@@ -12,11 +12,9 @@ from typing import ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from kha_megatron.config import MATRICES, KHAConfig, check_latent_attention
+from kha_megatron.config import MATRICES, KHAConfig
 from kha_megatron.errors import ConfigError
-
-MLP_LAYER_TYPES = ("dense", "sparse")
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
+from kha_megatron.hf.checks_kha import problem_of
 
 # What all heads share sees only its rank's heads, so its gradient is a partial sum there. As with
 # transformers' own norms of q and k, it is right for one backward a step: 5.23 sums what has
@@ -272,99 +270,9 @@ class KHAModelConfig(PreTrainedConfig):
     def _check(self) -> None:
         """Refuse what no model can be built from, before any tensor is made."""
         _ = self.kha
-        latent = self.kv_lora_rank is not None
-        problem = self._latent_problem() if latent else self._attention_problem()
-        problem = problem or self._mlp_problem()
+        problem = problem_of(self)
         if problem:
             raise ConfigError(problem)
-
-    def _attention_problem(self) -> str | None:
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if groups < 1 or heads % groups:
-            return (
-                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}: "
-                "every key/value head must serve the same number of query heads"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            return f"head_dim={self.head_dim} is not a positive even number, which RoPE needs"
-        if self.kha_attention == "gla":
-            return "kha_attention='gla' expands a latent: give kv_lora_rank"
-        if self.q_lora_rank is not None:
-            return f"q_lora_rank={self.q_lora_rank} without kv_lora_rank: give both or none"
-        if self.kha_attention == "gta" and self.head_dim % 4:
-            return (
-                f"head_dim={self.head_dim} is no multiple of 4: grouped-tied attention rotates "
-                "half of a head"
-            )
-        if self.kha_attention == "gta" and self.attention_bias:
-            return "attention_bias=True with kha_attention='gta', which has no biases: remove one"
-        return None
-
-    def _latent_problem(self) -> str | None:
-        check_latent_attention(self.kha)
-        heads, groups = self.num_attention_heads, self.num_latent_heads
-        if self.kha_attention == "gta":
-            return "kha_attention='gta' with kv_lora_rank are two kinds of attention: remove one"
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if (getattr(self, name) or 0) < 1:
-                return f"{name}={getattr(self, name)} with kv_lora_rank: it must be at least 1"
-        if self.q_lora_rank is not None and self.q_lora_rank < 1:
-            return f"q_lora_rank={self.q_lora_rank}: it must be at least 1, or None"
-        if self.qk_rope_head_dim % 2:
-            return f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, and RoPE turns pairs"
-        if self.num_key_value_heads != heads:
-            return (
-                f"num_key_value_heads={self.num_key_value_heads} with kv_lora_rank: every one of "
-                f"the {heads} query heads has a key: leave it out"
-            )
-        if self.kv_lora_rank % groups or heads % groups:
-            return (
-                f"kha_latent_heads={groups} divides kv_lora_rank={self.kv_lora_rank} and "
-                f"num_attention_heads={heads} into no equal parts"
-            )
-        return "attention_bias=True with kv_lora_rank: remove one" if self.attention_bias else None
-
-    def _mlp_problem(self) -> str | None:
-        layers, kinds = self.num_hidden_layers, self.mlp_layer_types
-        if len(kinds) != layers or not set(kinds) <= set(MLP_LAYER_TYPES):
-            return (
-                f"mlp_layer_types={kinds} must name 'dense' or 'sparse' for each of the "
-                f"{layers} layers"
-            )
-        if "sparse" not in kinds:
-            return None
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            return (
-                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and "
-                f"num_experts={self.num_experts}"
-            )
-        if problem := self._group_problem():
-            return problem
-        if self.moe_intermediate_size < 1:
-            return f"moe_intermediate_size={self.moe_intermediate_size} must be at least 1"
-        if self.scoring_func not in SCORE_FUNCTIONS:
-            return (
-                f"unknown scoring_func {self.scoring_func!r}: "
-                f"choose one of {', '.join(SCORE_FUNCTIONS)}"
-            )
-        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
-            return "shared_expert_gate=True needs a shared_expert_intermediate_size above 0"
-        return None
-
-    def _group_problem(self) -> str | None:
-        groups, chosen = self.n_group, self.topk_group
-        if not 1 <= chosen <= groups or self.num_experts % groups:
-            return (
-                f"n_group={groups} and topk_group={chosen} with num_experts={self.num_experts}: "
-                "groups must be equal, and a token's among them"
-            )
-        most = chosen * (self.num_experts // groups)
-        if groups > 1 and not chosen <= self.num_experts_per_tok <= most:
-            return (
-                f"num_experts_per_tok={self.num_experts_per_tok} must lie between "
-                f"topk_group={chosen} and the experts of so many groups, {most}"
-            )
-        return None
 
 
 __all__ = ["KHAModelConfig", "matrix_name"]

@@ -14,6 +14,7 @@ from kha_megatron import __version__
 MODULES = {
     "kha_megatron.errors": "errors_kha",
     "kha_megatron.config": "knocking_kha",
+    "kha_megatron.hf.checks_kha": "checks_kha",
     "kha_megatron.hf.configuration_kha": "configuration_kha",
     "kha_megatron.hf.attention_kha": "attention_kha",
     "kha_megatron.hf.modeling_kha": "modeling_kha",
