@@ -28,15 +28,18 @@ def held_to_their_bounds(dtypes):
     return {name: why for name, why in found.items() if why}
 
 
+@pytest.mark.timeout(1800)  # 84 compilations, of a second each where nothing else runs
 def test_bfloat16_fits_hopper():
     assert held_to_their_bounds((torch.bfloat16,)) == {}
 
 
+@pytest.mark.timeout(1800)
 def test_float32_fits_hopper():
     assert held_to_their_bounds((torch.float32,)) == {}
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(1800)
 def test_float16_fits_hopper():
     assert held_to_their_bounds((torch.float16,)) == {}
 
