@@ -47,6 +47,7 @@ _LATENT: dict[str, Value] = {
     "--multi-latent-attention": True,
     "--q-lora-rank": 1024,
     "--kv-lora-rank": 512,
+    "--norm-epsilon": 1e-6,  # stock DeepSeek-V3 has no other for its latents: what it folds into
     "--qk-head-dim": 128,
     "--qk-pos-emb-head-dim": 64,
     "--v-head-dim": 128,
