@@ -1,0 +1,213 @@
+"""Time a whole transformer layer, forward and backward: Megatron's stock layer beside ours.
+
+Stock is Megatron's own spec of grouped-query attention: Transformer Engine's modules with fused
+norms and fused rotary embedding where that is installed, Megatron's local modules elsewhere. Ours
+is the same layer with KHA: `baseline` knocks nothing; `mlp`, `gate` and `linear` knock in plain
+torch; `.../kernels` run what has a fused kernel in it; `linear/folded` knocks in the QKV weight.
+
+All variants of a cell (shape, tokens, precision) take turns in one process, in another order each
+time. A turn is the forward and backward passes of some microbatches, whose gradients Megatron's
+data parallelism accumulates in float32; the ratio to stock is that of each turn. Printed are
+medians with the quarters around them, and the targets, which are for one NVIDIA H200.
+
+On a CPU the sizes are tiny and the figures mean nothing: that is for this tool's tests.
+"""
+
+import argparse
+import gc
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from measuring import (
+    Spread,
+    describe_machine,
+    interleaved,
+    machine_line,
+    markdown_table,
+    ratios,
+    write_report,
+)
+from options import choose_device, parse, parser_for, positive
+from variants import STOCK, VARIANTS, runnable
+
+from kha_megatron.errors import KHAError
+
+if TYPE_CHECKING:
+    from layers import Cell, Layer
+
+EXAMPLE = """example:
+  python tools/bench_layer.py --json benchmarks/layer.json
+  python tools/bench_layer.py --shapes moe --tokens 8192 --precisions bf16 tensorwise \\
+      --variants mlp/kernels linear/folded+kernels
+  python tools/bench_layer.py --shapes dense --megatron=--recompute-granularity=selective
+"""
+
+PRECISIONS = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8")
+DEFAULTS = {
+    "cuda": {
+        "shapes": ["moe", "dense"],
+        "tokens": [8192, 32768],
+        "sequence": 8192,
+        "precisions": ["bf16", "tensorwise"],
+        "repetitions": 30,
+        "microbatches": 4,
+    },
+    "cpu": {
+        "shapes": ["tiny"],
+        "tokens": [64],
+        "sequence": 32,
+        "precisions": ["bf16"],
+        "repetitions": 3,
+        "microbatches": 2,
+    },
+}
+
+TARGETS = {
+    ("moe", 8192, "mlp/kernels"): (1.01, 1.00),
+    ("moe", 32768, "mlp/kernels"): (1.007, 0.99),
+    **{
+        (shape, tokens, f"linear/{way}"): (limit, 1.00)
+        for shape in ("moe", "dense")
+        for tokens, limit in ((8192, 1.01), (32768, 1.003))
+        for way in ("folded", "folded+kernels")
+    },
+}
+"""By shape, tokens and variant: the largest ratio to stock that is good enough, and the aim."""
+
+
+def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a microbatch of every variant that runs, and the ratios to stock."""
+    layers, skipped, failed = built(cell, given)
+    times: dict[str, list[float]] = {}
+    if STOCK in layers:
+        calls = {name: turn(layer, given.microbatches) for name, layer in layers.items()}
+        times = interleaved(calls, device, repetitions=given.repetitions)
+    over = {name: ratios(t, times[STOCK]) for name, t in times.items()}
+    return {
+        "shape": cell.shape,
+        "tokens": cell.tokens,
+        "precision": cell.precision,
+        "backend": next((layer.backend for layer in layers.values()), None),
+        "milliseconds": {
+            name: Spread.of([1e3 * seconds / given.microbatches for seconds in t])
+            for name, t in times.items()
+        },
+        "over_stock": over,
+        "targets": {name: judged(cell, name, spread.median) for name, spread in over.items()},
+        "skipped": skipped,
+        "failed": failed,
+    }
+
+
+def built(
+    cell: "Cell", given: argparse.Namespace
+) -> tuple[dict[str, "Layer"], dict[str, str], dict[str, str]]:
+    """The layers that have run once, by variant; what cannot run here; what broke."""
+    from layers import Layer, precision_refusal
+
+    if why := precision_refusal(cell.precision):
+        return {}, dict.fromkeys([STOCK, *given.variants], why), {}
+    variants, skipped = runnable(given.variants, given.device)
+    layers, failed = {}, {}
+    for variant in variants:
+        try:
+            layer = Layer(cell, variant)
+            layer.run(1)
+        except KHAError as error:
+            skipped[variant.name] = str(error)
+        except Exception as error:  # the other variants are still worth their figures
+            traceback.print_exc()
+            failed[variant.name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        else:
+            layers[variant.name] = layer
+    return layers, skipped, failed
+
+
+def turn(layer: "Layer", microbatches: int) -> Callable[[], None]:
+    """What is timed."""
+    return lambda: layer.run(microbatches)
+
+
+def judged(cell: "Cell", variant: str, ratio: float) -> dict[str, Any] | None:
+    """What became of the target, if there is one."""
+    if (target := TARGETS.get((cell.shape, cell.tokens, variant))) is None:
+        return None
+    limit, aim = target
+    return {"at_most": limit, "aim": aim, "met": ratio <= limit, "aim_met": ratio <= aim}
+
+
+def verdict(target: dict[str, Any] | None) -> str:
+    """In the table."""
+    if target is None:
+        return ""
+    word = "met" if target["met"] else "MISSED"
+    return f"{word} (at most {target['at_most']:g}, aim {target['aim']:g})"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results in Markdown, and who did not take part, and why."""
+    rows, absent = [], {}
+    for result in results:
+        cell = [result["shape"], str(result["tokens"]), result["precision"]]
+        for name, spread in result["milliseconds"].items():
+            ratio = result["over_stock"][name].text(4)
+            target = verdict(result["targets"][name])
+            rows.append([*cell, str(result["backend"]), name, spread.text(3), ratio, target])
+        for word in ("skipped", "failed"):
+            for name, why in result[word].items():
+                absent[f"- {', '.join(cell)}: {name} {word}: {why}"] = None
+    header = ["shape", "tokens", "precision", "modules", "variant", "ms", "over stock", "target"]
+    return "\n".join([markdown_table(header, rows), "", *absent])
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the user asked for; sizes depend on the device."""
+    parser = parser_for(__doc__, EXAMPLE)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=["moe", "dense", "tiny"])
+    add("--tokens", nargs="+", type=positive, help="of a microbatch (default: 8192 32768)")
+    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
+    add("--precisions", nargs="+", choices=PRECISIONS, help="bf16, or an FP8 recipe of Megatron's")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    add("--microbatches", type=positive, help="of one turn (default: 4)")
+    add(
+        "--megatron",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="one more argument of Megatron's for every layer, as --megatron=--flag=value",
+    )
+    given = parse(parser, argv, DEFAULTS)
+    for tokens in given.tokens:
+        if tokens % given.sequence:
+            parser.error(f"--tokens {tokens} is no multiple of --sequence {given.sequence}")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is asked for and print it; 1 if a variant broke."""
+    given = arguments(argv)
+    device = choose_device(given.device)
+    from layers import Cell, start_megatron
+
+    start_megatron()
+    machine = describe_machine(device)
+    results = []
+    for shape, tokens, precision in itertools.product(given.shapes, given.tokens, given.precisions):
+        cell = Cell(shape, tokens, given.sequence, precision, tuple(given.megatron))
+        print(cell, file=sys.stderr, flush=True)
+        results.append(measure(cell, given, device))
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(machine_line(machine), "", table(results), sep="\n")
+    if given.json:
+        write_report(given.json, machine, vars(given), results)
+    return int(any(result["failed"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

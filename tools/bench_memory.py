@@ -1,0 +1,199 @@
+"""Measure what a transformer layer keeps for its backward pass: stock beside ours.
+
+Counted are the bytes that a forward pass has allocated and that are still alive when it returns,
+apart from its output: what autograd saved, and whatever else is held. Storages count once, however
+many views there are. On a GPU the allocator is asked, also for the peak of forward and backward; on
+a CPU every allocation is watched, and attention is Megatron's unfused one, whose scores are the
+larger part of the whole (the same for all variants).
+
+KHA may keep its outputs, which attention needs, and nothing else: `beyond outputs` is what a layer
+keeps more than stock, less the knocked queries, keys and values.
+
+TRITON_INTERPRET=1 runs the variants with kernels on a CPU, too; choose few tokens then.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from bench_layer import PRECISIONS
+from measuring import describe_machine, machine_line, markdown_table, write_report
+from options import choose_device, parse, parser_for, positive
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from variants import STOCK, VARIANTS, Variant, runnable
+
+from kha_megatron.errors import KHAError
+
+if TYPE_CHECKING:
+    from layers import Cell, Layer
+
+EXAMPLE = """example:
+  python tools/bench_memory.py --json benchmarks/memory.json
+  TRITON_INTERPRET=1 python tools/bench_memory.py --device cpu --shapes moe dense --tokens 128
+"""
+
+DEFAULTS = {
+    "cuda": {"shapes": ["moe", "dense"], "tokens": 8192, "sequence": 8192},
+    "cpu": {"shapes": ["tiny"], "tokens": 64, "sequence": 32},
+}
+
+
+class Allocations(TorchDispatchMode):
+    """Watches every storage that is made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {storage.cdata for storage in _storages((args, kwargs))}
+        for made in _storages(result):
+            if made.cdata not in known:  # neither a view nor changed in place
+                self._made.setdefault(made.cdata, made)
+        return result
+
+    def alive(self) -> int:
+        """Bytes of those that something still holds."""
+        held = (torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self._made)
+        return sum(storage.nbytes() for storage in held if storage is not None)
+
+
+def _storages(values: Any) -> list[StorageWeakRef]:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+def kept(layer: "Layer", device: torch.device) -> dict[str, int]:
+    """Bytes after a forward pass, the output's left out; on a GPU also the peak of a whole pass."""
+    layer.run(1)  # what is made once is there already
+    layer.hidden.grad = None
+    gc.collect()
+    if device.type == "cpu":
+        with layer.variant.chosen(), Allocations() as allocations:
+            output = layer.forward()
+        gc.collect()
+        return {"kept": allocations.alive() - output.untyped_storage().nbytes()}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with layer.variant.chosen():
+        output = layer.forward()
+        gc.collect()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before - output.untyped_storage().nbytes()
+        output.backward(layer.upstream)
+    torch.cuda.synchronize()
+    return {"kept": held, "peak": torch.cuda.max_memory_allocated() - before}
+
+
+def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Bytes of every variant that runs."""
+    from layers import Layer, precision_refusal, transformer_config
+
+    if why := precision_refusal(cell.precision):
+        raise SystemExit(f"error: --precision {cell.precision}: {why}")
+    config = transformer_config(cell)
+    variants, skipped = runnable(given.variants, given.device)
+    rows: dict[str, dict[str, int]] = {}
+    for variant in variants:
+        try:
+            rows[variant.name] = kept(Layer(cell, variant, moved=False), device)
+        except KHAError as error:
+            skipped[variant.name] = str(error)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        row = rows[variant.name]
+        row["outputs"] = outputs(variant, config, cell.tokens)
+        row["over_stock"] = row["kept"] - rows[STOCK]["kept"]
+        row["beyond_outputs"] = row["over_stock"] - row["outputs"]
+    return {
+        "shape": cell.shape,
+        "tokens": cell.tokens,
+        "precision": cell.precision,
+        "qkv_bytes": cell.tokens * 2 * _width(config, ("query", "key", "value")),
+        "bytes": rows,
+        "skipped": skipped,
+    }
+
+
+def outputs(variant: Variant, config: Any, tokens: int) -> int:
+    """Bytes of the knocked queries, keys and values; none where the QKV weight knocks."""
+    knocked = () if variant.folded else tuple(variant.kha().variants)
+    return tokens * 2 * _width(config, knocked)
+
+
+def _width(config: Any, projections: tuple[str, ...]) -> int:
+    heads = {
+        "query": config.num_attention_heads,
+        "key": config.num_query_groups,
+        "value": config.num_query_groups,
+    }
+    return config.kv_channels * sum(heads[projection] for projection in projections)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Bytes for each token, in Markdown, and who did not take part, and why."""
+    rows, absent = [], []
+    for result in results:
+        tokens = result["tokens"]
+
+        def each(size: int | None, tokens: int = tokens) -> str:
+            return "not measured" if size is None else f"{size / tokens:,.1f}"
+
+        for name, row in result["bytes"].items():
+            figures = [each(row[key]) for key in ("kept", "over_stock", "outputs")]
+            met = "" if name == STOCK else "met" if row["beyond_outputs"] <= 0 else "MISSED"
+            beyond = [each(row["beyond_outputs"]), each(row.get("peak")), met]
+            rows.append([result["shape"], str(tokens), name, *figures, *beyond])
+        absent += [f"- {result['shape']}: without {n}: {w}" for n, w in result["skipped"].items()]
+    header = ["shape", "tokens", "variant", "kept", "over stock", "knocked outputs"]
+    header += ["beyond outputs", "peak", "target: 0 beyond outputs"]
+    return "\n".join(["Bytes per token:", "", markdown_table(header, rows), "", *absent])
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the user asked for; sizes depend on the device."""
+    parser = parser_for(__doc__, EXAMPLE)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=["moe", "dense", "tiny"])
+    add("--tokens", type=positive, help="of a microbatch (default: 8192)")
+    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
+    add("--precision", default="bf16", choices=PRECISIONS, help="as in bench_layer.py")
+    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    add("--megatron", action="append", default=[], metavar="WORD", help="as in bench_layer.py")
+    given = parse(parser, argv, DEFAULTS)
+    given.sequence = min(given.sequence, given.tokens)
+    if given.tokens % given.sequence:
+        parser.error(f"--tokens {given.tokens} is no multiple of --sequence {given.sequence}")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is asked for and print it."""
+    given = arguments(argv)
+    device = choose_device(given.device)
+    from layers import Cell, start_megatron
+
+    start_megatron()
+    machine = describe_machine(device)
+    results = []
+    for shape in given.shapes:
+        cell = Cell(shape, given.tokens, given.sequence, given.precision, tuple(given.megatron))
+        print(cell, file=sys.stderr, flush=True)
+        results.append(measure(cell, given, device))
+    print(machine_line(machine), "", table(results), sep="\n")
+    if given.json:
+        write_report(given.json, machine, vars(given), results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What the benchmarks of layers and of steps compare: ways to run a model with and without KHA."""
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+
+from kha_megatron.config import KHAConfig
+
+KERNELS_VARIABLE = "KHA_KERNELS"
+"""Environment variable by which ``kha_megatron.ops`` chooses between kernels and plain torch."""
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table."""
+
+    name: str
+    """On the command line."""
+
+    preset: str | None
+    """A key of ``kha_megatron.config.PRESETS``; None is Megatron's own layer, nothing of ours."""
+
+    kernels: bool = False
+    """Triton kernels, the fused prologue included, or an error; otherwise plain torch always."""
+
+    folded: bool = False
+    """Linear matrices go into the QKV weight of every microbatch; otherwise never."""
+
+    def kha(self) -> KHAConfig:
+        """What is knocked, and how."""
+        fold = {"fold": "always" if self.folded else "never"} if _can_fold() else {}
+        return KHAConfig.from_preset(self.preset or "baseline", **fold)
+
+    def words(self) -> list[str]:
+        """Arguments for ``-m kha_megatron.training``."""
+        fold = ["--kha-fold", "always" if self.folded else "never"] if _can_fold() else []
+        return ["--kha-preset", self.preset or "baseline", *fold]
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the process while it runs."""
+        return {KERNELS_VARIABLE: "triton" if self.kernels else "torch"}
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Let this process run it: the ways are chosen in each forward pass."""
+        before = os.environ.get(KERNELS_VARIABLE)
+        os.environ.update(self.environment())
+        try:
+            yield
+        finally:
+            os.environ.pop(KERNELS_VARIABLE)
+            if before is not None:
+                os.environ[KERNELS_VARIABLE] = before
+
+    def missing(self, device: str) -> str | None:
+        """Why it cannot run here, or None."""
+        if self.folded and not _can_fold():
+            return "this version folds nothing while training"
+        if self.kernels and importlib.util.find_spec("kha_megatron.ops.fused") is None:
+            return "this version has no kernels"
+        if self.kernels and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the kernels need a CUDA device, or TRITON_INTERPRET=1"
+        return None
+
+
+def _can_fold() -> bool:
+    return "fold" in {field.name for field in fields(KHAConfig)}
+
+
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
+    {
+        variant.name: variant
+        for variant in (
+            Variant(STOCK, None),
+            Variant("baseline", "baseline"),
+            Variant("baseline/kernels", "baseline", kernels=True),
+            Variant("mlp", "kha_mlp"),
+            Variant("mlp/kernels", "kha_mlp", kernels=True),
+            Variant("gate", "kha_gate_v"),
+            Variant("gate/kernels", "kha_gate_v", kernels=True),
+            Variant("linear", "kha_linear"),
+            Variant("linear/kernels", "kha_linear", kernels=True),
+            Variant("linear/folded", "kha_linear", folded=True),
+            Variant("linear/folded+kernels", "kha_linear", kernels=True, folded=True),
+        )
+    }
+)
+"""Every way, by name. ``stock`` comes first: the others are ratios to it."""
+
+
+def runnable(names: list[str], device: str) -> tuple[list[Variant], dict[str, str]]:
+    """The variants of these names that run here, and why the others do not.
+
+    The stock layer is always among them, and first.
+    """
+    wanted = [VARIANTS[name] for name in dict.fromkeys([STOCK, *names])]
+    skipped = {v.name: why for v in wanted if (why := v.missing(device))}
+    return [variant for variant in wanted if variant.name not in skipped], skipped
