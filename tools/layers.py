@@ -28,51 +28,19 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import parse_args, validate_args
+from shapes import arguments_of
 from torch import Tensor
 from variants import Variant
 
 from kha_megatron import cpu
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.specs import kha_layer_spec
-from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.arguments import parse, render
-
-SHAPES = {
-    "moe": ("moe-a0.8b-6.6b", []),
-    "dense": ("dense-3.9b", []),
-    "tiny": ("quickstart", ["--kv-channels", "64"]),  # a head dim that the kernels have
-}
-"""Names on the command line: a recipe whose sizes they are, and what to change in it."""
-
-PRECISIONS = {
-    "bf16": [],
-    "delayed": ["--fp8-format", "hybrid", "--fp8-recipe", "delayed"],
-    "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
-    "blockwise": ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"],
-    "mxfp8": ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
-}
-"""bfloat16, and the FP8 recipes of Megatron with bfloat16 around them."""
+from kha_megatron.recipes.arguments import render
 
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
-_ONE_PROCESS = {
-    "--num-layers": ("1",),
-    "--tensor-model-parallel-size": ("1",),
-    "--expert-model-parallel-size": ("1",),
-    "--global-batch-size": ("1",),
-    "--micro-batch-size": ("1",),
-    "--bf16": (),
-}
-_DROPPED = {
-    "--sequence-parallel",
-    "--use-distributed-optimizer",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    "--moe-router-bias-update-rms",  # ours, and nothing of a layer's forward or backward pass
-    "--device",
-    "--kha-preset",
-}
-_FUSED_EXPERTS = {"--moe-grouped-gemm": (), "--moe-permute-fusion": ()}
+_OURS = {"--moe-router-bias-update-rms"}
+"""Arguments of our entry point, of no concern to one layer."""
 _NOISE = 0.02
 """Standard deviation of what is added to the shared matrices, as training would have moved them."""
 
@@ -128,28 +96,20 @@ def start_megatron(seed: int = 1) -> None:
 
 def transformer_config(cell: Cell) -> TransformerConfig:
     """Of the recipe's layer, with Transformer Engine and its fusions where that is installed."""
-    recipe, changes = SHAPES[cell.shape]
-    arguments = get_recipe(recipe).arguments_for(overrides=changes)
-    arguments = {flag: words for flag, words in arguments.items() if flag not in _DROPPED}
-    arguments |= _ONE_PROCESS
-    arguments |= {
-        "--seq-length": (str(cell.sequence),),
-        "--max-position-embeddings": (str(cell.sequence),),
-    }
-    if not has_transformer_engine():
-        arguments |= {
-            flag: () if word is None else (word,)
-            for flag, word in cpu.MEGATRON_FLAGS.items()
-            if cpu.is_installed() or flag != "--distributed-backend"
-        }
-    elif "--num-experts" in arguments:
-        arguments |= _FUSED_EXPERTS
-    arguments |= parse(PRECISIONS[cell.precision]) | parse(cell.words)
-    said = io.StringIO()
+    arguments = arguments_of(
+        cell.shape,
+        cell.precision,
+        layers=1,
+        sequence=cell.sequence,
+        transformer_engine=has_transformer_engine(),
+        on_cpu=cpu.is_installed(),
+        words=("--global-batch-size=1", *cell.words),
+    )
+    arguments = {flag: words for flag, words in arguments.items() if flag not in _OURS}
     with (
         mock.patch.object(sys, "argv", ["layer", *render(arguments)]),
         mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(io.StringIO()),
     ):
         args = parse_args()
         validate_args(args, {"tokenizer_type": "NullTokenizer"})

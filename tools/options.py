@@ -2,13 +2,15 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kha_megatron import cpu
+from kha_megatron.errors import KHAError
 
 
 def parser_for(documentation: str, example: str) -> argparse.ArgumentParser:
@@ -67,3 +69,12 @@ def choose_device(name: str) -> torch.device:
         os.environ.setdefault(variable, value)
     cpu.install(despite_cuda=True, quiet=True)
     return torch.device("cpu")
+
+
+def exit_with(main: Callable[[], int]) -> None:
+    """End the process with what ``main`` returns; what it cannot honour is one line on stderr."""
+    try:
+        sys.exit(main())
+    except KHAError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

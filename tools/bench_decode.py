@@ -1,0 +1,225 @@
+"""Time decoding with transformers: exported models beside their baseline without KHA.
+
+The baseline is a stock model with random weights. `kha-megatron convert` makes the others of it:
+`mlp` is a kha model with KHA-MLP on the values, `linear` one with linear matrices on q, k and v,
+and `folded` is what remains of that when they are folded: a stock model again.
+
+Each turn generates the given number of tokens for every sequence of the batch, greedily, after a
+short prompt; all models take turns, in another order each time. Printed are tokens per second, the
+ratio of times to the baseline turn by turn, and the bytes of keys and values that the cache holds
+at the end. A static cache makes transformers compile the model on a GPU; a dynamic one does not.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import (
+    Spread,
+    describe_machine,
+    interleaved,
+    machine_line,
+    markdown_table,
+    ratios,
+    write_report,
+)
+from options import exit_with, parse, parser_for, positive
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+import kha_megatron.hf  # noqa: F401, registers the architecture
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import fold, to_hf, upcycle
+from kha_megatron.recipes.paper import SHAPES, VOCAB_SIZE, Shape
+
+EXAMPLE = """example:
+  python tools/bench_decode.py --shape dense-1.7b --json benchmarks/decode.json
+  python tools/bench_decode.py --caches static --batches 1
+"""
+
+SMALL = Shape(layers=4, hidden=512, ffn=1536)
+HEADS, GROUPS, HEAD_DIM = 32, 4, 128  # of the paper's models
+
+DEFAULTS = {
+    "cuda": {
+        "shape": "dense-1.7b",
+        "batches": [1, 64],
+        "prompt": 128,
+        "new": 128,
+        "caches": ["dynamic", "static"],
+        "dtype": "bfloat16",
+        "repetitions": 10,
+    },
+    "cpu": {
+        "shape": "small",
+        "batches": [1, 64],
+        "prompt": 16,
+        "new": 16,
+        "caches": ["dynamic"],
+        "dtype": "float32",
+        "repetitions": 5,
+    },
+}
+
+BASELINE = "baseline"
+AT_MOST = {"mlp": 1.01}
+"""Largest ratio of times to the baseline that is good enough. A folded model has to be the
+baseline's class with the baseline's cache, and so needs no such number."""
+
+
+def save_baseline(name: str, dtype: torch.dtype, folder: Path) -> None:
+    """A stock Qwen3 model of these sizes with random weights."""
+    shape = SMALL if name == "small" else SHAPES[name]
+    sizes = {
+        "vocab_size": 4096 if name == "small" else VOCAB_SIZE,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": True,
+    }
+    config = Qwen3Config(**sizes)
+    if shape.experts:
+        total, active = shape.experts
+        experts = {"num_experts": total, "num_experts_per_tok": active, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=shape.ffn)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+
+
+def save_models(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Path]:
+    """The folders of all contenders."""
+    folders = {contender: folder / contender for contender in (BASELINE, "mlp", "linear", "folded")}
+    save_baseline(name, dtype, folders[BASELINE])
+    for contender in ("mlp", "linear"):
+        kha = KHAConfig.from_preset(f"kha_{contender}")
+        to_hf.convert(upcycle.plan_hf(folders[BASELINE], kha), folders[contender])
+    to_hf.convert(fold.plan(folders["linear"]), folders["folded"])
+    return folders
+
+
+def generation(
+    model: Any, prompt: torch.Tensor, new: int, cache: str
+) -> Callable[[], tuple[int, int]]:
+    """Generate greedily; returns the number of new tokens and the bytes of the cache."""
+
+    def call() -> tuple[int, int]:
+        result = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation=cache,
+            return_dict_in_generate=True,
+        )
+        layers = result.past_key_values.layers
+        held = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
+        return result.sequences.numel() - prompt.numel(), held
+
+    return call
+
+
+def measure(
+    models: dict[str, Any], batch: int, cache: str, given: argparse.Namespace
+) -> dict[str, Any]:
+    """Tokens per second and cache bytes of every model."""
+    device = torch.device(given.device)
+    generator = torch.Generator().manual_seed(batch)
+    vocabulary = models[BASELINE].config.vocab_size
+    prompt = torch.randint(vocabulary, (batch, given.prompt), generator=generator).to(device)
+    calls = {name: generation(model, prompt, given.new, cache) for name, model in models.items()}
+    done = {name: call() for name, call in calls.items()}
+    tokens = {made for made, _ in done.values()}
+    if tokens != {batch * given.new}:
+        raise SystemExit(f"error: {tokens} tokens were generated instead of {batch * given.new}")
+    times = interleaved(calls, device, repetitions=given.repetitions, warm_up=1)
+    over = {name: ratios(t, times[BASELINE]) for name, t in times.items()}
+    return {
+        "batch": batch,
+        "cache": cache,
+        "classes": {name: type(model).__name__ for name, model in models.items()},
+        "tokens_per_second": {
+            name: Spread.of([batch * given.new / seconds for seconds in t])
+            for name, t in times.items()
+        },
+        "over_baseline": over,
+        "cache_bytes": {name: held for name, (_, held) in done.items()},
+        "targets": {
+            name: judged(name, models, done, over[name].median)
+            for name in models
+            if name in ("folded", *AT_MOST)
+        },
+    }
+
+
+def judged(
+    name: str, models: dict[str, Any], done: dict[str, tuple[int, int]], ratio: float
+) -> dict[str, Any]:
+    """What became of the target: the cache of the baseline, and its class or nearly its time."""
+    same_cache = done[name] == done[BASELINE]
+    if (limit := AT_MOST.get(name)) is not None:
+        return {"text": f"at most {limit:g}, same cache", "met": same_cache and ratio <= limit}
+    same_class = type(models[name]) is type(models[BASELINE])
+    return {"text": "the baseline's class and cache", "met": same_cache and same_class}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results in Markdown."""
+    rows = []
+    for result in results:
+        for name, speed in result["tokens_per_second"].items():
+            target = result["targets"].get(name)
+            word = f"{'met' if target['met'] else 'MISSED'} ({target['text']})" if target else ""
+            held = f"{result['cache_bytes'][name]:,}"
+            over = result["over_baseline"][name].text(4)
+            cells = [str(result["batch"]), result["cache"], name, result["classes"][name]]
+            rows.append([*cells, speed.text(1), over, held, word])
+    header = ["batch", "cache", "model", "class", "tokens/s", "time over baseline"]
+    return markdown_table([*header, "cache bytes", "target"], rows)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the user asked for; sizes depend on the device."""
+    parser = parser_for(__doc__, EXAMPLE)
+    add = parser.add_argument
+    add("--shape", choices=["small", *SHAPES], help="default: dense-1.7b; on a CPU: small")
+    add("--batches", nargs="+", type=positive, help="sequences at once (default: 1 64)")
+    add("--prompt", type=positive, help="tokens before the generated ones")
+    add("--new", type=positive, help="tokens to generate")
+    add("--caches", nargs="+", choices=["dynamic", "static"])
+    add("--dtype", choices=["bfloat16", "float16", "float32"])
+    add("--folder", type=Path, help="where to put the models meanwhile (default: a temporary one)")
+    return parse(parser, argv, DEFAULTS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the models, measure, print, delete."""
+    given = arguments(argv)
+    machine = describe_machine(torch.device(given.device))
+    dtype = getattr(torch, given.dtype)
+    with tempfile.TemporaryDirectory(prefix="kha-decode-", dir=given.folder) as folder:
+        models = {
+            name: AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(given.device).eval()
+            for name, path in save_models(given.shape, dtype, Path(folder)).items()
+        }
+    results = []
+    for batch in given.batches:
+        for cache in given.caches:
+            print(f"batch {batch}, {cache} cache", file=sys.stderr, flush=True)
+            results.append(measure(models, batch, cache, given))
+    print(machine_line(machine), "", table(results), sep="\n")
+    if given.json:
+        write_report(given.json, machine, vars(given), results)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)

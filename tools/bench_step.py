@@ -1,0 +1,222 @@
+"""Time whole training steps of the real entry point: Megatron's stock layers beside ours.
+
+Every run is a process of its own (or one for each rank): data, forward and backward passes of all
+microbatches, gradient reduction, optimizer. Runs of all variants take turns, in another order each
+time. What counts of a run is the median of its steps after the warm-up; printed are the medians of
+the runs with the quarters around them, and the ratio to the stock run of the same turn.
+
+Data are random tokens. On a CPU the sizes are tiny and the figures mean nothing: that is for this
+tool's tests.
+"""
+
+import argparse
+import importlib.util
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import (
+    Spread,
+    describe_machine,
+    machine_line,
+    markdown_table,
+    ratios,
+    write_report,
+)
+from options import exit_with, parse, parser_for, positive
+from shapes import PRECISIONS, SHAPES, arguments_of
+from timed_training import ATTENTION, SECONDS
+from variants import STOCK, VARIANTS, Variant, runnable
+
+from kha_megatron import cpu
+from kha_megatron.recipes import get_recipe
+from kha_megatron.recipes.arguments import render
+
+EXAMPLE = """example:
+  python tools/bench_step.py --json benchmarks/step.json
+  python tools/bench_step.py --shapes moe --layers 18 --ranks 8 --global-batch 64 \\
+      --megatron=--expert-model-parallel-size=8 --variants mlp/kernels
+"""
+
+DEFAULTS = {
+    "cuda": {
+        "shapes": ["moe", "dense"],
+        "layers": 4,
+        "sequence": 8192,
+        "global_batch": 8,
+        "steps": 20,
+        "warm_up": 5,
+        "repetitions": 3,
+    },
+    "cpu": {
+        "shapes": ["tiny"],
+        "layers": 2,
+        "sequence": 32,
+        "global_batch": 2,
+        "steps": 3,
+        "warm_up": 1,
+        "repetitions": 2,
+    },
+}
+WANTED = ["baseline", "mlp", "mlp/kernels", "linear/folded", "linear/folded+kernels"]
+ENTRY = Path(__file__).with_name("timed_training.py")
+
+
+def command(variant: Variant, shape: str, given: argparse.Namespace) -> list[str]:
+    """One run."""
+    arguments = arguments_of(
+        shape,
+        given.precision,
+        layers=given.layers,
+        sequence=given.sequence,
+        transformer_engine=given.device == "cuda" and _has("transformer_engine"),
+        on_cpu=given.device == "cpu",
+        words=given.megatron,
+    )
+    arguments |= {
+        "--global-batch-size": (str(given.global_batch),),
+        "--train-iters": (str(given.warm_up + given.steps),),
+        "--mock-data": (),
+        "--vocab-size": (str(get_recipe(SHAPES[shape][0]).vocab_size),),
+        "--log-interval": ("1000000",),
+        "--device": (given.device,),
+    }
+    start = [sys.executable]
+    if given.ranks > 1:
+        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ranks)]
+        start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    stock = ["--stock"] if variant.name == STOCK else []
+    return [*start, str(ENTRY), *stock, *render(arguments), *variant.words()]
+
+
+def environment(variant: Variant, given: argparse.Namespace) -> dict[str, str]:
+    """Of one run; torchrun gives every rank its own."""
+    found = {**os.environ, **cpu.ENVIRONMENT} if given.device == "cpu" else {**os.environ}
+    found |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | variant.environment()
+    if given.ranks == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        found |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return found
+
+
+def run(variant: Variant, shape: str, given: argparse.Namespace) -> float:
+    """The median of the steps of one run, in seconds.
+
+    Raises:
+        RuntimeError: it failed (with the last lines that it printed), or trained another layer.
+    """
+    done = subprocess.run(
+        command(variant, shape, given),
+        env=environment(variant, given),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    seconds = [float(line.split()[1]) for line in lines if line.startswith(f"{SECONDS} ")]
+    attention = [line.split()[1:] for line in lines if line.startswith(f"{ATTENTION} ")]
+    if done.returncode or len(seconds) != given.warm_up + given.steps:
+        last = "\n".join(lines[-20:])
+        raise RuntimeError(f"exit code {done.returncode} after {len(seconds)} steps:\n{last}")
+    wanted = "SelfAttention" if variant.name == STOCK else "KHASelfAttention"
+    if attention != [[wanted]]:
+        raise RuntimeError(f"the attention was {attention} instead of {wanted}")
+    return statistics.median(seconds[given.warm_up :])
+
+
+def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step and tokens per second of every variant that runs."""
+    variants, skipped = runnable(given.variants, given.device)
+    failed: dict[str, str] = {}
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    shuffled = random.Random(0)
+    for turn in range(given.repetitions):
+        shuffled.shuffle(variants)
+        for variant in [v for v in variants if v.name not in failed]:
+            try:
+                times[variant.name].append(run(variant, shape, given))
+            except RuntimeError as error:
+                print(f"{variant.name}: {error}", file=sys.stderr)
+                failed[variant.name] = str(error).partition("\n")[0]
+                continue
+            print(f"{turn + 1}: {variant.name} {times[variant.name][-1]:.4f} s", file=sys.stderr)
+    tokens = given.global_batch * given.sequence
+    times = {name: t for name, t in times.items() if name not in failed}
+    stock = times.get(STOCK)
+    return {
+        "shape": shape,
+        "precision": given.precision,
+        "layers": given.layers,
+        "tokens": tokens,
+        "seconds": {name: Spread.of(t) for name, t in times.items()},
+        "tokens_per_second": {
+            name: Spread.of([tokens / seconds for seconds in t]) for name, t in times.items()
+        },
+        "over_stock": {name: ratios(t, stock) for name, t in times.items()} if stock else {},
+        "skipped": skipped,
+        "failed": failed,
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results in Markdown, and who did not take part, and why."""
+    rows, absent = [], []
+    for result in results:
+        cell = [f"{result['shape']}, {result['layers']} layers", str(result["tokens"])]
+        cell.append(result["precision"])
+        for name, spread in result["seconds"].items():
+            over = result["over_stock"].get(name)
+            speed = result["tokens_per_second"][name].text(0)
+            ratio = over.text(4) if over else "not measured"
+            rows.append([*cell, name, spread.text(4), speed, ratio])
+        for word in ("skipped", "failed"):
+            absent += [f"- {cell[0]}: {name} {word}: {why}" for name, why in result[word].items()]
+    header = ["shape", "tokens", "precision", "variant", "s / step", "tokens/s", "over stock"]
+    return "\n".join([markdown_table(header, rows), "", *absent])
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the user asked for; sizes depend on the device."""
+    parser = parser_for(__doc__, EXAMPLE)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=list(SHAPES))
+    add("--layers", type=positive, help="of the model (default: 4)")
+    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
+    add("--global-batch", type=positive, help="sequences of a step (default: 8)")
+    add("--precision", default="bf16", choices=list(PRECISIONS))
+    add("--variants", nargs="+", choices=list(VARIANTS), default=WANTED)
+    add("--steps", type=positive, help="that count, of one run (default: 20)")
+    add("--warm-up", type=positive, help="steps before them (default: 5)")
+    add("--ranks", type=positive, default=1, help="processes on this machine")
+    add("--megatron", action="append", default=[], metavar="WORD", help="as in bench_layer.py")
+    return parse(parser, argv, DEFAULTS)
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is asked for and print it; 1 if a run failed."""
+    given = arguments(argv)
+    machine = describe_machine(torch.device(given.device))
+    results = [measure(shape, given) for shape in given.shapes]
+    print(machine_line(machine), "", table(results), sep="\n")
+    if given.json:
+        write_report(given.json, machine, vars(given), results)
+    return int(any(result["failed"] for result in results))
+
+
+if __name__ == "__main__":
+    exit_with(main)
