@@ -1,0 +1,62 @@
+"""The benchmarks of ``tools/``, which are scripts beside one another and no package."""
+
+import contextlib
+import importlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launcher import RankPool
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture(scope="session")
+def interpreting_rank():
+    """One rank on the CPU runtime, in which Triton interprets its kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # Triton looks once, when it is imported
+        patch.syspath_prepend(TOOLS)  # the rank begins with this process's path
+        pool = RankPool()
+        pool(accept_numpy, 1)
+    yield lambda case, *args: pool(case, 1, *args, timeout=300)[0]
+    pool.close()
+
+
+def accept_numpy() -> None:
+    """See ``tests.kernels.interpreter``: Triton 3.6 and numpy 2.4."""
+    import triton.runtime.interpreter as interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """Imports a tool into this process: ``tool("bench_layer")``; it must not need Megatron."""
+    monkeypatch.syspath_prepend(TOOLS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if Path(file).parent == TOOLS:
+            del sys.modules[name]
+
+
+def run_tool(name: str, words: list[str]) -> tuple[int, str]:
+    """Exit code and standard output of a tool within this process."""
+    module = importlib.import_module(name)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            code = module.main(words)
+        except SystemExit as ended:
+            code = ended.code
+    return code, out.getvalue()
