@@ -66,6 +66,8 @@ DEFAULTS = {
     },
 }
 WANTED = ["baseline", "mlp", "mlp/kernels", "linear/folded", "linear/folded+kernels"]
+APEX_GRADIENTS = "fused_weight_gradient_mlp_cuda"
+"""A part of NVIDIA's apex without which Megatron's output layer cannot fuse its weight gradient."""
 ENTRY = Path(__file__).with_name("timed_training.py")
 
 
@@ -88,6 +90,8 @@ def command(variant: Variant, shape: str, given: argparse.Namespace) -> list[str
         "--log-interval": ("1000000",),
         "--device": (given.device,),
     }
+    if not _has(APEX_GRADIENTS):
+        arguments["--no-gradient-accumulation-fusion"] = ()
     start = [sys.executable]
     if given.ranks > 1:
         start += ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ranks)]

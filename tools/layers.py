@@ -89,7 +89,7 @@ def start_megatron(seed: int = 1) -> None:
         backend = "gloo" if cpu.is_installed() else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
 

@@ -48,7 +48,12 @@ def counted_twice(variants):
 
 
 def _seen_by_hooks(layer):
-    given = [layer.hidden, layer.angles, *layer.model.parameters(), *layer.model.buffers()]
+    given = [
+        layer.hidden,
+        layer.angles,
+        *layer.model.module.parameters(),
+        *layer.model.module.buffers(),
+    ]
     known = {tensor.untyped_storage().data_ptr() for tensor in given}
     saved = {}
 
