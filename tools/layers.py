@@ -87,7 +87,8 @@ def start_megatron(seed: int = 1) -> None:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     if not dist.is_initialized():
         backend = "gloo" if cpu.is_installed() else "nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -21,14 +21,14 @@ def test_extra_bytes_are_those_that_the_documentation_names(interpreting_rank, t
     (result,) = json.loads(file.read_text())["results"]
     assert result["qkv_bytes"] == 4 * VALUES  # four query heads, two key and two value heads
     rows = result["bytes"]
-    assert rows["baseline"]["kept"] == rows["baseline/kernels"]["kept"] == rows["stock"]["kept"]
+    assert rows["baseline"]["kept"] == rows["stock"]["kept"] >= rows["baseline/kernels"]["kept"]
     for variant in ("mlp", "gate"):
         # plain torch: all that `SAVED` counts but the input, which lies in the QKV buffer
         assert rows[variant]["outputs"] == VALUES
         assert rows[variant]["beyond_outputs"] == (SAVED[variant] - 1) * VALUES
-        assert rows[f"{variant}/kernels"]["beyond_outputs"] == 0
+        assert rows[f"{variant}/kernels"]["beyond_outputs"] <= 0
     assert rows["linear"]["outputs"] == 4 * VALUES
-    assert rows["linear"]["beyond_outputs"] <= 0
+    assert all(rows[name]["beyond_outputs"] <= 0 for name in rows if name.startswith("linear"))
     assert "| mlp/kernels |" in output
 
 
