@@ -9,7 +9,7 @@ import torch
 from kha_megatron.config import SAVED
 from tests.tools.conftest import run_tool
 
-TOKENS, SEQUENCE = 24, 12
+TOKENS, SEQUENCE = 12, 6
 VALUES = TOKENS * 2 * 64 * 2  # bytes of the values of shape tiny: two heads of 64, bfloat16
 
 
