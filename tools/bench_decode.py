@@ -27,7 +27,7 @@ from measuring import (
     ratios,
     write_report,
 )
-from options import exit_with, parse, parser_for, positive
+from options import exit_with, in_words, parse, parser_for, positive, within
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
@@ -153,7 +153,7 @@ def measure(
         "over_baseline": over,
         "cache_bytes": {name: held for name, (_, held) in done.items()},
         "targets": {
-            name: judged(name, models, done, over[name].median)
+            name: judged(name, models, done, over[name])
             for name in models
             if name in ("folded", *AT_MOST)
         },
@@ -161,12 +161,14 @@ def measure(
 
 
 def judged(
-    name: str, models: dict[str, Any], done: dict[str, tuple[int, int]], ratio: float
+    name: str, models: dict[str, Any], done: dict[str, tuple[int, int]], ratio: Spread
 ) -> dict[str, Any]:
     """What became of the target: the cache of the baseline, and its class or nearly its time."""
     same_cache = done[name] == done[BASELINE]
     if (limit := AT_MOST.get(name)) is not None:
-        return {"text": f"at most {limit:g}, same cache", "met": same_cache and ratio <= limit}
+        found = within(limit, ratio)
+        found["met"] &= same_cache
+        return {"text": f"at most {limit:g}, same cache", **found}
     same_class = type(models[name]) is type(models[BASELINE])
     return {"text": "the baseline's class and cache", "met": same_cache and same_class}
 
@@ -177,7 +179,7 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         for name, speed in result["tokens_per_second"].items():
             target = result["targets"].get(name)
-            word = f"{'met' if target['met'] else 'MISSED'} ({target['text']})" if target else ""
+            word = f"{in_words(target)} ({target['text']})" if target else ""
             held = f"{result['cache_bytes'][name]:,}"
             over = result["over_baseline"][name].text(4)
             cells = [str(result["batch"]), result["cache"], name, result["classes"][name]]

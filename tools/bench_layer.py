@@ -31,7 +31,7 @@ from measuring import (
     ratios,
     write_report,
 )
-from options import choose_device, exit_with, parse, parser_for, positive
+from options import choose_device, exit_with, in_words, parse, parser_for, positive, within
 from shapes import PRECISIONS, SHAPES
 from variants import STOCK, VARIANTS, runnable
 
@@ -97,7 +97,7 @@ def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> di
             for name, t in times.items()
         },
         "over_stock": over,
-        "targets": {name: judged(cell, name, spread.median) for name, spread in over.items()},
+        "targets": {name: judged(cell, name, spread) for name, spread in over.items()},
         "skipped": skipped,
         "failed": failed,
     }
@@ -134,20 +134,19 @@ def turn(layer: "Layer", microbatches: int) -> Callable[[], None]:
     return lambda: layer.run(microbatches)
 
 
-def judged(cell: "Cell", variant: str, ratio: float) -> dict[str, Any] | None:
+def judged(cell: "Cell", variant: str, ratio: Spread) -> dict[str, Any] | None:
     """What became of the target, if there is one."""
     if (target := TARGETS.get((cell.shape, cell.tokens, variant))) is None:
         return None
     limit, aim = target
-    return {"at_most": limit, "aim": aim, "met": ratio <= limit, "aim_met": ratio <= aim}
+    return {"at_most": limit, "aim": aim, "aim_met": ratio.median <= aim, **within(limit, ratio)}
 
 
 def verdict(target: dict[str, Any] | None) -> str:
     """In the table."""
     if target is None:
         return ""
-    word = "met" if target["met"] else "MISSED"
-    return f"{word} (at most {target['at_most']:g}, aim {target['aim']:g})"
+    return f"{in_words(target)} (at most {target['at_most']:g}, aim {target['aim']:g})"
 
 
 def table(results: list[dict[str, Any]]) -> str:

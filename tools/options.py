@@ -1,4 +1,4 @@
-"""Command lines of the benchmarks that run models: device, sizes by device, more words."""
+"""What the benchmarks that run models share: command lines, devices, words for targets."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Spread
 
 from kha_megatron import cpu
 from kha_megatron.errors import KHAError
@@ -69,6 +70,17 @@ def choose_device(name: str) -> torch.device:
         os.environ.setdefault(variable, value)
     cpu.install(despite_cuda=True, quiet=True)
     return torch.device("cpu")
+
+
+def within(limit: float, ratio: Spread) -> dict[str, bool]:
+    """Whether a ratio's median keeps to the limit, and whether its quarters agree about that."""
+    return {"met": ratio.median <= limit, "decided": not ratio.low <= limit < ratio.high}
+
+
+def in_words(target: Mapping[str, Any]) -> str:
+    """``met``, ``MISSED``, and where the spread is too wide to tell, that."""
+    word = "met" if target["met"] else "MISSED"
+    return word if target.get("decided", True) else f"{word}, undecided by the spread"
 
 
 def exit_with(main: Callable[[], int]) -> None:

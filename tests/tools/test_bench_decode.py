@@ -45,11 +45,13 @@ def test_folded_is_the_baseline_again_and_mlp_keeps_its_cache(bench, tmp_path, c
 
 def test_another_cache_or_class_misses_the_target(tool):
     bench = tool("bench_decode")
+    spread = tool("measuring").Spread
+    near, far = spread(1.01, 1.0, 1.01, 9), spread(1.02, 1.02, 1.5, 9)
     models = {"baseline": 1, "folded": 2, "mlp": "a class of its own"}
     same = dict.fromkeys(models, (6, 100))
-    assert bench.judged("folded", models, same, 1.5)["met"]
-    assert not bench.judged("folded", models, same | {"folded": (6, 101)}, 1.0)["met"]
-    assert not bench.judged("folded", models | {"folded": ""}, same, 1.0)["met"]
-    assert bench.judged("mlp", models, same, 1.01)["met"]
-    assert not bench.judged("mlp", models, same, 1.02)["met"]
-    assert not bench.judged("mlp", models, same | {"mlp": (6, 101)}, 1.0)["met"]
+    assert bench.judged("folded", models, same, far)["met"]
+    assert not bench.judged("folded", models, same | {"folded": (6, 101)}, near)["met"]
+    assert not bench.judged("folded", models | {"folded": ""}, same, near)["met"]
+    assert bench.judged("mlp", models, same, near)["met"]
+    assert not bench.judged("mlp", models, same, far)["met"]
+    assert not bench.judged("mlp", models, same | {"mlp": (6, 101)}, near)["met"]

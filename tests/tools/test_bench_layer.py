@@ -134,7 +134,16 @@ def test_targets_of_the_moe_shape(tool, tokens, variant, ratio, met, aim_met):
     bench = tool("bench_layer")
     cell = Fake()
     cell.tokens = tokens
+    ratio = tool("measuring").Spread(ratio, ratio - 5e-5, ratio + 5e-5, 9)
     found = bench.judged(cell, variant, ratio)
     assert (found["met"], found["aim_met"]) == (met, aim_met)
     assert bench.verdict(found).startswith("met" if met else "MISSED")
+    assert "undecided" not in bench.verdict(found)
     assert bench.judged(cell, "mlp", ratio) is None
+
+
+def test_a_spread_around_the_limit_decides_nothing(tool):
+    bench = tool("bench_layer")
+    wide = tool("measuring").Spread(1.005, 0.98, 1.02, 9)
+    found = bench.judged(Fake(), "mlp/kernels", wide)
+    assert bench.verdict(found) == "met, undecided by the spread (at most 1.01, aim 1)"
