@@ -1,13 +1,12 @@
 """What the benchmarks of layers and of steps compare: ways to run a model with and without KHA."""
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import Fold, KHAConfig
 
 KERNELS_VARIABLE = "KHA_KERNELS"
 """Environment variable by which ``kha_megatron.ops`` chooses between kernels and plain torch."""
@@ -33,13 +32,11 @@ class Variant:
 
     def kha(self) -> KHAConfig:
         """What is knocked, and how."""
-        fold = {"fold": "always" if self.folded else "never"} if _can_fold() else {}
-        return KHAConfig.from_preset(self.preset or "baseline", **fold)
+        return KHAConfig.from_preset(self.preset or "baseline", fold=self._fold)
 
     def words(self) -> list[str]:
         """Arguments for ``-m kha_megatron.training``."""
-        fold = ["--kha-fold", "always" if self.folded else "never"] if _can_fold() else []
-        return ["--kha-preset", self.preset or "baseline", *fold]
+        return ["--kha-preset", self.preset or "baseline", "--kha-fold", self._fold]
 
     def environment(self) -> dict[str, str]:
         """Variables of the process while it runs."""
@@ -57,19 +54,15 @@ class Variant:
             if before is not None:
                 os.environ[KERNELS_VARIABLE] = before
 
+    @property
+    def _fold(self) -> Fold:
+        return "always" if self.folded else "never"
+
     def missing(self, device: str) -> str | None:
         """Why it cannot run here, or None."""
-        if self.folded and not _can_fold():
-            return "this version folds nothing while training"
-        if self.kernels and importlib.util.find_spec("kha_megatron.ops.fused") is None:
-            return "this version has no kernels"
         if self.kernels and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the kernels need a CUDA device, or TRITON_INTERPRET=1"
         return None
-
-
-def _can_fold() -> bool:
-    return "fold" in {field.name for field in fields(KHAConfig)}
 
 
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
