@@ -69,6 +69,10 @@ def choose_device(name: str) -> torch.device:
     for variable, value in cpu.ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     cpu.install(despite_cuda=True, quiet=True)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreting
+
+        interpreting.mend()
     return torch.device("cpu")
 
 

@@ -312,9 +312,9 @@ def model_with_kernels(kha, layout):
 
     from kha_megatron.mcore import prologue as room
     from tests.distributed import models
-    from tests.kernels import interpreter
+    from tools.interpreting import mend
 
-    interpreter.mend()
+    mend()
     room._announce.cache_clear()
     results = []
     for choice in ("torch", "triton"):

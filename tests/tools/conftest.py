@@ -5,11 +5,11 @@ import importlib
 import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.launcher import RankPool
+from tools.interpreting import mend
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -21,22 +21,9 @@ def interpreting_rank():
         patch.setenv("TRITON_INTERPRET", "1")  # Triton looks once, when it is imported
         patch.syspath_prepend(TOOLS)  # the rank begins with this process's path
         pool = RankPool()
-        pool(accept_numpy, 1)
+        pool(mend, 1)
     yield lambda case, *args: pool(case, 1, *args, timeout=300)[0]
     pool.close()
-
-
-def accept_numpy() -> None:
-    """See ``tests.kernels.interpreter``: Triton 3.6 and numpy 2.4."""
-    import triton.runtime.interpreter as interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 @pytest.fixture
