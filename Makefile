@@ -5,7 +5,7 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup harness quickstart test test-all test-matrix lint
+.PHONY: help setup harness quickstart test test-all test-matrix gpu-check lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -27,6 +27,10 @@ test-all: setup harness lint ## The same with every case of the parallelism grid
 
 test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one)
 	@tools/test_matrix.sh
+
+# not `setup`, which may fetch packages: a GPU machine uses the Python that it has
+gpu-check: ## Prove and measure what needs a GPU, in 8 minutes; ARGS=--dry-run does without one
+	@$(firstword $(wildcard $(PYTHON_IN_VENV)) python3) tools/gpu_check.py $(ARGS)
 
 lint: setup ## Style and formatting
 	@$(VENV)/bin/ruff check .

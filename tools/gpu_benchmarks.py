@@ -1,0 +1,50 @@
+"""Which benchmarks ``make gpu-check`` runs, with which words, and what it reads from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+COPY_RATIO = 1.6
+"""KHA-MLP's forward kernel over a copy of the same bytes: at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A program of this folder that prints a table in Markdown and takes ``--json FILE``."""
+
+    tool: str
+    words: tuple[str, ...]
+    """For a GPU: few repetitions, since all of them share a few minutes."""
+
+    dry: tuple[str, ...] = ("--device", "cpu", "--repetitions", "1")
+    """For a dry run on the CPU."""
+
+
+BENCHMARKS = (
+    Benchmark(tool="bench_kernels.py", words=("--repetitions", "20")),
+    Benchmark(
+        tool="bench_layer.py",
+        words=("--precisions", "bf16", "tensorwise", "--repetitions", "8"),
+    ),
+    Benchmark(tool="bench_step.py", words=("--repetitions", "5")),
+    Benchmark(tool="bench_fp8_linear.py", words=("--repetitions", "20")),
+)
+
+
+def missed_targets(report: Mapping[str, Any], table: str) -> list[str]:
+    """Targets that a benchmark missed, in words.
+
+    Args:
+        report: its JSON.
+        table: what it printed, whose rows say MISSED where it judges itself.
+    """
+    rows = [line.strip("| ") for line in table.splitlines() if "MISSED" in line]
+    missed = [" ".join(row.split()) for row in rows]
+    for result in report.get("results", ()):
+        ratio = result.get("kernels_over", {}).get("copy")
+        if not ratio or result.get("work") != "forward" or not result["case"].startswith("mlp"):
+            continue
+        if ratio["median"] > COPY_RATIO:
+            words = f"{result['case']}: forward over a copy {ratio['median']:.2f}"
+            missed.append(f"{words} MISSED (at most {COPY_RATIO})")
+    return missed
