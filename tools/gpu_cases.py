@@ -195,8 +195,8 @@ def _moe(name: str, flags: Mapping[str, Value], *needs: str, **more: object) -> 
     return Case(name=name, flags=flags, needs=needs, moe=True, **({"like": "moe-bf16"} | more))
 
 
-_GROUPED: dict[str, Value] = {"--moe-grouped-gemm": True, "--moe-permute-fusion": True}
-_PADDED: dict[str, Value] = _GROUPED | {"--moe-router-padding-for-quantization": True}
+GROUPED: dict[str, Value] = {"--moe-grouped-gemm": True, "--moe-permute-fusion": True}
+_PADDED: dict[str, Value] = GROUPED | {"--moe-router-padding-for-quantization": True}
 _GRAPHS: dict[str, Value] = {"--cuda-graph-warmup-steps": 2}
 _FULL: dict[str, Value] = {
     "--recompute-granularity": "full",
@@ -212,7 +212,7 @@ _FIRST_LAST: dict[str, Value] = {
 CASES: tuple[Case, ...] = (
     # what the others are compared with; the local ones run without Transformer Engine
     _dense("dense-bf16", TE, "te", like=None),
-    _moe("moe-bf16", TE | _GROUPED, "te", like=None),
+    _moe("moe-bf16", TE | GROUPED, "te", like=None),
     _dense("dense-local", LOCAL, like="dense-bf16", bound=OTHER_START),
     # every recipe that Megatron has
     _dense("dense-fp8-tensorwise", _fp8("tensorwise"), "te", "fp8", bound=FP8),
@@ -235,12 +235,12 @@ CASES: tuple[Case, ...] = (
     _dense("dense-fused-attention", TE | {"--attention-backend": "fused"}, "te"),
     _dense("dense-flash-attention", TE | {"--attention-backend": "flash"}, "te", "flash-attn"),
     _dense("dense-unfused-attention", TE | {"--attention-backend": "unfused"}, "te"),
-    _moe("moe-full-recompute", TE | _GROUPED | _FULL, "te"),
+    _moe("moe-full-recompute", TE | GROUPED | _FULL, "te"),
     _dense("dense-fp8-full-recompute", _fp8("tensorwise") | _FULL, "te", "fp8", bound=FP8),
     _moe(
         "moe-selective-recompute",
         TE
-        | _GROUPED
+        | GROUPED
         | {
             "--recompute-granularity": "selective",
             "--recompute-modules": ("core_attn", "moe_act", "layernorm"),
@@ -256,7 +256,7 @@ CASES: tuple[Case, ...] = (
     _moe(
         "moe-te-graphs-attention",
         TE
-        | _GROUPED
+        | GROUPED
         | _GRAPHS
         | {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "attn"},
         "te",

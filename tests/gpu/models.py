@@ -1,0 +1,153 @@
+"""The same model from Megatron's own modules and from Transformer Engine's, for one rank.
+
+Sizes are multiples of 16, as Transformer Engine asks for; the sequence has an odd batch.
+"""
+
+import re
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+
+from kha_megatron import cpu
+from kha_megatron.config import KHAConfig
+from kha_megatron.mcore.specs import kha_layer_spec
+from tests.distributed import models
+
+VOCAB, SEQUENCE, BATCH = 128, 48, 3
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 64,
+    # every expert for every token: two dtypes would choose differently between near equals
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def build(
+    kha: KHAConfig, impl: str, dtype: torch.dtype, *, moe: bool, head: bool = True, **changes: Any
+) -> GPTModel:
+    """A GPTModel of ``impl`` (``local`` or ``transformer_engine``) on this rank's device.
+
+    Args:
+        head: whether it ends with the output layer and the loss.
+    """
+    te = impl == "transformer_engine"
+    experts = EXPERTS | ({"moe_grouped_gemm": True} if te else {}) if moe else {}
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 64,
+        "ffn_hidden_size": 192,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "transformer_impl": impl,
+        "use_cpu_initialization": True,
+    }
+    config = models.transformer_config(**settings | experts | changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = GPTModel(
+            config,
+            kha_layer_spec(config, kha),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            position_embedding_type="rope",
+            post_process=head,
+        )
+    models.perturb(model)
+    return model.to(device())
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    here = "cpu" if cpu.is_installed() else f"cuda:{torch.cuda.current_device()}"
+    return torch.device(here)
+
+
+def local_name(name: str) -> str:
+    """What the local form calls a parameter of the Transformer Engine form."""
+    name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    grouped = r"experts\.(linear_fc[12])\.weight(\d+)$"
+    return re.sub(grouped, r"experts.local_experts.\2.\1.weight", name)
+
+
+@torch.no_grad()
+def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Give ``target`` the values of ``source``, by the local names; both must have the same."""
+    values = {local_name(name): p for name, p in source.named_parameters()}
+    into = {local_name(name): p for name, p in target.named_parameters()}
+    assert values.keys() == into.keys(), values.keys() ^ into.keys()
+    for name, parameter in into.items():
+        parameter.copy_(values[name])
+
+
+def batch(seed: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids and position ids ``[b, s]``, and the causal mask ``[1, 1, s, s]``."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    return tokens.to(device()), positions.to(device()), mask.to(device())
+
+
+def outcome(model: GPTModel) -> dict[str, torch.Tensor]:
+    """Logits and every parameter's gradient of the loss, float32, by the local names."""
+    tokens, positions, mask = batch()
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        logits = model(tokens, positions, mask)
+    losses = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+    losses.float().sum().backward()  # not their mean, whose gradients float16 would cut off
+    found = {"logits": logits.detach()}
+    found |= {f"d {local_name(n)}": p.grad for n, p in model.named_parameters()}
+    return {name: value.float().cpu() for name, value in found.items()}
+
+
+def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tensor]:
+    """Gradients that Megatron's data parallelism has in ``main_grad`` after several microbatches.
+
+    Of a fixed random projection of what the model returns, float32, by the local names. A model
+    without a head is given, since Megatron's own output layer fuses its weight gradient only with
+    NVIDIA's apex.
+    """
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    wrapped.zero_grad_buffer()
+    for seed in range(microbatches):
+        with wrapped.no_sync() if seed < microbatches - 1 else nullcontext():
+            tokens, positions, mask = batch(seed)
+            labels = {"labels": tokens.roll(-1, 1)} if model.post_process else {}
+            output = wrapped(tokens, positions, mask, **labels).float()
+            generator = torch.Generator().manual_seed(seed)
+            direction = torch.randn(output.shape, generator=generator).to(output.device)
+            (output * direction).sum().backward()
+    wrapped.finish_grad_sync()
+    return {
+        local_name(name): parameter.main_grad.float().cpu().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def relative_errors(
+    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Of norms, by name; both must have the same names."""
+    assert found.keys() == want.keys(), found.keys() ^ want.keys()
+    return {
+        name: ((value - want[name]).norm() / want[name].norm()).item()
+        for name, value in found.items()
+    }
