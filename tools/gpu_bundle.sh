@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Packs what `make gpu-check` needs on a GPU machine that reaches no network.
+#
+#   tools/gpu_bundle.sh OUT                   OUT/kha-gpu.tar: this commit, its wheel, its dependencies
+#   TE=1 tools/gpu_bundle.sh OUT              Transformer Engine as well
+#   THERE=freeze.txt tools/gpu_bundle.sh OUT  without what that machine has, by its `pip freeze`
+#
+# Needs no GPU. PyTorch, Triton and the CUDA libraries are never packed: they belong to that machine
+# and its driver. TE=1 builds Transformer Engine's torch extension against PyTorch $TORCH (2.11.0),
+# which must be that machine's too: g++, the CUDA toolkit's headers ($CUDA_HOME, else
+# /usr/local/cuda) and about twenty minutes of one core, 2 GB of memory for each of MAX_JOBS (1).
+#
+# On the GPU machine, with its own Python 3.12, PyTorch and pip:
+#
+#   tar xf kha-gpu.tar && cd kha-gpu && ./install.sh && . ./environment && make gpu-check
+set -euo pipefail
+if [ $# -ne 1 ]; then
+  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2
+  exit 2
+fi
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+there=${THERE:+$(realpath "$THERE")}
+cd "$(dirname "$0")/.."
+uv=$PWD/${VENV:-.venv}/bin/uv
+if [ ! -x "$uv" ]; then
+  echo "error: no $uv: run \`make setup\` first" >&2
+  exit 2
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+tree=$work/kha-gpu
+mkdir -p "$tree/wheelhouse"
+
+echo "Writing this commit: $(git describe --always --dirty), its changes that are not committed left out"
+git archive HEAD | tar -x -C "$tree"
+"$uv" build --quiet --wheel --out-dir "$tree/wheelhouse" "$tree"
+
+echo "Collecting the wheels of its dependencies"
+"$uv" pip compile --quiet --no-header --no-annotate --python-version 3.12 \
+  --constraint constraints.txt --extra launch --extra plots --extra dev pyproject.toml \
+  >"$work/all.txt"
+names() { sed -n 's/^\([A-Za-z0-9._-]*\).*/\1/p' "$1" | tr 'A-Z_.' 'a-z--' | sort -u; }
+grep -vE '^(torch|triton|nvidia-|cuda-)' "$work/all.txt" >"$tree/requirements.txt"
+if [ -n "$there" ]; then
+  names "$there" | sed 's/.*/^&==/' >"$work/there"
+  grep -v -f "$work/there" "$tree/requirements.txt" >"$work/rest" || true
+  mv "$work/rest" "$tree/requirements.txt"
+fi
+"$uv" venv --quiet --python "$("$uv" python find 3.12)" "$work/venv"
+export VIRTUAL_ENV=$work/venv
+"$uv" pip install --quiet pip
+# `pip wheel`, not `pip download`: some come as source only
+"$work/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$tree/wheelhouse" \
+  --requirement "$tree/requirements.txt"
+
+if [ -n "${TE:-}" ]; then
+  te=${TE_VERSION:-2.20.2} cuda=${CUDA_HOME:-/usr/local/cuda}
+  echo "Building Transformer Engine $te (log: $out/transformer-engine.log)"
+  "$uv" pip install --quiet "torch==${TORCH:-2.11.0}" "transformer-engine-cu13==$te" \
+    nvidia-cudnn-frontend ninja pybind11 cmake setuptools wheel packaging pydantic onnx onnxscript \
+    einops
+  PATH=$work/venv/bin:$PATH CPATH=$cuda/include/cccl:$cuda/include MAX_JOBS=${MAX_JOBS:-1} \
+    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 "$work/venv/bin/python" -m pip \
+    wheel --no-deps --no-build-isolation --wheel-dir "$tree/wheelhouse" \
+    "transformer-engine-torch==$te" >"$out/transformer-engine.log" 2>&1
+  "$work/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$tree/wheelhouse" \
+    "transformer-engine==$te" "transformer-engine-cu13==$te" onnx onnxscript onnx-ir ml-dtypes
+fi
+
+cat >"$tree/install.sh" <<'EOF'
+#!/usr/bin/env bash
+# Unpacks the wheels beside this file, into site/: the machine's own Python stays as it is.
+set -euo pipefail
+cd "$(dirname "$0")"
+python=${PYTHON:-python3}
+"$python" - <<'CHECK'
+import sys
+
+if sys.version_info[:2] != (3, 12):
+    sys.exit(f"error: this is Python {sys.version.split()[0]}, and the wheels are for 3.12: set PYTHON")
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"error: {sys.executable} has no PyTorch ({error}): set PYTHON to one that has")
+print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, devices: {torch.cuda.device_count()}")
+CHECK
+"$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target site \
+  wheelhouse/*.whl
+echo "export PYTHONPATH=$PWD/site\${PYTHONPATH:+:\$PYTHONPATH} PATH=$PWD/site/bin:\$PATH" >environment
+echo "now: . ./environment && make gpu-check"
+EOF
+chmod +x "$tree/install.sh"
+tar -C "$work" -cf "$out/kha-gpu.tar" kha-gpu
+ls -sh "$out/kha-gpu.tar"
