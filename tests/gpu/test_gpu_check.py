@@ -1,5 +1,6 @@
 """``make gpu-check``: its dry run, how it judges, and what it does when something goes wrong."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -9,11 +10,14 @@ from pathlib import Path
 
 import gpu_benchmarks
 import gpu_cases
+import gpu_check
 import gpu_losses
 import gpu_processes
 import gpu_report
 import gpu_run
 import pytest
+
+from kha_megatron import compare, recipes
 
 TOOLS = Path(gpu_cases.__file__).parent
 CASES = {case.name: case for case in gpu_cases.CASES}
@@ -61,18 +65,25 @@ def test_dry_run_names_every_case_and_why_it_was_left_out(dry):
     assert all(f"| {name} |" in text for name in CASES)
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
-    import torch
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "out")])
+    monkeypatch.setattr(gpu_check.gpu_machine, "examine", lambda: ({"torch": "2.11"}, {}))
+    assert gpu_check.main() == 2
+    assert "use --dry-run" in capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert {result["stage"] for result in results} == {"machine"}
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--only", "machine"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "use --dry-run" in done.stderr
-    assert (tmp_path / "out" / "report.md").is_file()
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["--only", "speed"], "--only speed: choose from"), (["--output", "."], "is not empty")],
+)
+def test_refuses_what_it_cannot_do(monkeypatch, capsys, words, why):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert why in capsys.readouterr().err
 
 
 def curve(end, first=8.3):
@@ -189,6 +200,22 @@ def test_only_faults_make_a_report_unsound():
     assert not report("stopped").is_sound
 
 
-def test_the_training_recipe_is_accepted():
-    command = gpu_losses.comparison(Path("data"), Path("out"), engine=True)
-    assert command[command.index("--variants") + 1] == "baseline,kha_mlp,kha_linear"
+@pytest.mark.parametrize("engine", [False, True], ids=["local", "te"])
+def test_the_real_training_can_be_planned(engine, tmp_path):
+    command = gpu_losses.comparison(Path("data"), tmp_path / "out", engine=engine)
+    given = dict(itertools.pairwise(command[: command.index("--")]))
+    assert given["--recipe"] == "quickstart"
+    planned = compare.plan(
+        recipes.get_recipe(given["--recipe"]),
+        compare.parse_variants(given["--variants"]),
+        int(given["--seeds"]),
+        output=tmp_path / "out",
+        overrides=[*command[command.index("--") + 1 :], "--mock-data"],
+        ranks=int(given["--nproc"]),
+        device=given["--device"],
+    )
+    assert [run.variant.name for run in planned.runs] == ["baseline", "kha_mlp", "kha_linear"]
+    arguments = planned.runs[0].arguments
+    assert "--sequence-parallel" not in arguments
+    assert arguments["--bf16"] == ()
+    assert ("--moe-grouped-gemm" in arguments) == engine
