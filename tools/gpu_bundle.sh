@@ -3,7 +3,8 @@
 #
 #   tools/gpu_bundle.sh OUT                   OUT/kha-gpu.tar: this commit, its wheel, its dependencies
 #   TE=1 tools/gpu_bundle.sh OUT              Transformer Engine as well
-#   THERE=freeze.txt tools/gpu_bundle.sh OUT  without what that machine has, by its `pip freeze`
+#   THERE=freeze.txt tools/gpu_bundle.sh OUT  without what that machine has, by its `pip freeze`,
+#                                             and any other name that you add to that file
 #
 # Needs no GPU. PyTorch, Triton and the CUDA libraries are never packed: they belong to that machine
 # and its driver. TE=1 builds Transformer Engine's torch extension against PyTorch $TORCH (2.11.0),
@@ -86,7 +87,9 @@ print(f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, devices: {torch.
 CHECK
 "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target site \
   wheelhouse/*.whl
-echo "export PYTHONPATH=$PWD/site\${PYTHONPATH:+:\$PYTHONPATH} PATH=$PWD/site/bin:\$PATH" >environment
+cat >environment <<VARIABLES
+export PYTHONPATH='$PWD/site'"\${PYTHONPATH:+:\$PYTHONPATH}" PATH='$PWD/site/bin':"\$PATH"
+VARIABLES
 echo "now: . ./environment && make gpu-check"
 EOF
 chmod +x "$tree/install.sh"
