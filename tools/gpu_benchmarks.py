@@ -20,15 +20,37 @@ class Benchmark:
     """For a dry run on the CPU."""
 
 
+_MOE = ("--shapes", "moe")
+_SHORT = ("mlp/kernels", "linear/folded+kernels")
+
 BENCHMARKS = (
     Benchmark(tool="bench_kernels.py", words=("--repetitions", "20")),
     Benchmark(
         tool="bench_layer.py",
-        words=("--precisions", "bf16", "tensorwise", "--repetitions", "8"),
+        words=(*_MOE, "--precisions", "bf16", "--repetitions", "10", "--microbatches", "2"),
+        dry=("--device", "cpu", "--repetitions", "1", "--variants", *_SHORT),
     ),
-    Benchmark(tool="bench_step.py", words=("--repetitions", "5")),
     Benchmark(tool="bench_fp8_linear.py", words=("--repetitions", "20")),
+    Benchmark(
+        tool="bench_memory.py",
+        words=_MOE,
+        dry=("--device", "cpu", "--variants", *_SHORT),
+    ),
+    Benchmark(
+        tool="bench_step.py",
+        words=(*_MOE, "--repetitions", "1", "--steps", "10", "--variants", "baseline", *_SHORT),
+        dry=(
+            *("--device", "cpu", "--repetitions", "1", "--steps", "1"),
+            *("--variants", "baseline"),
+        ),
+    ),
+    Benchmark(
+        tool="bench_decode.py",
+        words=("--repetitions", "3", "--caches", "static"),
+        dry=("--device", "cpu", "--repetitions", "1", "--batches", "1", "--new", "2"),
+    ),
 )
+"""In the order of their importance: what time does not allow is named."""
 
 
 def missed_targets(report: Mapping[str, Any], table: str) -> list[str]:

@@ -113,21 +113,25 @@ class Bound:
     """Mean of the last quarter of the steps."""
 
 
-SAME = Bound(first=0.02, end=0.05)
+SAME = Bound(first=0.01, end=0.06)
 """Other kernels for the same arithmetic in bf16.
 
-At the first step only forward rounding differs: 2**-9 of each number, which the loss averages over
-4,096 tokens. Later, rounding is amplified by training as any perturbation is; benchmarks/gpu.md
-says what was measured of that on a CPU, and what the bounds leave for it.
+At the first step only forward rounding differs, which the loss averages over all tokens. Later
+training amplifies it as any perturbation: on a CPU another order of the same sums moved the end by
+0.016 (benchmarks/gpu.md), and the bound leaves four times that.
 """
 
-OTHER_START = Bound(first=None, end=0.15)
-"""The same arithmetic from other random weights of the same distribution: what a seed is worth."""
+FP8 = Bound(first=0.05, end=0.06)
+"""FP8 GEMMs against bf16.
 
-FP8 = Bound(first=0.05, end=0.10)
-"""FP8 GEMMs against bf16: E4M3 rounds to 2**-4 of each number, 32 times bf16's step, but a GEMM
-averages the errors of hundreds of products. A gradient that is lost, or a matrix of KHA's that is
-quantised twice, costs more than this in 200 steps (benchmarks/gpu.md)."""
+On a CPU, linear layers rounded to E4M3, and their gradients to E5M2, under one scale for each tensor
+moved the first loss by 0.002 and the end by 0.016, no more than another order of sums. The first
+bound is wider for delayed scaling, which knows no scale yet at the first step.
+"""
+
+OTHER_START = Bound(first=None, end=0.3)
+"""The same arithmetic from other random weights: two seeds were 0.26 apart on a CPU. It catches what
+does not train; whether the layers are equal is asked by tests/gpu, with equal weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +153,10 @@ class Case:
     """The case whose losses these must follow."""
 
     bound: Bound = SAME
-    dropped: tuple[str, ...] = field(default=())
+    dropped: tuple[str, ...] = ()
     """Flags of the recipe that this case leaves out."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -163,7 +169,11 @@ class Case:
             ranks=1,
             vocab_size=4096,
             kha_preset=self.preset or ("kha_mlp" if self.moe else "kha_linear"),
-            environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "2"},
+            environment={
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "OMP_NUM_THREADS": "2",
+                **self.environment,
+            },
         )
 
 
@@ -231,6 +241,15 @@ CASES: tuple[Case, ...] = (
     _dense("dense-fp8-first-last", _fp8("tensorwise", **_FIRST_LAST), "te", "fp8", bound=FP8),
     _moe("moe-fp8-delayed", _fp8("delayed") | _PADDED, "te", "fp8", bound=FP8),
     _moe("moe-local", LOCAL, like="moe-bf16", bound=OTHER_START),
+    # KHA by other ways: plain torch for its kernels, matrices applied instead of folded
+    _moe("moe-plain-torch", TE | GROUPED, "te", environment={"KHA_KERNELS": "torch"}),
+    _dense("dense-not-folded", TE | {"--kha-fold": "never"}, "te"),
+    _dense(
+        "dense-fp8-not-folded",
+        _fp8("tensorwise") | {"--kha-fold": "never"},
+        *("te", "fp8"),
+        bound=FP8,
+    ),
     # attention, recompute, graphs
     _dense("dense-fused-attention", TE | {"--attention-backend": "fused"}, "te"),
     _dense("dense-flash-attention", TE | {"--attention-backend": "flash"}, "te", "flash-attn"),
