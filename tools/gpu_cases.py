@@ -124,14 +124,14 @@ training amplifies it as any perturbation: on a CPU another order of the same su
 FP8 = Bound(first=0.05, end=0.06)
 """FP8 GEMMs against bf16.
 
-On a CPU, linear layers rounded to E4M3, and their gradients to E5M2, under one scale for each tensor
-moved the first loss by 0.002 and the end by 0.016, no more than another order of sums. The first
-bound is wider for delayed scaling, which knows no scale yet at the first step.
+On a CPU, linear layers rounded to E4M3, and their gradients to E5M2, under one scale for each
+tensor moved the first loss by 0.002 and the end by 0.016, no more than another order of sums. The
+first bound is wider for delayed scaling, which knows no scale yet at the first step.
 """
 
 OTHER_START = Bound(first=None, end=0.3)
-"""The same arithmetic from other random weights: two seeds were 0.26 apart on a CPU. It catches what
-does not train; whether the layers are equal is asked by tests/gpu, with equal weights."""
+"""The same arithmetic from other random weights: two seeds were 0.26 apart on a CPU. It catches
+what does not train; whether the layers are equal is asked by tests/gpu, with equal weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

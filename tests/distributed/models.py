@@ -108,7 +108,7 @@ def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
             if name.startswith("knock_"):
                 generator = torch.Generator().manual_seed(module.layer_number)
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                parameter += (scale * noise).to(parameter.dtype)
+                parameter += (scale * noise).to(parameter)
 
 
 def batch(seed: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -54,7 +54,7 @@ def build(
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "transformer_impl": impl,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": cpu.is_installed(),
     }
     config = models.transformer_config(**settings | experts | changes)
     with warnings.catch_warnings():
