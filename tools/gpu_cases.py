@@ -305,6 +305,7 @@ CASES: tuple[Case, ...] = (
         TE | {"--fp16": True, "--initial-loss-scale": 4096},
         "te",
         dropped=("--bf16",),
+        bound=OTHER_START,  # drawn in another dtype
     ),
     # what is left of parameters kept in FP8
     _dense(

@@ -225,6 +225,8 @@ def main() -> int:
         console=Console(stderr=True, soft_wrap=True),
     )
     os.chdir(ROOT)
+    # containers often set it; then each process compiles torch and Megatron anew, 8 s a time
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with _reported(check, given.json and given.json.absolute()):
         for name in ["machine", *(name for name in STAGES if name in given.only)]:
             if name == "machine" and check.machine:

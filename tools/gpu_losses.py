@@ -74,6 +74,8 @@ def losses(check: Check) -> None:
 
     def end(process: Process) -> None:
         name = process.task.name
+        words = f"{stage}: {name}: ended after {process.seconds:.0f} s, judged when all have"
+        check.console.print(words, markup=False, highlight=False)
         if process.timed_out and time.monotonic() > left:
             check.add(stage, name, "not reached", "ended with the stage's time")
         elif process.timed_out:
@@ -175,7 +177,10 @@ def _text(check: Check, stage: str, words: Sequence[str] = ()) -> Path | None:
 
 def _training(check: Check, case: gpu_cases.Case, data: Path | None) -> Task:
     """The case as the launcher would start it, in one process."""
-    words = {"--tensorboard-dir": (str(check.folder / "losses" / case.name),)}
+    folder = check.folder / "losses" / case.name
+    words = {"--tensorboard-dir": (str(folder),)}
+    # one each: runs at the same time would write one index file together
+    words |= {"--data-cache-path": (str(folder / "cache"),)}
     if check.dry:
         tiny = gpu_cases.TINY | (gpu_cases.TINY_EXPERTS if case.moe else {})
         words |= {flag: (str(value),) for flag, value in tiny.items()}
