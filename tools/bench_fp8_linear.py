@@ -127,8 +127,8 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([markdown_table(header, rows), "", *sorted(absent)])
 
 
-def main() -> None:
-    """Measure what is asked for and print it."""
+def arguments() -> argparse.Namespace:
+    """What the user asked for; sizes depend on the device."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,6 +144,12 @@ def main() -> None:
     if given.device == "cuda" and not cuda:
         parser.error("--device cuda: no CUDA device was found, use --device cpu")
     given.tokens = given.tokens or ([8192, 32768] if given.device == "cuda" else [16])
+    return given
+
+
+def main() -> None:
+    """Measure what is asked for and print it."""
+    given = arguments()
     device = torch.device(given.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,5 +1,7 @@
 """``make gpu-check``: its dry run, how it judges, and what it does when something goes wrong."""
 
+import importlib
+import inspect
 import itertools
 import json
 import math
@@ -189,6 +191,18 @@ def test_missed_targets_are_reported():
     table = "| moe | 8192 | kha_mlp | 1.02 | MISSED (at most 1.01) |\n| moe | baseline | met |"
     (missed,) = gpu_benchmarks.missed_targets({"results": []}, table)
     assert missed.startswith("moe | 8192")
+
+
+@pytest.mark.parametrize("benchmark", gpu_benchmarks.BENCHMARKS, ids=lambda b: b.tool)
+def test_benchmarks_take_the_words_that_they_are_given(benchmark, monkeypatch):
+    if not (TOOLS / benchmark.tool).is_file():
+        pytest.skip(f"tools/{benchmark.tool} is not in this tree")
+    tool = importlib.import_module(benchmark.tool.removesuffix(".py"))
+    words = ["--device", "cuda", *benchmark.words, "--json", "x.json"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", [benchmark.tool, *words])
+    given = tool.arguments(*(None for _ in inspect.signature(tool.arguments).parameters))
+    assert (given.device, given.json) == ("cuda", Path("x.json"))
 
 
 def test_only_faults_make_a_report_unsound():
