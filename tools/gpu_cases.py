@@ -129,6 +129,10 @@ tensor moved the first loss by 0.002 and the end by 0.016, no more than another 
 first bound is wider for delayed scaling, which knows no scale yet at the first step.
 """
 
+MOE_SAME, MOE_FP8 = Bound(first=0.01, end=0.15), Bound(first=0.05, end=0.15)
+"""The same of a mixture of experts, whose routers turn a rounding into another choice of experts:
+on a CPU rounding to FP8 moved the first loss by 0.002 and the end by 0.071."""
+
 OTHER_START = Bound(first=None, end=0.3)
 """The same arithmetic from other random weights: two seeds were 0.26 apart on a CPU. It catches
 what does not train; whether the layers are equal is asked by tests/gpu, with equal weights."""
@@ -202,7 +206,13 @@ def _dense(name: str, flags: Mapping[str, Value], *needs: str, **more: object) -
 
 
 def _moe(name: str, flags: Mapping[str, Value], *needs: str, **more: object) -> Case:
-    return Case(name=name, flags=flags, needs=needs, moe=True, **({"like": "moe-bf16"} | more))
+    return Case(
+        name=name,
+        flags=flags,
+        needs=needs,
+        moe=True,
+        **({"like": "moe-bf16", "bound": MOE_SAME} | more),
+    )
 
 
 GROUPED: dict[str, Value] = {"--moe-grouped-gemm": True, "--moe-permute-fusion": True}
@@ -226,10 +236,10 @@ CASES: tuple[Case, ...] = (
     _dense("dense-local", LOCAL, like="dense-bf16", bound=OTHER_START),
     # every recipe that Megatron has
     _dense("dense-fp8-tensorwise", _fp8("tensorwise"), "te", "fp8", bound=FP8),
-    _moe("moe-fp8-tensorwise", _fp8("tensorwise") | _PADDED, "te", "fp8", bound=FP8),
+    _moe("moe-fp8-tensorwise", _fp8("tensorwise") | _PADDED, "te", "fp8", bound=MOE_FP8),
     _dense("dense-fp8-delayed", _fp8("delayed"), "te", "fp8", bound=FP8),
     _dense("dense-fp8-blockwise", _fp8("blockwise"), "te", "blockwise", bound=FP8),
-    _moe("moe-fp8-blockwise", _fp8("blockwise") | _PADDED, "te", "blockwise", bound=FP8),
+    _moe("moe-fp8-blockwise", _fp8("blockwise") | _PADDED, "te", "blockwise", bound=MOE_FP8),
     _dense("dense-fp8-mxfp8", _fp8("mxfp8"), "te", "mxfp8", bound=FP8),
     # weights kept in FP8, and layers kept in bf16
     _dense(
@@ -239,7 +249,7 @@ CASES: tuple[Case, ...] = (
         bound=FP8,
     ),
     _dense("dense-fp8-first-last", _fp8("tensorwise", **_FIRST_LAST), "te", "fp8", bound=FP8),
-    _moe("moe-fp8-delayed", _fp8("delayed") | _PADDED, "te", "fp8", bound=FP8),
+    _moe("moe-fp8-delayed", _fp8("delayed") | _PADDED, "te", "fp8", bound=MOE_FP8),
     _moe("moe-local", LOCAL, like="moe-bf16", bound=OTHER_START),
     # KHA by other ways: plain torch for its kernels, matrices applied instead of folded
     _moe("moe-plain-torch", TE | GROUPED, "te", environment={"KHA_KERNELS": "torch"}),
@@ -294,7 +304,7 @@ CASES: tuple[Case, ...] = (
         _fp8("tensorwise") | _PADDED,
         *("te", "fp8", "apex"),
         dropped=tuple(TE)[1:],
-        bound=FP8,
+        bound=MOE_FP8,
     ),
     # the other variants; their curves are their own, so only that they learn is asked
     _dense("dense-gate", TE, "te", preset="kha_gate_v", like=None),
@@ -324,7 +334,7 @@ CASES: tuple[Case, ...] = (
         "moe-fp8-params-tensorwise",
         _fp8("tensorwise", fp8_param_gather=True) | _PADDED,
         *("te", "fp8"),
-        bound=FP8,
+        bound=MOE_FP8,
     ),
 )
 """In the order of their importance."""
