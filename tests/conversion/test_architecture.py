@@ -240,7 +240,7 @@ def test_a_hybrid_model_of_gpt_layers_is_described_as_one(args):
     assert (model.layers, model.experts.sparse) == (3, (False, True, True))
 
 
-def test_groups_of_experts_are_not_kha(args):
+def test_groups_of_experts_are_kha_too(args):
     grouped = args | {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
-    with pytest.raises(CheckpointError, match="kha cannot express experts chosen from 2 groups"):
-        hf_config(grouped, KHAConfig(), 51)
+    config = hf_config(grouped, KHAConfig(), 51)
+    assert (config.n_group, config.topk_group) == (2, 1)
