@@ -193,9 +193,11 @@ def test_checkpoints_of_fsdp_are_checked_as_well(tmp_path):
 def test_the_settings_come_from_the_checkpoint_if_the_command_line_has_none(saved, tmp_path):
     def restored(folder, **changes):
         none = dict.fromkeys(("kha_preset", "kha_query", "kha_key", "kha_value"))
-        return restored_kha(arguments(folder, **none | {"use_checkpoint_args": True} | changes))
+        given = none | {"kha_fold": "never", "use_checkpoint_args": True}
+        return restored_kha(arguments(folder, **given | changes))
 
     assert restored(saved / "kha") == KHA
+    assert restored(saved / "kha").fold == "never"  # how a run is made is the command line's
     assert restored(None, pretrained_checkpoint=saved / "kha") == KHA
     assert restored(saved / "kha", use_checkpoint_args=False) is None
     assert restored(saved / "kha", kha_value="gate") is None  # the command line says it
