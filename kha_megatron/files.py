@@ -210,27 +210,21 @@ def opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-_SLICE = 8 * 2**20
+SLICE = 8 * 2**20
 """Bytes that are read or written at a time, while they are in the processor's cache."""
 
 
-def read_at(
-    descriptor: int,
-    buffer: bytearray | memoryview,
-    start: int,
-    seen: Callable[[memoryview], object] = lambda part: None,
-) -> None:
-    """Fill ``buffer`` from byte ``start`` of a file on; ``seen`` gets each part that was read.
+def read_at(descriptor: int, buffer: bytearray | memoryview, start: int) -> None:
+    """Fill ``buffer`` from byte ``start`` of a file on.
 
     Raises:
         EOFError: the file is too short.
     """
     left = memoryview(buffer)
     while left:
-        count = os.preadv(descriptor, [left[:_SLICE]], start)
+        count = os.preadv(descriptor, [left[:SLICE]], start)
         if not count:
             raise EOFError(f"the file ends at byte {start}")
-        seen(left[:count])
         left, start = left[count:], start + count
 
 
@@ -243,12 +237,12 @@ def write_at(
     """Put ``data`` at byte ``start`` of a file; ``seen`` gets each part that is written."""
     left = memoryview(data)
     while left:
-        part = left[:_SLICE]
+        part = left[:SLICE]
         seen(part)
         left = left[len(part) :]
         while part:
             count = os.pwrite(descriptor, part, start)
-            if count == _SLICE and hasattr(os, "posix_fadvise"):
+            if count == SLICE and hasattr(os, "posix_fadvise"):
                 # lets the disk begin now, instead of at the flush
                 os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
             part, start = part[count:], start + count

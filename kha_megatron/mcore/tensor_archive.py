@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kha_megatron.files import SLICE
 from kha_megatron.mcore.memory import bytes_of
 
 _STORAGES = {
@@ -81,8 +82,6 @@ class ArchivedTensor(NamedTuple):
 
 _RECORD = "archive/data/0"
 _ALIGNMENT = 64
-_SLICE = 8 * 2**20
-"""Bytes that are summed, hashed and written while they are in the processor's cache."""
 _PADDING = 0x4246
 """Kind of zip field that ``torch.save`` fills with padding."""
 _LARGE = 2**31
@@ -108,8 +107,8 @@ def write_tensor(write: Callable[[Any], int], tensor: torch.Tensor, start: int) 
         padding = -(start + header) % _ALIGNMENT
         record.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
         with archive.open(record, "w", force_zip64=large) as written:
-            for at in range(0, len(data), _SLICE):
-                written.write(data[at : at + _SLICE])
+            for at in range(0, len(data), SLICE):
+                written.write(data[at : at + SLICE])
         for name, content in (
             ("data.pkl", described.getvalue()),
             ("byteorder", b"little"),
