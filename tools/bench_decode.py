@@ -22,10 +22,9 @@ from measuring import (
     Spread,
     describe_machine,
     interleaved,
-    machine_line,
     markdown_table,
+    publish,
     ratios,
-    write_report,
 )
 from options import exit_with, in_words, parse, parser_for, positive, within
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
@@ -217,9 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cache in given.caches:
             print(f"batch {batch}, {cache} cache", file=sys.stderr, flush=True)
             results.append(measure(models, batch, cache, given))
-    print(machine_line(machine), "", table(results), sep="\n")
-    if given.json:
-        write_report(given.json, machine, vars(given), results)
+    publish(table(results), machine, given, results)
     return 0
 
 

@@ -24,10 +24,9 @@ from measuring import (
     Spread,
     describe_machine,
     interleaved,
-    machine_line,
     markdown_table,
+    publish,
     ratios,
-    write_report,
 )
 from torch import Tensor
 
@@ -158,9 +157,7 @@ def main() -> None:
     for tokens in given.tokens:
         print(f"{tokens} tokens", file=sys.stderr, flush=True)
         results += measure(tokens, given, device)
-    print(machine_line(machine), "", table(results), sep="\n")
-    if given.json:
-        write_report(given.json, machine, vars(given), results)
+    publish(table(results), machine, given, results)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,9 @@ from measuring import (
     Spread,
     describe_machine,
     interleaved,
-    machine_line,
     markdown_table,
+    publish,
     ratios,
-    write_report,
 )
 from torch import Tensor
 
@@ -306,9 +305,7 @@ def main() -> None:
         case = Case(variant, tokens, given.heads, head_dim, getattr(torch, dtype), device)
         print(case, file=sys.stderr, flush=True)
         results += measure(case, given.repetitions, given.compile)
-    print(machine_line(machine), "", table(results), sep="\n")
-    if given.json:
-        write_report(given.json, machine, vars(given), results)
+    publish(table(results), machine, given, results)
 
 
 if __name__ == "__main__":

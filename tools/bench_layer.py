@@ -26,10 +26,9 @@ from measuring import (
     Spread,
     describe_machine,
     interleaved,
-    machine_line,
     markdown_table,
+    publish,
     ratios,
-    write_report,
 )
 from options import choose_device, exit_with, in_words, parse, parser_for, positive, within
 from shapes import PRECISIONS, SHAPES
@@ -209,9 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(measure(cell, given, device))
         gc.collect()
         torch.cuda.empty_cache()
-    print(machine_line(machine), "", table(results), sep="\n")
-    if given.json:
-        write_report(given.json, machine, vars(given), results)
+    publish(table(results), machine, given, results)
     return int(any(result["failed"] for result in results))
 
 

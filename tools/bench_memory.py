@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from measuring import describe_machine, machine_line, markdown_table, write_report
+from measuring import describe_machine, markdown_table, publish
 from options import choose_device, exit_with, parse, parser_for, positive
 from shapes import PRECISIONS, SHAPES
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -205,9 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cell = Cell(shape, given.tokens, given.sequence, given.precision, tuple(given.megatron))
         print(cell, file=sys.stderr, flush=True)
         results.append(measure(cell, given, device))
-    print(machine_line(machine), "", table(results), sep="\n")
-    if given.json:
-        write_report(given.json, machine, vars(given), results)
+    publish(table(results), machine, given, results)
     return 0
 
 

@@ -25,10 +25,9 @@ import torch
 from measuring import (
     Spread,
     describe_machine,
-    machine_line,
     markdown_table,
+    publish,
     ratios,
-    write_report,
 )
 from options import exit_with, parse, parser_for, positive
 from shapes import PRECISIONS, SHAPES, arguments_of
@@ -216,9 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     machine = describe_machine(torch.device(given.device))
     results = [measure(shape, given) for shape in given.shapes]
-    print(machine_line(machine), "", table(results), sep="\n")
-    if given.json:
-        write_report(given.json, machine, vars(given), results)
+    publish(table(results), machine, given, results)
     return int(any(result["failed"] for result in results))
 
 

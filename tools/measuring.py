@@ -5,6 +5,7 @@ caches move it. So all contenders of a comparison run in turn, many times, in an
 time; what counts are the ratios within each turn, their median and their spread.
 """
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+
+from kha_megatron.files import staged_file
 
 FLUSHED_BYTES = 1 << 29
 """Written before each timed call on a GPU: beyond any cache, and long enough (about 0.1 ms) for the
@@ -151,16 +154,24 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_report(path: Path, machine: Mapping[str, Any], arguments: Any, results: Any) -> None:
+def publish(
+    table: str, machine: Mapping[str, Any], arguments: argparse.Namespace, results: Any
+) -> None:
+    """Print the table under its machine; ``arguments.json`` names a file that gets it all."""
+    print(machine_line(machine), "", table, sep="\n")
+    if arguments.json:
+        _write_report(arguments.json, machine, vars(arguments), results)
+
+
+def _write_report(path: Path, machine: Mapping[str, Any], arguments: Any, results: Any) -> None:
     """Machine, arguments and results as JSON, at once or not at all."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if isinstance(value, Spread) else str(value)
 
     report = {"machine": machine, "arguments": arguments, "results": results}
-    staged = path.with_name(f"{path.name}.tmp")
-    staged.write_text(json.dumps(report, indent=2, default=plain) + "\n")
-    staged.replace(path)
+    with staged_file(path) as staged:
+        staged.write_text(json.dumps(report, indent=2, default=plain) + "\n")
 
 
 def _version(name: str) -> str | None:
