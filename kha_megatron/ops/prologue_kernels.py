@@ -94,15 +94,20 @@ def store_pieces(X, pieces, starts, rows, HALF: tl.constexpr, REST: tl.constexpr
 def load_gains(
     GAIN,
     HALF: tl.constexpr, PH: tl.constexpr, REST: tl.constexpr, PR: tl.constexpr,
-    CENTRE: tl.constexpr,
+    NORM: tl.constexpr, CENTRE: tl.constexpr,
 ):  # fmt: skip
-    """The norm's weight, in the pieces of a head."""
-    a = load_gain(GAIN, 0, HALF, PH, CENTRE)
-    b = load_gain(GAIN, HALF, HALF, PH, CENTRE)
-    if REST:
-        c = load_gain(GAIN, 2 * HALF, REST, PR, CENTRE)
+    """The norm's weight, in the pieces of a head; nothing that is read where there is no norm."""
+    if NORM:
+        a = load_gain(GAIN, 0, HALF, PH, CENTRE)
+        b = load_gain(GAIN, HALF, HALF, PH, CENTRE)
+        if REST:
+            c = load_gain(GAIN, 2 * HALF, REST, PR, CENTRE)
+        else:
+            c = tl.zeros((1, 1), tl.float32)
     else:
-        c = tl.zeros((1, 1), tl.float32)
+        a = 0.0
+        b = 0.0
+        c = 0.0
     return a, b, c
 
 
@@ -217,18 +222,12 @@ def prologue_forward(
         to = row_starts(tokens, 1, G * D, 0, group * D)
         copy_rows(XV, V, starts, to, rows, D, P)
     cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
-    if NORM_K:
-        gains = load_gains(GAIN_K, HALF, PH, REST, PR, CENTRE)
-    else:
-        gains = (0.0, 0.0, 0.0)
+    gains = load_gains(GAIN_K, HALF, PH, REST, PR, NORM_K, CENTRE)
     starts = row_starts(tokens, b, xk_s, xk_b, group * xk_group)
     x = load_pieces(XK, starts, rows, HALF, PH, REST, PR)
     k = prepared(x, gains, cos, sin, eps, NORM_K, TURN, D)
     store_pieces(K, k, row_starts(tokens, 1, G * D, 0, group * D), rows, HALF, REST)
-    if NORM_Q:
-        gains = load_gains(GAIN_Q, HALF, PH, REST, PR, CENTRE)
-    else:
-        gains = (0.0, 0.0, 0.0)
+    gains = load_gains(GAIN_Q, HALF, PH, REST, PR, NORM_Q, CENTRE)
     x_starts = row_starts(tokens, b, xq_s, xq_b, group * xq_group)
     starts = row_starts(tokens, 1, G * QUERIES * D, 0, group * QUERIES * D)
     for head in tl.range(0, QUERIES, num_stages=STAGES):
@@ -300,10 +299,7 @@ def prologue_backward(
             to = row_starts(tokens, 1, dxv_token, 0, group * dxv_group)
             copy_rows(DV, DXV, starts, to, rows, D, P)
         cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
-        if NORM_K:
-            gains = load_gains(GAIN_K, HALF, PH, REST, PR, CENTRE)
-        else:
-            gains = (0.0, 0.0, 0.0)
+        gains = load_gains(GAIN_K, HALF, PH, REST, PR, NORM_K, CENTRE)
         x_starts = row_starts(tokens, b, xk_s, xk_b, group * xk_group)
         x = load_pieces(XK, x_starts, rows, HALF, PH, REST, PR)
         dy_starts = row_starts(tokens, b, dk_s, dk_b, group * dk_head)
@@ -313,10 +309,7 @@ def prologue_backward(
         store_pieces(DXK, dx, starts, rows, HALF, REST)
         if NORM_K:
             sums_k = plus(sums_k, d_gains)
-        if NORM_Q:
-            gains = load_gains(GAIN_Q, HALF, PH, REST, PR, CENTRE)
-        else:
-            gains = (0.0, 0.0, 0.0)
+        gains = load_gains(GAIN_Q, HALF, PH, REST, PR, NORM_Q, CENTRE)
         x_starts = row_starts(tokens, b, xq_s, xq_b, group * xq_group)
         dy_starts = row_starts(tokens, b, dq_s, dq_b, group * QUERIES * dq_head)
         starts = row_starts(tokens, 1, dxq_token, 0, group * dxq_group)
