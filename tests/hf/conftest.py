@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 
 from kha_megatron.config import PROJECTIONS
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
@@ -95,3 +95,25 @@ def tokens(batch: int = 2, length: int = TOKENS) -> torch.Tensor:
 
 def every_projection(variant: str) -> dict[str, str]:
     return dict.fromkeys(PROJECTIONS, variant)
+
+
+def check_decoding_is_one_graph(model):
+    """Compiled whole, steps with a static cache give what they give uncompiled."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    prompt, steps = tokens(), tokens(2, 3)
+    runs = []
+    for step in (model, compiled):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            logits = [
+                step(
+                    steps[:, i : i + 1],
+                    past_key_values=cache,
+                    position_ids=torch.full((2, 1), prompt.shape[1] + i),
+                ).logits
+                for i in range(steps.shape[1])
+            ]
+        runs.append(torch.cat(logits, 1))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)

@@ -17,6 +17,7 @@ from tests.hf.conftest import (
     MOE,
     SIZES,
     TOKENS,
+    check_decoding_is_one_graph,
     make_config,
     make_model,
     tokens,
@@ -255,25 +256,7 @@ def test_new_matrices_change_nothing(name):
 
 @every_attention
 def test_a_decoding_step_is_one_graph(name):
-    model = model_of(name)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    prompt, steps = tokens(), tokens(2, 3)
-    runs = []
-    for step in (model, compiled):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        with torch.no_grad():
-            model(prompt, past_key_values=cache)
-            logits = [
-                step(
-                    steps[:, i : i + 1],
-                    past_key_values=cache,
-                    position_ids=torch.full((2, 1), prompt.shape[1] + i),
-                ).logits
-                for i in range(steps.shape[1])
-            ]
-        runs.append(torch.cat(logits, 1))
-    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
+    check_decoding_is_one_graph(model_of(name))
 
 
 @every_attention

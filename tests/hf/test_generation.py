@@ -3,10 +3,17 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from kha_megatron.ops import fold
-from tests.hf.conftest import MOE, SIZES, every_projection, make_model, tokens
+from tests.hf.conftest import (
+    MOE,
+    SIZES,
+    check_decoding_is_one_graph,
+    every_projection,
+    make_model,
+    tokens,
+)
 
 NEW = 6
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
@@ -132,21 +139,4 @@ def test_a_decoding_step_is_one_graph(moe):
     model = make_model(MIXED, **moe)
     if moe:
         model.set_experts_implementation("batched_mm")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    prompt, steps = tokens(), tokens(2, 3)
-    runs = []
-    for step in (model, compiled):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        with torch.no_grad():
-            model(prompt, past_key_values=cache)
-            logits = [
-                step(
-                    steps[:, i : i + 1],
-                    past_key_values=cache,
-                    position_ids=torch.full((2, 1), prompt.shape[1] + i),
-                ).logits
-                for i in range(steps.shape[1])
-            ]
-        runs.append(torch.cat(logits, 1))
-    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
+    check_decoding_is_one_graph(model)
