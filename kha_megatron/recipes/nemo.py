@@ -13,7 +13,7 @@ import nemo_run as run
 
 from kha_megatron.errors import KHAError
 from kha_megatron.recipes import get_recipe, prepare
-from kha_megatron.recipes.submit import script_of
+from kha_megatron.recipes.run import experiment_name, task_of
 
 _TASK = "train"
 
@@ -61,8 +61,8 @@ def train(
         executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))
     else:
         job = replace(job, command=("python", *job.command[1:]))
-    with run.Experiment(chosen.name.replace("/", "-"), executor=executor) as experiment:
-        experiment.add(run.Script(inline=script_of(job), entrypoint="bash"), name=_TASK)
+    with run.Experiment(experiment_name(chosen), executor=executor) as experiment:
+        experiment.add(task_of(job), name=_TASK)
         if ctx.dryrun:
             experiment.dryrun()
             return

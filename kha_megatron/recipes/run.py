@@ -249,6 +249,33 @@ def nemo_run() -> ModuleType:
     return nemo_run
 
 
+def script_of(job: Job) -> str:
+    """The shell command that each rank executes."""
+    return f"exec {shlex.join(job.command)}\n"
+
+
+def task_of(job: Job) -> Any:
+    """The job as NeMo-Run's task.
+
+    Inline, and not ``Script(path=..., args=...)``: NeMo-Run passes the arguments of a path through
+    shells, or not, by executor. On this machine it quotes them for a shell and then uses none, so
+    that one with a space or a bracket would reach Megatron with its quotes.
+    """
+    return nemo_run().Script(inline=script_of(job), entrypoint="bash")
+
+
+def experiment_of(job: Job, executor: Any) -> Any:
+    """NeMo-Run's experiment for the job, without tasks; it says as little as it can."""
+    return nemo_run().Experiment(
+        experiment_name(job.recipe),
+        executor=executor,
+        log_level="WARNING",
+        clean_mode=True,
+        enable_goodbye_message=False,
+        skip_status_at_exit=True,
+    )
+
+
 @contextmanager
 def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
     """A NeMo-Run experiment with the job as its only task, not yet started."""
@@ -258,26 +285,14 @@ def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
             f"torchrun is neither in {binaries} nor on PATH: run kha-megatron from the environment "
             "in which PyTorch is installed"
         )
-    run = nemo_run()
-    executor = run.LocalExecutor(
+    executor = nemo_run().LocalExecutor(
         launcher="torchrun",
         ntasks_per_node=job.ranks,
         # the scheduler puts PATH in front of the caller's
         env_vars={**job.environment, "PATH": binaries, _MARK: mark},
     )
-    # Not Script(path=..., args=...): NeMo-Run quotes those for a shell and then uses none on this
-    # machine, so an argument with a space or a bracket would reach Megatron with its quotes.
-    script = run.Script(inline=f"exec {shlex.join(job.command)}\n", entrypoint="bash")
-    experiment = run.Experiment(
-        experiment_name(job.recipe),
-        executor=executor,
-        log_level="WARNING",
-        clean_mode=True,
-        enable_goodbye_message=False,
-        skip_status_at_exit=True,
-    )
-    with experiment:
-        experiment.add(script, name=_TASK)
+    with experiment_of(job, executor) as experiment:
+        experiment.add(task_of(job), name=_TASK)
         folder = experiment.jobs[0].executor.job_dir
         if shlex.quote(folder) != folder:
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.cluster import executor_of
-from kha_megatron.recipes.run import Job, experiment_name, nemo_run
+from kha_megatron.recipes.run import Job, experiment_of, nemo_run, script_of, task_of
 
 _TASK = "train"
 
@@ -99,11 +98,6 @@ def _line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def script_of(job: Job) -> str:
-    """The shell command that each rank executes."""
-    return f"exec {shlex.join(job.command)}\n"
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """NeMo-Run talks on stdout, which is for results, and its shells would read the terminal."""
@@ -119,23 +113,12 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _experiment(job: Job) -> Iterator[Any]:
     """A NeMo-Run experiment with the chain's jobs, each after the one before."""
-    run = nemo_run()
-    executor = executor_of(job.cluster, job.environment, run)
-    experiment = run.Experiment(
-        experiment_name(job.recipe),
-        executor=executor,
-        log_level="WARNING",
-        clean_mode=True,
-        enable_goodbye_message=False,
-        skip_status_at_exit=True,
-    )
-    with experiment:
+    executor = executor_of(job.cluster, job.environment, nemo_run())
+    with experiment_of(job, executor) as experiment:
         before: list[str] = []
         for number in range(job.cluster.chain):
             name = _TASK if job.cluster.chain == 1 else f"{_TASK}-{number + 1}"
-            # inline: NeMo-Run passes the arguments of a path through shells, or not, by executor
-            script = run.Script(inline=script_of(job), entrypoint="bash")
-            before = [experiment.add(script, name=name, dependencies=before)]
+            before = [experiment.add(task_of(job), name=name, dependencies=before)]
         yield experiment
 
 
