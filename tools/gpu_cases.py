@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from kha_megatron.recipes import Recipe
+from kha_megatron.recipes.paper import ATTENTION
 from kha_megatron.recipes.recipe import Value
 
 STEPS = 200
@@ -24,14 +25,7 @@ _MODEL: dict[str, Value] = {
     "--num-attention-heads": 4,
     "--group-query-attention": True,
     "--num-query-groups": 2,
-    "--kv-channels": 128,
-    "--qk-layernorm": True,
-    "--normalization": "RMSNorm",
-    "--swiglu": True,
-    "--disable-bias-linear": True,
-    "--position-embedding-type": "rope",
-    "--attention-dropout": 0.0,
-    "--hidden-dropout": 0.0,
+    **ATTENTION,
 }
 
 _TRAINING: dict[str, Value] = {

@@ -17,7 +17,7 @@ VOCAB_SIZE = 157184
 BATCH = 512
 """Sequences of one optimizer step: 2.1M tokens of 4,096, 4.2M of 8,192."""
 
-_ATTENTION: dict[str, Value] = {
+ATTENTION: dict[str, Value] = {
     "--kv-channels": 128,
     "--qk-layernorm": True,
     "--normalization": "RMSNorm",
@@ -27,6 +27,7 @@ _ATTENTION: dict[str, Value] = {
     "--attention-dropout": 0.0,
     "--hidden-dropout": 0.0,
 }
+"""What the layers of all its models have in common."""
 
 _OPTIMISATION: dict[str, Value] = {
     "--adam-beta1": 0.9,
@@ -153,7 +154,7 @@ def recipe_of(
     }
     heads = grouped_query(32, 4) if attention is None else attention
     experts = _experts(*shape.experts, shape.ffn) if shape.experts else {}
-    arguments = sizes | _ATTENTION | heads | experts | training.arguments() | _OPTIMISATION
+    arguments = sizes | ATTENTION | heads | experts | training.arguments() | _OPTIMISATION
     return Recipe(
         name=name,
         description=f"{what}, {training.tokens} tokens",
