@@ -111,11 +111,10 @@ class Case:
         return ", ".join(words)
 
 
-def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
-    """Run on this rank; ``mutate`` returns a context manager that breaks something."""
+def initialize(layout: Layout) -> None:
+    """Make Megatron's groups of ranks anew for this layout."""
     from tests.distributed import models
 
-    layout = case.layout
     models.initialize(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -124,6 +123,11 @@ def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
+
+
+def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
+    """Run on this rank; ``mutate`` returns a context manager that breaks something."""
+    initialize(case.layout)
     with ExitStack() as stack:
         if mutate is not None:
             stack.enter_context(mutate())

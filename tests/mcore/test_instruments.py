@@ -28,18 +28,9 @@ def case(kha=MIXED, **fields):
 
 
 def _start(case):
-    from tests.distributed import models
-    from tests.distributed.parallelism import _Run
+    from tests.distributed.parallelism import _Run, initialize
 
-    layout = case.layout
-    models.initialize(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
+    initialize(case.layout)
     return _Run(case, case.khas[0])
 
 
