@@ -5,10 +5,8 @@ is bounded in bytes, so that many small tensors go side by side and large ones o
 """
 
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -21,8 +19,8 @@ Put = Callable[[Place, list[Tensor]], None]
 
 _COPIES = 2
 """Times the bytes of a place that moving it holds: as read, and cast or in the other layout."""
-_ROOM = 256 * 2**20
-"""Bytes in flight that are always allowed, for many small tensors."""
+_BESIDE = 256 * 2**20
+"""Bytes in flight besides the largest place, so that nobody waits for the one that moves it."""
 
 
 def default_workers() -> int:
@@ -33,9 +31,9 @@ def default_workers() -> int:
 def transfer(
     source: Source, put: Put, *, workers: int, on_bytes: OnBytes = lambda count: None
 ) -> None:
-    """Call ``put`` with the tensors of every place, from several threads.
+    """Call ``put`` with the tensors of every place, from several threads, the largest first.
 
-    Holds at most two copies of the largest place's tensors, or 256 MiB, whatever the number of
+    Holds at most two copies of the largest place's tensors and 256 MiB more, whatever the number of
     workers. The first error stops the rest. Shards that have hashes are hashed meanwhile; all are
     right when it returns.
 
@@ -50,47 +48,31 @@ def transfer(
     """
     give_back_freed_memory()
     sizes = {place: source.nbytes(place) for place in places(source.model)}
-    room = _Room(max(_ROOM, _COPIES * max(sizes.values())))
+    # a large one that came last would keep one thread busy while the others have nothing to do
+    waiting = sorted(sizes, key=sizes.__getitem__, reverse=True)[::-1]  # taken from the end
+    free = _COPIES * sizes[waiting[-1]] + _BESIDE
 
-    def move(place: Place) -> int:
-        with room.taken(_COPIES * sizes[place]):
-            put(place, source.read(place))
-        return sizes[place]
+    def largest_that_fits() -> Place | None:
+        fitting = (n for n in reversed(range(len(waiting))) if _COPIES * sizes[waiting[n]] <= free)
+        at = next(fitting, None)
+        return None if at is None else waiting.pop(at)
+
+    def move(place: Place) -> Place:
+        put(place, source.read(place))
+        return place
 
     with source.verifying(), ThreadPoolExecutor(workers) as pool:
-        running: set[Future[int]] = set()
-        waiting = iter(sizes)
+        running: set[Future[Place]] = set()
         try:
-            while True:
-                while len(running) < 2 * workers and (place := next(waiting, None)):
+            while waiting or running:
+                while len(running) < 2 * workers and (place := largest_that_fits()):
+                    free -= _COPIES * sizes[place]
                     running.add(pool.submit(move, place))
-                if not running:
-                    return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    on_bytes(future.result())
+                    place = future.result()
+                    free += _COPIES * sizes[place]
+                    on_bytes(sizes[place])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-class _Room:
-    """A number of bytes that threads share."""
-
-    def __init__(self, size: int) -> None:
-        self._free = self._size = size
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        """Wait until there is room, and give it back afterwards."""
-        size = min(size, self._size)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= size)
-            self._free -= size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += size
-                self._changed.notify_all()

@@ -1,0 +1,97 @@
+"""Every tensor is moved once, none large is left for the end, and memory stays bounded."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from kha_megatron.conversion.architecture import Architecture, Rope
+from kha_megatron.conversion.engine import transfer
+from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.table import places
+
+MODEL = Architecture(
+    vocab_size=200_003,
+    padded_vocab_size=200_003,
+    hidden_size=1001,
+    ffn_size=3003,
+    layers=40,
+    heads=7,
+    kv_heads=1,
+    head_dim=144,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope=Rope(base=1e4),
+    tied=False,
+)
+BESIDE = 256 * 2**20
+
+
+class Described(Source):
+    """A model that has shapes only: an embedding and an output layer of 800 MB each."""
+
+    model = MODEL
+
+    def read(self, place, *, meta=False):
+        """Meta tensors."""
+        return [torch.empty(place.row.shape(self.model), device="meta")]
+
+    def identity(self):
+        """None is asked for."""
+        raise NotImplementedError
+
+
+class Put:
+    """Notes what is moved when, and how much at a time."""
+
+    def __init__(self, fails_at=None):
+        self.begun, self.held, self.most = [], 0, 0
+        self._fails_at, self._lock = fails_at, threading.Lock()
+
+    def __call__(self, place, parts):
+        (part,) = parts
+        with self._lock:
+            self.begun.append(place)
+            self.held += 2 * part.nbytes
+            self.most = max(self.most, self.held)
+        if place == self._fails_at:
+            raise OSError("full")
+        time.sleep(0.002 if part.nbytes < 2**29 else 0.1)
+        with self._lock:
+            self.held -= 2 * part.nbytes
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    return {place: Described().nbytes(place) for place in places(MODEL)}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
+    put, done = Put(), []
+    transfer(Described(), put, workers=workers, on_bytes=done.append)
+    assert len(put.begun) == len(sizes)
+    assert set(put.begun) == sizes.keys()
+    assert sorted(done) == sorted(sizes.values())
+    assert put.most <= 2 * max(sizes.values()) + BESIDE
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_the_largest_go_first_with_others_beside_them(sizes, workers):
+    put = Put()
+    transfer(Described(), put, workers=workers)
+    large = [place for place in put.begun if sizes[place] == max(sizes.values())]
+    assert len(large) == 2
+    assert put.begun[0] in large
+    first, second = (put.begun.index(place) for place in large)
+    assert second - first > 1  # others went beside the first, though the second had no room
+    assert second < len(sizes) - 40  # and it was not left for the end
+
+
+def test_an_error_stops_the_rest(sizes):
+    first = max(sizes, key=sizes.get)
+    put = Put(fails_at=first)
+    with pytest.raises(OSError, match="full"):
+        transfer(Described(), put, workers=2)
+    assert len(put.begun) < len(sizes) / 2
