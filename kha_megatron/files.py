@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from kha_megatron.errors import OutputError
@@ -210,7 +210,7 @@ def opened(file: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-SLICE = 8 * 2**20
+SLICE = 2 * 2**20
 """Bytes that are read or written at a time, while they are in the processor's cache."""
 
 
@@ -233,15 +233,21 @@ def write_at(
     data: bytes | memoryview,
     start: int,
     seen: Callable[[memoryview], object] = lambda part: None,
+    alone: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Put ``data`` at byte ``start`` of a file; ``seen`` gets each part that is written."""
+    """Put ``data`` at byte ``start`` of a file; ``seen`` gets each part that is written.
+
+    Threads that write to one file give the same lock as ``alone``: the kernel lets in one at a time
+    as well, but has the others wait for it with a busy processor.
+    """
     left = memoryview(data)
     while left:
         part = left[:SLICE]
         seen(part)
         left = left[len(part) :]
         while part:
-            count = os.pwrite(descriptor, part, start)
+            with alone or nullcontext():
+                count = os.pwrite(descriptor, part, start)
             if count == SLICE and hasattr(os, "posix_fadvise"):
                 # lets the disk begin now, instead of at the flush
                 os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)

@@ -68,6 +68,7 @@ class HFWriter:
         self._lock = threading.Lock()
         self._started: set[str] = set()
         self._files: dict[str, int] = {}
+        self._alone: dict[str, threading.Lock] = {}
         entries = _by_name(tensors)
         needed = sum(entry.nbytes for entry in tensors)
         if (free := shutil.disk_usage(folder).free) < needed:
@@ -112,7 +113,7 @@ class HFWriter:
             self._started.add(name)
         digest, start = hashlib.sha256(), place.start
         for part in _contiguous(tensor.detach()):
-            write_at(self._files[shard], bytes_of(part), start, digest.update)
+            write_at(self._files[shard], bytes_of(part), start, digest.update, self._alone[shard])
             start += part.nbytes
         self._digests[name] = digest.hexdigest()
 
@@ -163,6 +164,7 @@ class HFWriter:
         self._places |= {place.entry.name: (file, place) for place in places}
         descriptor = os.open(self.folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._files[file] = descriptor
+        self._alone[file] = threading.Lock()
         write_at(descriptor, first, 0)
         os.ftruncate(descriptor, len(first) + sum(entry.nbytes for entry in entries))
 
