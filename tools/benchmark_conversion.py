@@ -5,7 +5,8 @@
 Makes a dense bfloat16 model of the sizes of Qwen3-1.7B with an output layer of its own (4.1 GB),
 then runs, in turn and `--repetitions` times: a copy with fsync of the Megatron checkpoint, `convert
 to-hf`, a copy with fsync of the Hugging Face folder, `convert to-megatron`. Both sources are in the
-page cache for the copy as for the conversion. Prints a table in Markdown. What it makes is deleted.
+page cache for the copy as for the conversion, and both find memory in the same state (`SETTLED`).
+Prints a table in Markdown. What it makes is deleted.
 """
 
 import argparse
@@ -34,6 +35,11 @@ WHOLE = 28
 
 LIMIT_GB, SHARE = 1.5, 0.6
 """What the converter must stay below, and the share of the copy's throughput that it must reach."""
+
+SETTLED = 15
+"""Seconds between deleting what was written before and each timed part. Many virtual machines give
+freed memory back to their host within seconds, and writing 4 GB into memory that has to be fetched
+again took twice as long: so that both parts meet the same, each starts from the same deletions."""
 
 
 def sizes(layers: int) -> dict[str, tuple[int, ...]]:
@@ -117,25 +123,29 @@ class Run:
     seconds: float
     """From the start of the process to its end."""
     writing: float
-    """From the appearance of the staged folder on."""
+    """From the appearance of the staged folder to its flushed end in the target's place."""
     peak: int
     """Bytes of resident memory (``ru_maxrss``)."""
     anonymous: int
-    """Bytes of it that are no file's pages (``RssAnon``), of all its processes together."""
+    """Bytes of it that are no file's pages (``RssAnon``)."""
     processor: float
     """Seconds of processor time, start of the process included."""
 
 
 def run(command: list[str], target: Path) -> Run:
-    """Run a command that writes ``target`` and watch it."""
+    """Run a command that makes the folder ``target``, and watch it."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    seen = {"anonymous": 0, "staged": 0.0}
+    seen = {"anonymous": 0, "staged": 0.0, "done": 0.0}
 
     def watch() -> None:
+        # with little work, since the cores are what is measured: one folder, one file of /proc
         while process.returncode is None:
-            if not seen["staged"] and any(target.parent.glob(f".{target.name}.partial-*")):
+            names = os.listdir(target.parent)
+            if not seen["staged"] and any(f".{target.name}.partial-" in name for name in names):
                 seen["staged"] = time.perf_counter()
+            if not seen["done"] and target.name in names:
+                seen["done"] = time.perf_counter()
             seen["anonymous"] = max(seen["anonymous"], _anonymous(process.pid))
             time.sleep(0.02)
 
@@ -149,7 +159,7 @@ def run(command: list[str], target: Path) -> Run:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     return Run(
         end - start,
-        end - seen["staged"],
+        seen["done"] - seen["staged"],
         usage.ru_maxrss * 1024,
         seen["anonymous"],
         usage.ru_utime + usage.ru_stime,
@@ -158,16 +168,10 @@ def run(command: list[str], target: Path) -> Run:
 
 def _anonymous(pid: int) -> int:
     try:
-        first = psutil.Process(pid)
-        pids = [pid, *(child.pid for child in first.children(recursive=True))]
-        return sum(_status(each, "RssAnon:") for each in pids)
-    except (psutil.Error, OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
         return 0  # it has ended
-
-
-def _status(pid: int, name: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def copy(source: Path, target: Path) -> float:
@@ -190,19 +194,13 @@ def size(folder: Path) -> int:
 def measure(name: str, source: Path, target: Path, repetitions: int, *options: str) -> list[str]:
     """Rows of the table for one direction; leaves its result at ``target``."""
     files = next((p for p in source.glob("iter_*")), source)
+    copied_to = target.with_name("copy")
     total, rows, shares, peaks = size(files), [], [], []
+    command = [sys.executable, "-m", "kha_megatron", "convert", name, *map(str, (source, target))]
     for number in range(1, repetitions + 1):
-        for old in (target, target.with_name("copy")):
-            shutil.rmtree(old, ignore_errors=True)
-        copied = copy(files, target.with_name("copy"))
-        command = [
-            sys.executable,
-            "-m",
-            "kha_megatron",
-            "convert",
-            name,
-            *map(str, (source, target)),
-        ]
+        _settle(target, copied_to)
+        copied = copy(files, copied_to)
+        _settle(target, copied_to)
         done = run([*command, "--no-verify", *options], target)
         shares.append(copied / done.writing)
         peaks.append(done.peak)
@@ -213,13 +211,19 @@ def measure(name: str, source: Path, target: Path, repetitions: int, *options: s
         )
         rows.append(f"| {' | '.join(columns)} |")
         print(rows[-1], file=sys.stderr)
-    shutil.rmtree(target.with_name("copy"))
     met = max(peaks) < LIMIT_GB * 1e9 and statistics.median(shares) >= SHARE
     rows.append(
         f"| {name} | median | | | {statistics.median(shares):.0%} | | | | {max(peaks) / 1e9:.2f} "
         f"(largest) | targets {'met' if met else 'MISSED'} |"
     )
     return rows
+
+
+def _settle(*outputs: Path) -> None:
+    for folder in outputs:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.sync()
+    time.sleep(SETTLED)
 
 
 HEADING = """| direction | run | copy + fsync GB/s | conversion GB/s | share | writing s | \
