@@ -15,8 +15,8 @@ from os import W_OK, access
 from pathlib import Path
 from typing import Literal
 
+from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import PatchError
-from kha_megatron.files import flush, staged_file
 
 State = Literal["absent", "applied", "partial", "mismatch"]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.conversion.fixtures import copy, dense, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
 from tests.versions import needs_training_package
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from kha_megatron.files import flush
-from kha_megatron.mcore.torch_dist_writer import TorchDistWriter
+from kha_megatron.checkpoint.staging import flush
+from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 6144, 16, 8, 128, 151_936
 WHOLE = 28

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from kha_megatron import compare as comparing
 from kha_megatron import recipes
+from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.launch import MegatronArguments, report
 from kha_megatron.compare import runs
 from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import KHAError
-from kha_megatron.files import staged_file
 
 REPORT, NUMBERS = "report.html", "report.json"
 

@@ -17,11 +17,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.cli import console
 from kha_megatron.cli.verify import add_rows, judge, plain, report
 from kha_megatron.config import PROJECTIONS, KHAConfig, parse_variant
 from kha_megatron.errors import ConfigError
-from kha_megatron.files import check_output_folder
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kha_megatron.training.data_prep import Step
-    from kha_megatron.training.data_report import DataReport
+    from kha_megatron.data.prepare import Step
+    from kha_megatron.data.report import DataReport
 
 app = typer.Typer(
     name="data", help="Prepare text for training, and look at it.", no_args_is_help=True
@@ -90,16 +90,17 @@ def prepare(
     Example:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
     """
-    from kha_megatron.training import data_prep
+    from kha_megatron.data.prepare import prepare as make
+    from kha_megatron.data.prepare import standard_library
 
     limit = parse_size("--max-file-bytes", max_file_bytes)
     if not sources:
         console.log.print(
             "no --from: taking the source of Python's standard library in "
-            f"{escape(str(data_prep.standard_library()))}"
+            f"{escape(str(standard_library()))}"
         )
     with progress() as on_progress:
-        report = data_prep.prepare(
+        report = make(
             sources or None,
             out,
             vocab_size=vocab_size,
@@ -131,7 +132,7 @@ def show(
     Example:
       kha-megatron data show data/mine
     """
-    from kha_megatron.training.data_report import verify
+    from kha_megatron.data.report import verify
 
     _print(verify(folder), folder, as_json)
 
@@ -150,7 +151,7 @@ def parse_size(flag: str, text: str) -> int:
 
 @contextmanager
 def progress() -> Iterator[Callable[["Step"], None]]:
-    """A progress display on stderr; gives the ``on_progress`` that ``data_prep.prepare`` takes."""
+    """A progress display on stderr; gives the ``on_progress`` that ``prepare`` takes."""
     display = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -202,8 +203,8 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
         return
-    from kha_megatron.training.data_report import CORPUS, TOKENIZER
-    from kha_megatron.training.text_files import SKIPPED
+    from kha_megatron.data.report import CORPUS, TOKENIZER
+    from kha_megatron.data.text_files import SKIPPED
 
     table = Table(title=escape(str(folder)), show_header=False, title_justify="left")
     rows = {

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.cli import console
 from kha_megatron.cli.generate import check_model_folder, load, parse_device
 from kha_megatron.errors import (
@@ -23,7 +24,6 @@ from kha_megatron.errors import (
     MissingDependencyError,
     OutputError,
 )
-from kha_megatron.files import staged_file
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -73,7 +73,7 @@ def check_model_folder(hf_dir: Path) -> None:
     """
     if not hf_dir.is_dir():
         raise CheckpointError(f"{hf_dir} is no folder: name a Hugging Face model folder")
-    from kha_megatron.conversion.hf_reader import HFCheckpoint
+    from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 
     config = HFCheckpoint.open(hf_dir).config
     if not any((hf_dir / name).is_file() for name in TOKENIZER_FILES):

@@ -11,16 +11,16 @@ from rich import box
 from rich.progress import track
 from rich.table import Table
 
+from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
 from kha_megatron.config import MATRICES, KHAConfig, Projection
 from kha_megatron.errors import CheckpointError
-from kha_megatron.files import check_output_folder, staged_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kha_megatron.conversion.hf_reader import HFCheckpoint
-    from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+    from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 
 Weights = dict[tuple[int, Projection], "Tensor"]
 
@@ -81,8 +81,8 @@ def inspect(
 
 
 def _open(path: Path) -> "MegatronCheckpoint | HFCheckpoint":
-    from kha_megatron.conversion.hf_reader import CONFIG, HFCheckpoint
-    from kha_megatron.mcore.checkpoint import MegatronCheckpoint
+    from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 
     if not path.is_dir():
         raise CheckpointError(

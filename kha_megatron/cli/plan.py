@@ -12,9 +12,9 @@ from rich.table import Table
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout import Layout
-from kha_megatron.recipes import plan as planner
-from kha_megatron.recipes.memory import active_parameters, parameters
+from kha_megatron.model.layout import Layout
+from kha_megatron.plan import search as planner
+from kha_megatron.plan.memory import active_parameters, parameters
 
 _UNITS = {"GB": 1e9, "GIB": 2**30}
 _ASSUMED = (

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import DataError, MissingDependencyError
-from kha_megatron.files import staged_file
 
 if TYPE_CHECKING:
     from torch import Tensor

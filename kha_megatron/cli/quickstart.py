@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kha_megatron import recipes
+from kha_megatron.checkpoint.staging import check_output_folder, staged_file
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.convert import convert
 from kha_megatron.cli.data import progress
@@ -20,7 +21,6 @@ from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import MegatronArguments, report, training_progress
 from kha_megatron.errors import DataError, MissingDependencyError
-from kha_megatron.files import check_output_folder, staged_file
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.to_hf import Conversion
@@ -84,17 +84,17 @@ def quickstart(
 
 def _prepare(folder: Path) -> None:
     """Make the corpus, unless an earlier run made it and it is still whole."""
-    from kha_megatron.training import data_prep, data_report
+    from kha_megatron.data import prepare, report
 
     try:
-        if data_report.verify(folder).vocab_size_asked == VOCAB_SIZE:
+        if report.verify(folder).vocab_size_asked == VOCAB_SIZE:
             console.log.print("reusing what an earlier run prepared")
             return
     except DataError:
         pass  # there is none, or it is damaged: make it
     shutil.rmtree(folder, ignore_errors=True)
     with progress() as on_progress:
-        made = data_prep.prepare(None, folder, vocab_size=VOCAB_SIZE, on_progress=on_progress)
+        made = prepare.prepare(None, folder, vocab_size=VOCAB_SIZE, on_progress=on_progress)
     console.log.print(
         f"{made.bytes / 1e6:.1f} MB of Python source in {made.files} files: "
         f"{made.tokens:,} tokens, vocabulary {made.vocab_size}"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kha_megatron.cli import console, plots
 from kha_megatron.errors import DataError
-from kha_megatron.spikes import Definition, Spike, find_spikes
+from kha_megatron.history.spikes import Definition, Spike, find_spikes
 
 
 def spikes(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import MATRICES
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.ops.diagnostics import diagnose
+from kha_megatron.plan.counts import count, flops, sizes_of
 from kha_megatron.recipes.arguments import Arguments, integer_of
-from kha_megatron.recipes.counts import count, flops, sizes_of
 from kha_megatron.recipes.recipe import Recipe
 
 _COLUMNS = 6

@@ -10,7 +10,7 @@ from typing import Any
 
 from kha_megatron.compare.runs import Comparison
 from kha_megatron.compare.statistics import Estimate, binned, estimate, final_loss, paired
-from kha_megatron.spikes import Spike, find_spikes
+from kha_megatron.history.spikes import Spike, find_spikes
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
 

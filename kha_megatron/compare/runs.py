@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.compare.variants import SETTINGS, Variant
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
-from kha_megatron.files import staged_file
 from kha_megatron.recipes import Job, Recipe, prepare
 from kha_megatron.recipes.arguments import Arguments, integer_of, parse
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
@@ -245,8 +245,8 @@ def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, An
         DataError: TensorBoard's files do not hold a finite loss for every iteration.
         CheckpointError: the last checkpoint cannot be read.
     """
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
     from kha_megatron.compare import measure
-    from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 
     history = read_history(run.folder / TENSORBOARD)
     losses = _losses(history, run.iterations)

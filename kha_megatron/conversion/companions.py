@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from kha_megatron.conversion.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion.sources import EMBEDDING
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"

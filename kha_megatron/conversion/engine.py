@@ -10,9 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from torch import Tensor
 
+from kha_megatron.checkpoint.buffers import give_back_freed_memory
 from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import Place, places
-from kha_megatron.mcore.memory import give_back_freed_memory
 
 OnBytes = Callable[[int], None]
 Put = Callable[[Place, list[Tensor]], None]

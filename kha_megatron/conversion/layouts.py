@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kha_megatron.checkpoint.hf_reader import knock_name
 from kha_megatron.config import MATRICES, Projection
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.hf_reader import knock_name
 
 
 @dataclass(frozen=True)

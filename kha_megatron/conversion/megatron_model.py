@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from kha_megatron import cpu
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import table
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.mcore.compat import check_training_package
-from kha_megatron.mcore.torch_dist import Record
 
 
 class Run(NamedTuple):

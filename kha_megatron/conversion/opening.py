@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion.companions import Companions, vocabulary
-from kha_megatron.conversion.hf_reader import HFCheckpoint
 from kha_megatron.conversion.sources import HFSource, MegatronSource, Source, is_hf_folder
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint
+from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.hf_reader import CONFIG, HFCheckpoint
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
 from kha_megatron.errors import CheckpointError
-from kha_megatron.mcore.checkpoint import LAYERS, MegatronCheckpoint
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")

@@ -6,15 +6,15 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kha_megatron.checkpoint.hf_writer import HFWriter, TensorEntry
+from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.conversion.companions import Companions
 from kha_megatron.conversion.engine import OnBytes, default_workers, transfer
 from kha_megatron.conversion.hf_expression import expressed, stock_type, to_hf_config
-from kha_megatron.conversion.hf_writer import HFWriter, TensorEntry
 from kha_megatron.conversion.opening import Opened, open_checkpoint, parse_dtype
 from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import Place, places
 from kha_megatron.conversion.transforms import Cast, Expressed
-from kha_megatron.files import staged_folder
 
 MAX_SHARD_BYTES = 5 * 10**9
 AUTO = "auto"

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.checkpoint.megatron import LAYERS, TRACKER
+from kha_megatron.checkpoint.staging import staged_folder
+from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.conversion.companions import Companions
 from kha_megatron.conversion.engine import OnBytes, default_workers, transfer
 from kha_megatron.conversion.megatron_command_line import command_line, to_arguments
@@ -23,9 +26,6 @@ from kha_megatron.conversion.table import Place, places
 from kha_megatron.conversion.to_hf import Conversion
 from kha_megatron.conversion.transforms import Cast, Padded
 from kha_megatron.errors import ConfigError
-from kha_megatron.files import staged_folder
-from kha_megatron.mcore.checkpoint import LAYERS, TRACKER
-from kha_megatron.mcore.torch_dist_writer import TorchDistWriter
 
 RELEASE = "release"
 DIVISIBLE_BY = 128

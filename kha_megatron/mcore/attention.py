@@ -18,12 +18,12 @@ from kha_megatron.config import (
     check_attention_kind,
 )
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout_rules import check_layout
 from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 from kha_megatron.mcore.prologue import FusedPrologue
+from kha_megatron.model.rules import check_layout
 
 
 class KnockedAttention:

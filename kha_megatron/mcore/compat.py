@@ -225,15 +225,15 @@ def guard_checkpoints() -> None:
     TensorBoard's values are flushed with each save: a run that is killed goes on from there, and
     what its writer still held would be a hole in every curve.
 
-    Hashes are :mod:`kha_megatron.mcore.manifest`'s.
+    Hashes are :mod:`kha_megatron.checkpoint.integrity`'s.
     """
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.training.global_vars import get_tensorboard_writer
 
-    from kha_megatron.mcore.checkpoint import clear_for_overwriting
-    from kha_megatron.mcore.manifest import verify_manifest, write_manifest
+    from kha_megatron.checkpoint.integrity import verify_manifest, write_manifest
+    from kha_megatron.checkpoint.megatron import clear_for_overwriting
 
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)

@@ -1,9 +1,9 @@
-"""A ``TransformerConfig`` in the terms of :mod:`kha_megatron.layout`."""
+"""A ``TransformerConfig`` in the terms of :mod:`kha_megatron.model.layout`."""
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.layout import Layout, Model, latents, moe_pattern
+from kha_megatron.model.layout import Layout, Model, latents, moe_pattern
 
 
 def model_of(config: TransformerConfig, kha: KHAConfig | None = None) -> Model:

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from kha_megatron import layout_rules
 from kha_megatron.config import check_attention_kind
-from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
+from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
+from kha_megatron.model import rules
 from kha_megatron.recipes.arguments import Arguments, word_of
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.sizes import batch_of, layout_of, model_of
@@ -36,7 +36,7 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     model = model_of(arguments)
     if model is not None:
         fp8 = word_of(arguments, "--fp8-recipe") or "delayed"
-        layout_rules.check_layout(
+        rules.check_layout(
             model,
             layout_of(arguments, ranks),
             batch_of(arguments),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kha_megatron.config import KHAConfig, parse_variant
-from kha_megatron.datasets import CORPUS, TOKENIZER
+from kha_megatron.data.paths import CORPUS, TOKENIZER
 from kha_megatron.recipes.arguments import Arguments, integer_of, parse, render, word_of
 
 Value = str | int | float | Literal[True] | tuple[str | int | float, ...]

@@ -1,12 +1,12 @@
-"""A recipe's command line in the terms of :mod:`kha_megatron.layout`."""
+"""A recipe's command line in the terms of :mod:`kha_megatron.model.layout`."""
 
 import ast
 from typing import Any
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout import Batch, Layout, Model, latents, moe_pattern
+from kha_megatron.model.layout import Batch, Layout, Model, latents, moe_pattern
+from kha_megatron.plan.family import kind_of, latent_sizes
 from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
-from kha_megatron.recipes.family import kind_of, latent_sizes
 
 
 def model_of(arguments: Arguments, vocab_size: int | None = None) -> Model | None:

@@ -15,7 +15,7 @@ from kha_megatron.config import (
     check_attention_kind,
     parse_variant,
 )
-from kha_megatron.datasets import BLENDS, check_blend, check_tokenizer
+from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import ConfigError, DataError
 from kha_megatron.training.layout import check_args_layout
 

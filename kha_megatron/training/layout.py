@@ -1,4 +1,4 @@
-"""Megatron's parsed arguments in the terms of :mod:`kha_megatron.layout`, before it validates them.
+"""Megatron's parsed arguments, before it validates them, as :mod:`kha_megatron.model.layout`.
 
 Defaults that Megatron fills in later are filled in here the same way.
 """
@@ -6,8 +6,8 @@ Defaults that Megatron fills in later are filled in here the same way.
 import argparse
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.layout import Batch, Layout, Model, latents, moe_pattern
-from kha_megatron.layout_rules import check_layout
+from kha_megatron.model.layout import Batch, Layout, Model, latents, moe_pattern
+from kha_megatron.model.rules import check_layout
 
 
 def check_args_layout(args: argparse.Namespace) -> None:
@@ -17,7 +17,7 @@ def check_args_layout(args: argparse.Namespace) -> None:
     that Megatron demands and are missing, are left to Megatron.
 
     Raises:
-        ConfigError: see :func:`kha_megatron.layout_rules.check_layout`.
+        ConfigError: see :func:`kha_megatron.model.rules.check_layout`.
     """
     needed = (args.num_layers, args.hidden_size, args.num_attention_heads)
     elsewhere = args.use_checkpoint_args or args.heterogeneous_layers_config_path

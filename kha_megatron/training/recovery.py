@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kha_megatron.checkpoint.megatron import COMMIT_MARK, TRACKER, is_committed
+from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.checkpoint.torch_dist import RefusedNameError, reason
 from kha_megatron.errors import CheckpointError, OutputError
-from kha_megatron.files import staged_file
-from kha_megatron.mcore.checkpoint import COMMIT_MARK, TRACKER, is_committed
-from kha_megatron.mcore.torch_dist import RefusedNameError, reason
 
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron import cpu
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
-from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.mcore import compat
-from kha_megatron.mcore.checkpoint import (
+from kha_megatron.checkpoint.megatron import (
     COMMIT_MARK,
     TRACKER,
     MegatronCheckpoint,
     iteration_folder,
     knock_suffix,
 )
-from kha_megatron.mcore.torch_dist import METADATA, TorchDistFolder
+from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
+from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.mcore import compat
 
 _ATTENTION = "self_attention.linear_proj.weight"
 """Every attention layer has it, so it tells how the layers of a checkpoint are named."""

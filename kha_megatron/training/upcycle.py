@@ -8,9 +8,9 @@ the iteration start anew.
 from argparse import Namespace
 from pathlib import Path
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.training.resume import checkpoint_to_load, starts_from_pretrained
 
 _NOT_ON_RESTART = {

@@ -11,46 +11,46 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "datasets", "errors", "files", "layout", "layout_rules"}
-FREE = {"ops", "mcore", "training", "cpu", "hf", "conversion", "recipes", "bridge", "cli"} | {
-    "compare"
+EVERYONE = {"config", "errors"}
+FREE = {
+    *("ops", "model", "checkpoint", "history", "mcore", "cpu", "data", "training", "hf"),
+    *("conversion", "recipes", "plan", "compare", "bridge", "cli"),
 }
 ARROWS = {
     "": set(),
     "__main__": {"cli"},
     "config": set(),
-    "datasets": set(),
     "errors": set(),
-    "files": set(),
-    "layout": set(),
-    "layout_rules": set(),
-    "patching": set(),
-    "spikes": set(),
+    "patching": {"checkpoint"},
     "ops": set(),
-    "mcore": {"ops", "patching"},
-    "training": {"mcore", "cpu"},
+    "model": set(),
+    "checkpoint": set(),
+    "history": set(),
+    "mcore": {"ops", "model", "checkpoint", "patching"},
     "cpu": set(),
+    "data": {"checkpoint"},
+    "training": {"mcore", "model", "checkpoint", "data", "cpu"},
     "hf": {"ops"},
-    "conversion": {"hf", "mcore", "ops", "cpu"},
-    "recipes": {"cpu"},
-    "compare": {"recipes", "mcore", "ops", "spikes"},
-    "bridge": {"hf", "mcore", "conversion"},
-    "cli": FREE - {"cli", "bridge"} | {"patching", "spikes"},
+    "conversion": {"hf", "mcore", "ops", "model", "checkpoint", "data", "cpu"},
+    "recipes": {"model", "checkpoint", "history", "data", "plan", "cpu"},
+    "plan": {"model", "recipes"},
+    "compare": {"recipes", "plan", "model", "checkpoint", "history", "mcore", "ops"},
+    "bridge": {"hf", "mcore", "conversion", "checkpoint"},
+    "cli": FREE - {"cli", "bridge"} | {"patching"},
 }
 OUTSIDE = {
-    "ops": {"torch", "triton"},
-    "cpu": {"torch"},
-    "config": set(),
-    "datasets": set(),
-    "errors": set(),
-    "files": set(),
-    "layout": set(),
-    "layout_rules": set(),
-    "patching": set(),
-    "spikes": set(),
     "": set(),
+    "config": set(),
+    "errors": set(),
+    "patching": set(),
+    "ops": {"torch", "triton"},
+    "model": set(),
+    "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
+    "history": {"tensorboard"},
+    "cpu": {"torch"},
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
+    "plan": set(),
     "compare": {"torch"},
     "bridge": {"torch", "megatron", "transformer_engine"},
 }

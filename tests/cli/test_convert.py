@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron import cli
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.verify import TOLERANCE, Pair
 from kha_megatron.mcore import compat
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.checkpoints import ITERATION, VOCAB
-from tests.conversion.conftest import sparse, tokenizer, write_tokenizer  # noqa: F401
+from tests.conversion.fixtures import write_tokenizer
 
 ITER = f"iter_{ITERATION:07d}"
 
@@ -55,7 +55,7 @@ def _files(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):  # noqa: F811
+def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):
     out = tmp_path / "new" / "hf"
     code, stdout, stderr = run(sparse[0], out, "--json")
     assert code == 0
@@ -80,7 +80,7 @@ def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):  # noqa: F811
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["hf"]
 
 
-def test_the_table_says_what_was_written_and_how_well(run, sparse, tmp_path):  # noqa: F811
+def test_the_table_says_what_was_written_and_how_well(run, sparse, tmp_path):
     code, stdout, _ = run(sparse[0] / ITER, tmp_path / "hf")
     assert code == 0
     assert "MB of float32 in 1 file)" in stdout
@@ -88,7 +88,7 @@ def test_the_table_says_what_was_written_and_how_well(run, sparse, tmp_path):  #
     assert "100.00% of 24" in stdout
 
 
-def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypatch):  # noqa: F811
+def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypatch):
     monkeypatch.setattr(Pair, "open", None)
     code, stdout, _ = run(sparse[0], tmp_path / "a", "--no-verify", "--json")
     assert (code, json.loads(stdout)["verification"]) == (0, None)
@@ -106,14 +106,14 @@ def test_a_megatron_that_cannot_verify_is_refused_before_the_work(run, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_too_small_to_verify_is_told(run, sparse, tmp_path, monkeypatch):  # noqa: F811
+def test_a_machine_too_small_to_verify_is_told(run, sparse, tmp_path, monkeypatch):
     monkeypatch.setattr(Pair, "fits_in_memory", False)
     code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
     assert (code, json.loads(stdout)["verification"]["logits"]) == (0, None)
     assert "logits not verified: both models need" in stderr
 
 
-def test_casts_and_shards_as_told(run, sparse, tmp_path):  # noqa: F811
+def test_casts_and_shards_as_told(run, sparse, tmp_path):
     words = ("--dtype", "bfloat16", "--max-shard-size", "20KB", "--no-verify", "--json")
     code, stdout, _ = run(sparse[0], tmp_path / "hf", *words)
     assert code == 0
@@ -125,7 +125,7 @@ def test_casts_and_shards_as_told(run, sparse, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("factor", [0.99, float("nan")])
-def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):  # noqa: F811
+def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):
     original = to_hf.convert
 
     def mistaken(planned, target, **options):
@@ -144,7 +144,7 @@ def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):  # n
     assert difference is None if factor != factor else difference > TOLERANCE
 
 
-def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):  # noqa: F811
+def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):
     words = ("--no-verify", "--tokenizer", write_tokenizer(tmp_path / "small", 47))
     code, _, stderr = run(sparse[0], tmp_path / "hf", *words)
     assert code == 0
@@ -152,7 +152,7 @@ def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):  # noqa: F811
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 56
 
 
-def test_overwrite_replaces_a_model_and_nothing_else(run, sparse, tmp_path):  # noqa: F811
+def test_overwrite_replaces_a_model_and_nothing_else(run, sparse, tmp_path):
     out = tmp_path / "hf"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -188,7 +188,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_touches_nothing(run, sparse, tmp_path, case):  # noqa: F811
+def test_bad_input_is_one_line_and_touches_nothing(run, sparse, tmp_path, case):
     words, spoil, message = BAD[case]
     save = shutil.copytree(sparse[0], tmp_path / "save")
     if spoil:
@@ -205,7 +205,7 @@ def test_bad_input_is_one_line_and_touches_nothing(run, sparse, tmp_path, case):
     assert {path.name for path in tmp_path.iterdir()} <= {"hf", "save"}
 
 
-def test_damage_found_while_writing_leaves_the_old_model(run, sparse, tmp_path):  # noqa: F811
+def test_damage_found_while_writing_leaves_the_old_model(run, sparse, tmp_path):
     """A payload that was zeroed opens well and fails when it is read, in the middle."""
     save = shutil.copytree(sparse[0], tmp_path / "save")
     tensors = MegatronCheckpoint.open(save)._folder.tensors
@@ -223,7 +223,7 @@ def test_damage_found_while_writing_leaves_the_old_model(run, sparse, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "save"]
 
 
-def test_a_real_process_exits_2(sparse, tmp_path):  # noqa: F811
+def test_a_real_process_exits_2(sparse, tmp_path):
     big = write_tokenizer(tmp_path / "big", 57)
     words = ["convert", "to-hf", sparse[0], tmp_path / "hf", "--tokenizer", big]
     done = subprocess.run(

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from kha_megatron import cli
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.cli import plots
 from kha_megatron.config import MATRICES, KHAConfig
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.checkpoints import ITERATION, save_gpt
 
 D, LAYERS = 7, 5

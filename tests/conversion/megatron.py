@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
-from kha_megatron.mcore.torch_dist import Record
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.torch_dist import Record
 
 
 def load_and_run(

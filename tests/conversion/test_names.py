@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
+from kha_megatron.checkpoint.torch_dist import Record
+from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.mcore.checkpoint import LAYERS, MegatronCheckpoint
-from kha_megatron.mcore.torch_dist import Record
-from kha_megatron.mcore.torch_dist_writer import TorchDistWriter
 from tests.conversion.models import CONFIGS, make
 
 INPUT = "self_attention.linear_qkv.layer_norm_weight"

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import opening, to_hf
 from kha_megatron.conversion.opening import DTYPES
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.hf import KHAForCausalLM
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.checkpoints import ITERATION, VOCAB, save_and_run, tokens
-from tests.conversion.conftest import write_tokenizer
+from tests.conversion.fixtures import write_tokenizer
 from tests.versions import needs_attention_family
 
 TP2 = {"tensor_model_parallel_size": 2}

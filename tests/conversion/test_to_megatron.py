@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.conversion.hf_reader import HFCheckpoint
 from kha_megatron.conversion.megatron_command_line import command_line
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.versions import needs_attention_family, needs_training_package

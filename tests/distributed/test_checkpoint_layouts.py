@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kha_megatron.checkpoint.torch_dist import TorchDistFolder
 from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
-from kha_megatron.mcore.torch_dist import TorchDistFolder
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
 from tests.versions import needs_attention_family

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.errors import OutputError
-from kha_megatron.files import check_output_folder
 from tests.faults import writes
 
 Tree = dict[str, bytes]
@@ -73,7 +73,7 @@ def _recover(target: Path) -> None:
 
 
 def _restore(target: Path, old: Tree) -> None:
-    from kha_megatron.files import staged_folder
+    from kha_megatron.checkpoint.staging import staged_folder
 
     with staged_folder(target) as staged:
         for name, content in old.items():

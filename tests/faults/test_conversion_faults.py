@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kha_megatron.conversion.hf_reader import HFCheckpoint
-from kha_megatron.conversion.safetensors_file import read_header
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.integrity import write_manifest
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.safetensors_file import read_header
+from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.errors import CheckpointError, KHAError, OutputError
-from kha_megatron.files import staged_folder
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
-from kha_megatron.mcore.manifest import write_manifest
 from tests.conversion.models import CONFIGS, make
 from tests.faults.conversions import convert, kill_at_every_step, tree
 

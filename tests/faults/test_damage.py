@@ -9,9 +9,14 @@ import shutil
 import pytest
 import torch
 
+from kha_megatron.checkpoint.integrity import (
+    MANIFEST,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
-from kha_megatron.mcore.manifest import MANIFEST, read_manifest, verify_manifest, write_manifest
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 
 

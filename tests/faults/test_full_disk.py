@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from kha_megatron.mcore.checkpoint import COMMIT_MARK
-from kha_megatron.mcore.manifest import verify_manifest
+from kha_megatron.checkpoint.integrity import verify_manifest
+from kha_megatron.checkpoint.megatron import COMMIT_MARK
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 

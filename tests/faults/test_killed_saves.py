@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kha_megatron.mcore.checkpoint import COMMIT_MARK, TRACKER, MegatronCheckpoint
+from kha_megatron.checkpoint.megatron import COMMIT_MARK, TRACKER, MegatronCheckpoint
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 

@@ -7,9 +7,9 @@ from argparse import Namespace
 
 import pytest
 
+from kha_megatron.checkpoint.integrity import MANIFEST
+from kha_megatron.checkpoint.megatron import COMMIT_MARK, TRACKER, clear_for_overwriting
 from kha_megatron.errors import CheckpointError, OutputError
-from kha_megatron.mcore.checkpoint import COMMIT_MARK, TRACKER, clear_for_overwriting
-from kha_megatron.mcore.manifest import MANIFEST
 from kha_megatron.training import recovery
 
 PARTIAL, COMPLETE, TORN_MARK = "partial", "complete", "torn mark"

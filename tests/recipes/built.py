@@ -6,7 +6,7 @@ Functions at the top level run on the workers of ``tests/distributed/launcher.py
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.layout import Layout
+from kha_megatron.model.layout import Layout
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.plan.search import planned_arguments
 from kha_megatron.recipes import Cluster, dry_submission, get_recipe, prepare, submit
 from kha_megatron.recipes.checks import check_layout
-from kha_megatron.recipes.plan import planned_arguments
 from kha_megatron.recipes.recipe import kha_of
 
 GOLDEN = Path(__file__).parent / "golden"

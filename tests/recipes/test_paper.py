@@ -9,12 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.layout import Layout
+from kha_megatron.model.layout import Layout
+from kha_megatron.plan.counts import count, sizes_of
+from kha_megatron.plan.memory import active_parameters, parameters
+from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.counts import count, sizes_of
-from kha_megatron.recipes.memory import active_parameters, parameters
 from kha_megatron.recipes.paper import PAPER
-from kha_megatron.recipes.plan import setup_of
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.tables import TABLES
 

@@ -7,8 +7,8 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.plan.search import planned_arguments
 from kha_megatron.recipes import RECIPES, get_recipe, prepare
-from kha_megatron.recipes.plan import planned_arguments
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.tables import TABLES
 

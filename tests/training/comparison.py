@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from kha_megatron.mcore.torch_dist import Record, TorchDistFolder
+from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
 
 
 def assert_same_bytes(one: Path, two: Path) -> None:

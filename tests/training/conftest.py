@@ -116,10 +116,10 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def _prepare(out: str) -> None:
-    from kha_megatron.training import data_prep
+    from kha_megatron.data import prepare
 
-    source = Path(data_prep.__file__).parents[1]
-    data_prep.prepare([source], Path(out), vocab_size=300, globs=["*.py"], workers=1)
+    source = Path(prepare.__file__).parents[1]
+    prepare.prepare([source], Path(out), vocab_size=300, globs=["*.py"], workers=1)
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ import shlex
 import torch
 from transformers import Qwen3ForCausalLM
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import fold, to_hf, to_megatron, upcycle
 from kha_megatron.hf import KHAForCausalLM
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.training.conftest import start
 from tests.training.test_pretrain import moved

@@ -1,7 +1,7 @@
 """Illegal layouts on the command line: refused before Megatron validates, and by real processes.
 
-The rules themselves are in ``tests/test_layout.py``; here, that each of Megatron's arguments is
-read the way Megatron reads it.
+The rules themselves are in ``tests/model/test_rules.py``; here, that each of Megatron's arguments
+is read the way Megatron reads it.
 """
 
 import os

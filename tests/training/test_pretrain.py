@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 
 CPU = ["--device", "cpu"]

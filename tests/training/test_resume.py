@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from tests.conversion.checkpoints import save_gpt
 from tests.training.comparison import assert_same_bytes

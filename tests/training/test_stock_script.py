@@ -7,10 +7,10 @@ CPU runtime around it. It knows nothing of KHA but the name.
 import pytest
 import torch
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import verify
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 
 STOCK = """

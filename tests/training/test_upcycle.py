@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.mcore.checkpoint import MegatronCheckpoint
 from kha_megatron.training.upcycle import checkpoint_to_upcycle
 from tests.conversion.checkpoints import save_gpt
 from tests.training.conftest import HEAD_DIM, MODEL, TRAINING, losses, start

@@ -1,0 +1,1 @@
+"""Folders on disk, read and written without Megatron."""

@@ -1,0 +1,253 @@
+"""Read a Hugging Face model folder: ``config.json`` and safetensors, nothing that can execute."""
+
+import hashlib
+import json
+import math
+import re
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kha_megatron.checkpoint.buffers import bytes_of, from_file
+from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
+from kha_megatron.checkpoint.megatron import TensorInfo
+from kha_megatron.checkpoint.safetensors_file import NAMES, Place, read_header
+from kha_megatron.checkpoint.staging import opened
+from kha_megatron.config import MATRICES, KHAConfig, Projection
+from kha_megatron.errors import CheckpointError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+_KNOCK = re.compile(r"\.[qkv]_knock\.")
+
+
+class HFCheckpoint:
+    """A model folder, opened for reading. Make it with :meth:`open`.
+
+    Attributes:
+        path: the folder.
+        config: ``config.json`` as it is.
+    """
+
+    def __init__(
+        self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, Place]]
+    ) -> None:
+        self.path = path
+        self.config = config
+        self._tensors = tensors
+        self._digests = _listed(path, tensors)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "HFCheckpoint":
+        """Open a folder and read the headers of all its safetensors files, no tensor.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or not where an index may point, or
+                ``manifest.json`` lists other tensors.
+        """
+        path = Path(path)
+        if not (path / CONFIG).is_file():
+            raise CheckpointError(f"{path} has no {CONFIG}: name a Hugging Face model folder")
+        config = _json_object(path / CONFIG)
+        if (path / INDEX).is_file():
+            return cls(path, config, _indexed(path))
+        if (path / WEIGHTS).is_file():
+            file = _inside(path, WEIGHTS)
+            places = read_header(file)
+            return cls(path, config, {key: (file, place) for key, place in places.items()})
+        pickles = ", ".join(sorted(file.name for file in path.glob("*.bin")))
+        raise CheckpointError(
+            f"{path} has neither {WEIGHTS} nor {INDEX}"
+            + (f" ({pickles} can execute code and is not read)" if pickles else "")
+            + ": save the model with safetensors"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Which model this is, for the manifest of what is made from it.
+
+        ``sha256`` is of the configuration and of the index, if there is one.
+        """
+        digest = hashlib.sha256((self.path / CONFIG).read_bytes())
+        if (self.path / INDEX).is_file():
+            digest.update((self.path / INDEX).read_bytes())
+        return {
+            "format": "huggingface",
+            "path": str(self.path),
+            "iteration": None,
+            "sha256": digest.hexdigest(),
+        }
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._tensors)
+
+    def info(self, key: str) -> TensorInfo:
+        """Shape and dtype of a tensor, without reading it.
+
+        Raises:
+            CheckpointError: no such key.
+        """
+        entry = self._place(key)[1].entry
+        return TensorInfo(entry.shape, entry.dtype)
+
+    def tensor(self, key: str) -> Tensor:
+        """One tensor on the CPU in its stored dtype. Safe to call from several threads.
+
+        A large one is mapped, not copied (:func:`~kha_megatron.checkpoint.buffers.from_file`).
+        What it returns has been compared with ``manifest.json``, if the folder has one.
+
+        Raises:
+            CheckpointError: no such key, or its bytes are damaged or were changed.
+        """
+        file, place = self._place(key)
+        shape, dtype = place.entry.shape, place.entry.dtype
+        try:
+            with opened(file) as descriptor:
+                tensor = from_file(descriptor, place.start, math.prod(shape), dtype).view(shape)
+        except EOFError:
+            raise CheckpointError(f"{file} is cut short: copy it again") from None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        wanted = self._digests.get(key)
+        if wanted and (found := hashlib.sha256(bytes_of(tensor)).hexdigest()) != wanted:
+            raise CheckpointError(
+                f"{file}: {key} is damaged or was changed: its SHA-256 begins with "
+                f"{found[:12]}, {MANIFEST} says {wanted[:12]}: {_REMEDY}"
+            )
+        return tensor
+
+    def _place(self, key: str) -> tuple[Path, Place]:
+        if key not in self._tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        return self._tensors[key]
+
+    @cached_property
+    def kha(self) -> KHAConfig | None:
+        """What is knocked, from ``kha_query``, ``kha_key`` and ``kha_value`` of ``config.json``.
+
+        None for a model without them.
+
+        Raises:
+            ConfigError: a variant that does not exist.
+        """
+        return KHAConfig.from_entries(self.config)
+
+    def knock_weights(self) -> dict[tuple[int, Projection], Tensor]:
+        """The shared matrices by layer (from 0) and projection: ``[n, D, D]``, ``x @ W``.
+
+        Stored as ``torch.nn.Linear`` weights, they are transposed and stacked here.
+
+        Raises:
+            CheckpointError: ``config.json`` records no knocking heads, or other matrices than the
+                files hold.
+        """
+        if self.kha is None or not self.kha.variants:
+            raise CheckpointError(
+                f"{self.path / CONFIG} records no knocking heads (kha_query, kha_key, kha_value)"
+            )
+        layers = self.config.get("num_hidden_layers")
+        if type(layers) is not int:
+            raise CheckpointError(f"{self.path / CONFIG} has no num_hidden_layers")
+        names = {
+            (layer, projection): [knock_key(layer, projection, name) for name in MATRICES[variant]]
+            for projection, variant in self.kha.variants.items()
+            for layer in range(layers)
+        }
+        stored = {key for key in self._tensors if _KNOCK.search(key)}
+        if differing := stored.symmetric_difference(chain.from_iterable(names.values())):
+            raise CheckpointError(
+                f"{self.path}: {CONFIG} records {self.kha} in {layers} layers, but "
+                f"{len(differing)} matrices are missing or too many, {min(differing)} for one"
+            )
+        return {
+            place: torch.stack([self.tensor(key).T for key in keys])
+            for place, keys in names.items()
+        }
+
+
+def knock_key(layer: int, projection: Projection, matrix: str) -> str:
+    """Name of one shared matrix: ``model.layers.0.self_attn.v_knock.up_proj.weight``.
+
+    Args:
+        layer: counted from 0.
+        projection: the knocked tensor.
+        matrix: its name in :data:`kha_megatron.config.MATRICES`.
+    """
+    return f"model.layers.{layer}.self_attn.{knock_name(projection, matrix)}"
+
+
+def knock_name(projection: Projection, matrix: str) -> str:
+    """The same below ``model.layers.0.self_attn.``: ``v_knock.up_proj.weight``."""
+    linear = "proj" if matrix == "proj" else f"{matrix}_proj"
+    return f"{projection[0]}_knock.{linear}.weight"
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__} instead of an object")
+    return value
+
+
+_REMEDY = f"copy it again, or delete {MANIFEST} if you changed the model on purpose"
+
+
+def _listed(path: Path, tensors: dict[str, tuple[Path, Place]]) -> dict[str, str]:
+    """SHA-256 by tensor, from a manifest that lists just the tensors that the files hold."""
+    listed = read_manifest(path)
+    if listed is None:
+        return {}
+    for key in sorted(listed.keys() | tensors.keys()):
+        if key not in tensors:
+            raise CheckpointError(f"{path} lacks {key}, which {MANIFEST} lists: {_REMEDY}")
+        entry = tensors[key][1].entry
+        found = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape)}
+        wanted = {name: listed.get(key, {}).get(name) for name in found}
+        if found != wanted:
+            raise CheckpointError(
+                f"{path}: {key} is {found['dtype']} {found['shape']}, {MANIFEST} says "
+                f"{wanted['dtype']} {wanted['shape']}: {_REMEDY}"
+            )
+    return {key: entry["sha256"] for key, entry in listed.items()}
+
+
+def _indexed(path: Path) -> dict[str, tuple[Path, Place]]:
+    weight_map = _json_object(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX} has no weight_map")
+    held: dict[str, dict[str, Place]] = {}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+            raise CheckpointError(
+                f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
+            )
+        if name not in held:
+            held[name] = read_header(_inside(path, name))
+        if key not in held[name]:
+            raise CheckpointError(f"{path / name} does not hold {key}, which {INDEX} says it does")
+    # transformers loads what the files hold, listed or not
+    every = {key: (path / name, place) for name in held for key, place in held[name].items()}
+    return every | {key: (path / name, held[name][key]) for key, name in weight_map.items()}
+
+
+def _inside(path: Path, name: str) -> Path:
+    """A file of the folder, which may be a link into the cache of Hugging Face's hub only."""
+    file, folder = (path / name).resolve(), path.resolve()
+    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if file.parent not in (folder, *cache):
+        raise CheckpointError(
+            f"{path / name} is a link to {file}: shards must lie in the folder itself"
+        )
+    if not file.is_file():
+        raise CheckpointError(f"{path / name} is missing or no file: copy the model again")
+    return path / name

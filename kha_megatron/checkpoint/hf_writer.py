@@ -1,0 +1,196 @@
+"""Write safetensors shards tensor by tensor, in any order, from several threads.
+
+Names, dtypes and shapes are known before a conversion starts, so all headers are written first and
+each tensor goes straight to its place. The files are those of ``safetensors.torch.save_file``, byte
+for byte.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+
+from kha_megatron.checkpoint.buffers import bytes_of
+from kha_megatron.checkpoint.hf_reader import INDEX, WEIGHTS
+from kha_megatron.checkpoint.manifest import write_manifest
+from kha_megatron.checkpoint.safetensors_file import NAMES, Place, TensorEntry, header
+from kha_megatron.checkpoint.staging import write_at
+from kha_megatron.errors import CheckpointError, OutputError
+
+_COPIED = 8 * 2**20
+"""Bytes of a tensor with gaps that are copied at a time."""
+
+
+@dataclass(frozen=True)
+class HFWritten:
+    """What a finished writer wrote."""
+
+    tensors: int
+    parameters: int
+    size: int
+    """Bytes of all tensors."""
+    shards: int
+
+
+class HFWriter:
+    """The safetensors shards, index and manifest of a folder, which must exist.
+
+    All shards get their headers and their sizes at once; :meth:`write` may then be called for each
+    tensor in any order and from several threads, each of which needs no memory for a contiguous
+    tensor and 8 MiB for any other. Nothing is flushed to disk: ``files.staged_folder`` does that.
+    As a context manager it closes its files when the block fails.
+
+    Args:
+        folder: an empty folder.
+        tensors: what will be written, in the order of the model.
+        max_shard_bytes: as in ``save_pretrained``; a larger tensor gets a shard of its own.
+
+    Raises:
+        OutputError: the disk has not enough room, or refuses.
+        CheckpointError: a name twice, or a dtype that safetensors has not.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Sequence[TensorEntry], *, max_shard_bytes: int
+    ) -> None:
+        self.folder = folder
+        self._places: dict[str, tuple[str, Place]] = {}
+        self._digests: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._started: set[str] = set()
+        self._files: dict[str, int] = {}
+        self._alone: dict[str, threading.Lock] = {}
+        entries = _by_name(tensors)
+        needed = sum(entry.nbytes for entry in tensors)
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise OutputError(
+                f"cannot write {folder}: {needed:,} bytes are needed and its disk has {free:,} "
+                "free: make room, or name a folder on another disk"
+            )
+        self._shards = split_state_dict_into_shards_factory(
+            entries,
+            get_storage_size=lambda entry: entry.nbytes,
+            filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
+            max_shard_size=max_shard_bytes,
+        ).filename_to_tensors
+        try:
+            for file, names in self._shards.items():
+                self._begin(file, [entries[name] for name in names])
+        except BaseException:
+            self._close_files()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_files()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor, of any strides, into its place. Safe to call from several threads.
+
+        Raises:
+            KeyError, ValueError: it was not announced so, or was written before.
+            OSError: the disk refuses.
+        """
+        shard, place = self._places[name]
+        if place.entry != (name, tensor.dtype, tensor.shape):
+            raise ValueError(
+                f"{place.entry} was announced, and it is {tensor.dtype} {tensor.shape}"
+            )
+        with self._lock:
+            if name in self._started:
+                raise ValueError(f"{name} is written twice")
+            self._started.add(name)
+        digest, start = hashlib.sha256(), place.start
+        for part in _contiguous(tensor.detach()):
+            write_at(self._files[shard], bytes_of(part), start, digest.update, self._alone[shard])
+            start += part.nbytes
+        self._digests[name] = digest.hexdigest()
+
+    def close(self, source: Mapping[str, Any]) -> HFWritten:
+        """Write the index, if there are several shards, and ``manifest.json``.
+
+        Args:
+            source: identity of what was converted (``identity()`` of its reader).
+
+        Raises:
+            CheckpointError: a tensor was never written.
+        """
+        self._close_files()
+        if missing := sorted(self._places.keys() - self._digests.keys()):
+            raise CheckpointError(
+                f"{self.folder} is incomplete: {len(missing)} tensors were not written, "
+                f"{missing[0]} for one"
+            )
+        entries = [place.entry for _, place in self._places.values()]
+        written = HFWritten(
+            tensors=len(entries),
+            parameters=sum(math.prod(entry.shape) for entry in entries),
+            size=sum(entry.nbytes for entry in entries),
+            shards=len(self._shards),
+        )
+        if written.shards > 1:
+            index = {
+                "metadata": {"total_parameters": written.parameters, "total_size": written.size},
+                "weight_map": {name: shard for name, (shard, _) in self._places.items()},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self.folder / INDEX).write_text(text, encoding="utf-8")
+        tensors = {
+            name: {
+                "file": shard,
+                "dtype": NAMES[place.entry.dtype],
+                "shape": list(place.entry.shape),
+                "sha256": self._digests[name],
+            }
+            for name, (shard, place) in sorted(self._places.items())
+        }
+        write_manifest(self.folder, source, tensors)
+        return written
+
+    def _begin(self, file: str, entries: list[TensorEntry]) -> None:
+        """Write the header of a shard, and give the file its final length."""
+        first, places = header(entries)
+        self._places |= {place.entry.name: (file, place) for place in places}
+        descriptor = os.open(self.folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._files[file] = descriptor
+        self._alone[file] = threading.Lock()
+        write_at(descriptor, first, 0)
+        os.ftruncate(descriptor, len(first) + sum(entry.nbytes for entry in entries))
+
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def _by_name(tensors: Sequence[TensorEntry]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    for entry in tensors:
+        if entry.dtype not in NAMES:
+            raise CheckpointError(f"{entry.name} is {entry.dtype}, which safetensors cannot hold")
+        if entry.name in entries:
+            raise CheckpointError(f"two tensors are named {entry.name}")
+        entries[entry.name] = entry
+    return entries
+
+
+def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor in row-major order; copies at most about 8 MiB at a time."""
+    if tensor.is_contiguous():
+        yield tensor
+    elif tensor.nbytes <= _COPIED:
+        yield tensor.contiguous()
+    else:
+        rows = max(1, _COPIED * len(tensor) // tensor.nbytes)
+        for part in tensor.split(rows) if rows > 1 else tensor:
+            yield from _contiguous(part)

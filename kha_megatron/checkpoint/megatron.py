@@ -1,0 +1,354 @@
+"""Read Megatron's ``torch_dist`` checkpoints in one process, whatever layout of ranks wrote them.
+
+No process group, no GPU, no Megatron import, and nothing in the files is executed
+(:mod:`kha_megatron.checkpoint.torch_dist`).
+"""
+
+import hashlib
+import json
+import re
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kha_megatron.checkpoint.integrity import MANIFEST, check_file, read_manifest
+from kha_megatron.checkpoint.staging import flush
+from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
+from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig, Projection
+from kha_megatron.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+COMMIT_MARK = "metadata.json"
+"""Megatron writes this file last: a folder without it was never completed."""
+
+CONVERTED_FROM = "manifest.json"
+"""Only in a folder that a conversion wrote: what it was made from, and what it holds."""
+
+LEGACY_COMMON = "common.pt"
+"""Where Megatron-Core kept what all ranks have in common before 0.19."""
+
+LAYERS = "decoder.layers."
+_NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
+"""Keys of optimizer state; random states and the like are not stored as tensors."""
+
+
+class TensorInfo(NamedTuple):
+    """Shape of a whole tensor, over all ranks, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MegatronCheckpoint:
+    """One iteration of a Megatron training run, opened for reading. Make it with :meth:`open`.
+
+    Attributes:
+        path: the ``iter_0000123`` folder.
+    """
+
+    def __init__(self, path: Path, folder: TorchDistFolder) -> None:
+        self.path = path
+        self._folder = folder
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
+        """Open a ``--save`` folder at its latest iteration, or one ``iter_0000123`` folder.
+
+        Every shard is checked to exist and to be long enough; no tensor is read. With ``verify``
+        a file that the checkpoint's manifest lists is hashed before anything is read from it, the
+        shards when their first tensor is.
+
+        Raises:
+            CheckpointError: there is no complete ``torch_dist`` checkpoint; the message names the
+                file that is missing or damaged.
+        """
+        path = iteration_folder(Path(path))
+        mark = path / COMMIT_MARK
+        if not mark.is_file():
+            raise CheckpointError(_without_commit_mark(path))
+        digests = (read_manifest(path) or {}) if verify else {}
+        for name in {COMMIT_MARK, METADATA, LEGACY_COMMON} & set(digests):
+            check_file(path / name, digests[name])
+        try:
+            backend = json.loads(mark.read_bytes())["sharded_backend"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{mark} is damaged: take another checkpoint") from error
+        if backend != "torch_dist":
+            raise CheckpointError(
+                f"{mark} names the format {backend!r}, and only torch_dist can be read: save with "
+                "--ckpt-format torch_dist"
+            )
+        return cls(path, TorchDistFolder.open(path, digests))
+
+    def verifying(self) -> AbstractContextManager[None]:
+        """Around reading many tensors: shards are hashed beside the reading, not before it.
+
+        Leaving the block waits for the hashes and raises ``CheckpointError`` if a shard that was
+        read from is damaged, so what is made of the tensors must not be published inside of it::
+
+            with staged_folder(target) as folder:
+                with checkpoint.verifying():
+                    ...  # read tensors, write them to folder
+        """
+        return self._folder.checks.beside()
+
+    def identity(self) -> dict[str, Any]:
+        """Which checkpoint this is, for the manifest of what is made from it."""
+        iteration = self._common.get("iteration")
+        return {
+            "format": "torch_dist",
+            "path": str(self.path),
+            "iteration": iteration if type(iteration) is int else None,
+            "sha256": hashlib.sha256((self.path / METADATA).read_bytes()).hexdigest(),
+        }
+
+    def keys(self) -> dict[str, TensorInfo]:
+        """Names of the model's tensors as Megatron stores them, with whole shapes and dtypes.
+
+        Layers of a homogeneous model are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is
+        ``[L, ...]``. See :meth:`layer_tensor`.
+        """
+        return {
+            key: TensorInfo(tensor.shape, tensor.dtype)
+            for key, tensor in self._folder.tensors.items()
+            if not _NOT_MODEL.match(key)
+        }
+
+    def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+        """One whole tensor on the CPU, assembled from the shards of all ranks.
+
+        Like :meth:`layer_tensor`, safe to call from several threads.
+
+        Args:
+            key: a key of :meth:`keys`.
+            index: take only this index of the first dimensions, such as a layer and an expert.
+
+        Raises:
+            CheckpointError: no such key, or a damaged shard.
+        """
+        if key not in self._folder.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        return self._folder.read(key, index)
+
+    def layer_tensor(self, layer: int, suffix: str) -> Tensor:
+        """A tensor of one decoder layer, stored stacked (homogeneous models) or by itself.
+
+        Args:
+            layer: global, counted from 0.
+            suffix: what follows ``decoder.layers.{layer}.``.
+
+        Raises:
+            CheckpointError: the layer has no such tensor, or a damaged shard.
+        """
+        if not self.has_layer_tensor(layer, suffix):
+            raise CheckpointError(f"{self.path} holds no tensor {suffix} for layer {layer}")
+        if (single := f"{LAYERS}{layer}.{suffix}") in self._folder.tensors:
+            return self._folder.read(single)
+        return self._folder.read(LAYERS + suffix, (layer,))
+
+    def has_layer_tensor(self, layer: int, suffix: str) -> bool:
+        """Whether :meth:`layer_tensor` can answer."""
+        tensors = self._folder.tensors
+        stacked = tensors.get(LAYERS + suffix)
+        in_stack = stacked is not None and 0 <= layer < stacked.shape[0]
+        return in_stack or f"{LAYERS}{layer}.{suffix}" in tensors
+
+    def layers_with(self, suffix: str) -> list[int]:
+        """The layers, counted from 0, for which :meth:`layer_tensor` has ``suffix``."""
+        stacked = self._folder.tensors.get(LAYERS + suffix)
+        if stacked is not None:
+            return list(range(stacked.shape[0]))
+        single = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
+        return sorted(int(m[1]) for key in self._folder.tensors if (m := single.fullmatch(key)))
+
+    @cached_property
+    def _common(self) -> dict[str, Any]:
+        """What every rank had in common: arguments, iteration, scheduler."""
+        legacy = self.path / LEGACY_COMMON
+        try:
+            if legacy.is_file():
+                common = load_plain(legacy)
+            else:
+                common = self._folder.read_object("common_state/shard_0_1")[0]
+            if not isinstance(common, dict):
+                raise TypeError(f"it is a {type(common).__name__}")
+        except CheckpointError:
+            raise
+        except Exception as error:
+            source = legacy if legacy.is_file() else self.path
+            raise CheckpointError(
+                f"{source} holds no readable training state ({reason(error)}): take another "
+                "checkpoint"
+            ) from error
+        return common
+
+    @property
+    def iteration(self) -> int:
+        """The training iteration that was saved.
+
+        Raises:
+            CheckpointError: the checkpoint does not record it, or is damaged.
+        """
+        iteration = self._common.get("iteration")
+        if type(iteration) is not int:
+            raise CheckpointError(f"{self.path} does not record its iteration")
+        return iteration
+
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """The command line's arguments as Megatron saved them.
+
+        Plain values are themselves; enums and other objects are inert
+        :class:`~kha_megatron.checkpoint.torch_dist.Record` values.
+
+        Raises:
+            CheckpointError: the checkpoint does not record them, or is damaged.
+        """
+        args = self._common.get("args")
+        if not isinstance(args, Record) or not isinstance(args.state, dict):
+            raise CheckpointError(
+                f"{self.path} does not record its training arguments: it was not saved by "
+                "Megatron's training loop"
+            )
+        return args.state
+
+    @cached_property
+    def kha(self) -> KHAConfig | None:
+        """What is knocked, as the arguments record it; None for a model of plain Megatron.
+
+        Raises:
+            CheckpointError: the record and the tensors contradict each other.
+            ConfigError: the record names a variant that does not exist.
+        """
+        kha = KHAConfig.from_entries(self.args)
+        recorded = kha.variants if kha else {}
+        for projection in PROJECTIONS:
+            stored = {
+                (0, 0, 0, *info.shape)[-3]
+                for key, info in self.keys().items()
+                if key.startswith(LAYERS) and key.endswith(knock_suffix(projection))
+            }
+            variant = recorded.get(projection)
+            if stored != ({len(MATRICES[variant])} if variant else set()):
+                raise CheckpointError(
+                    f"{self.path}: the training arguments record {projection}={variant or 'none'}, "
+                    f"the tensors hold {_count(stored)} of knock_{projection}: the checkpoint is "
+                    "of another version, or its arguments were changed"
+                )
+        return kha
+
+    def knock_weights(self) -> dict[tuple[int, Projection], Tensor]:
+        """The shared matrices by layer (from 0) and projection: ``[n, D, D]``, ``x @ W``.
+
+        Raises:
+            CheckpointError: the model is not knocked, or the checkpoint is damaged.
+        """
+        if self.kha is None or not self.kha.variants:
+            raise CheckpointError(
+                f"{self.path} holds no knocking-heads matrices: it was trained with "
+                + ("the baseline preset" if self.kha else "plain Megatron")
+            )
+        return {
+            (layer, projection): self.layer_tensor(layer, knock_suffix(projection))
+            for projection in self.kha.variants
+            for layer in self.layers_with(knock_suffix(projection))
+        }
+
+
+def knock_suffix(projection: Projection) -> str:
+    """Name of a layer's stacked matrices ``[n, D, D]`` below ``decoder.layers.{layer}.``."""
+    return f"self_attention.knock_{projection}.weight"
+
+
+_OF_A_SAVE = (
+    MANIFEST,
+    COMMIT_MARK,
+    f".{MANIFEST}.partial-*",
+    f"{METADATA}*",
+    "*.distcp",
+    CONVERTED_FROM,
+)
+"""The files of a save. The manifest goes before the mark: alone it would tell of damage."""
+
+
+def is_committed(path: Path) -> bool:
+    """Whether the save of an ``iter_0000123`` folder ended, be it damaged since or not.
+
+    Megatron writes the mark after all shards, not atomically, and the manifest after the mark.
+    """
+    if (path / MANIFEST).is_file():
+        return True
+    try:
+        return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def clear_for_overwriting(path: str | Path) -> None:
+    """Remove an earlier save from a folder that is about to be written, its commit marks first.
+
+    A kill in between or during the new save then leaves a folder that looks as incomplete as it
+    is, without shards of another layout. What is no part of a save stays.
+    """
+    path = Path(path)
+    held = [file for pattern in _OF_A_SAVE for file in path.glob(pattern)]
+    if not held:
+        return
+    what = "a checkpoint" if is_committed(path) else "a save that was cut short"
+    print(f"kha_megatron: {path} holds {what}, which is replaced", flush=True)
+    for file in held:
+        file.unlink()
+        if file.name in (MANIFEST, COMMIT_MARK):
+            flush(path)
+
+
+def _count(stored: set[int]) -> str:
+    return " and ".join(map(str, sorted(stored))) + " matrices" if stored else "none"
+
+
+def iteration_folder(path: Path) -> Path:
+    """The latest iteration in a ``--save`` folder, by its tracker file, or ``path`` if it is one.
+
+    Raises:
+        CheckpointError: the tracker file is missing or torn, or names a folder that is not there.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder: name a --save folder or iter_0000123 in it")
+    tracker = path / TRACKER
+    if not tracker.exists():
+        if (path / COMMIT_MARK).exists() or path.name.startswith("iter_"):
+            return path
+        raise CheckpointError(f"{path} holds no {TRACKER}{_choices(path)}")
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release":
+        folder = path / "release"
+    elif text.isascii() and text.isdecimal():
+        folder = path / f"iter_{int(text):07d}"
+    else:
+        raise CheckpointError(
+            f"{tracker} holds {text[:20]!r} instead of an iteration: a save was cut short"
+            f"{_choices(path)}"
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"{tracker} names {folder.name}, which is not there{_choices(path)}")
+    return folder
+
+
+def _choices(path: Path) -> str:
+    complete = sorted(mark.parent.name for mark in path.glob(f"*/{COMMIT_MARK}"))
+    if not complete:
+        return ": no complete checkpoint is in it"
+    return f": name one of its folders instead ({', '.join(complete[-5:])})"
+
+
+def _without_commit_mark(path: Path) -> str:
+    if any(path.glob("mp_rank_*")):
+        return (
+            f"{path} is in Megatron's old torch format: let Megatron convert it with "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    return f"{path} has no {COMMIT_MARK}: the save never completed{_choices(path.parent)}"

@@ -1,0 +1,289 @@
+"""Tensors in ``torch.save`` archives: found, so that they are read in place, and written.
+
+An archive is a zip file whose records are stored as they are: ``data.pkl``, a pickle that describes
+the tensor, and ``data/0``, its bytes. ``torch.load`` copies the bytes, and can only be told what to
+trust for a whole process at a time. Here the pickle may name what describes a tensor, of which
+nothing is called or imported, and the answer is where the bytes lie. ``torch.save`` computes the
+archive's CRC-32 under Python's lock, one thread at a time; here threads write side by side.
+"""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kha_megatron.checkpoint.buffers import bytes_of
+from kha_megatron.checkpoint.staging import SLICE
+
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+"""Kinds of storage; every newer dtype is stored as untyped bytes."""
+
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+class RefusedNameError(Exception):
+    """A file names a class or function that no checkpoint needs; it was not imported."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"it names {name}, which no checkpoint needs and which was not run")
+
+
+class ArchivedTensor(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    """The byte of the file at which its first element begins."""
+    elements: int
+    """How many elements are stored from there on."""
+
+    def row(self, index: int) -> "ArchivedTensor":
+        """One index of the first dimension."""
+        skipped = index * self.stride[0]
+        return ArchivedTensor(
+            self.dtype,
+            self.shape[1:],
+            self.stride[1:],
+            self.start + skipped * self.dtype.itemsize,
+            self.elements - skipped,
+        )
+
+    @property
+    def extent(self) -> int:
+        """How many elements from its first to its last one, both included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+
+_RECORD = "archive/data/0"
+_ALIGNMENT = 64
+_PADDING = 0x4246
+"""Kind of zip field that ``torch.save`` fills with padding."""
+_LARGE = 2**31
+"""Bytes from which on a record needs the 64-bit form of zip."""
+
+
+def write_tensor(write: Callable[[Any], int], tensor: torch.Tensor, start: int) -> None:
+    """Write the archive of a tensor, which ``torch.load`` reads, from its first byte to its last.
+
+    The bytes come first and begin at a multiple of 64 of the file, so that they can be mapped.
+
+    Args:
+        write: appends bytes to the file.
+        tensor: contiguous; what else its storage holds is left out.
+        start: the byte of the file at which the archive will begin.
+    """
+    described = io.BytesIO()
+    _Pickler(described, protocol=2).dump(_Saved(tensor))
+    data = bytes_of(tensor)
+    with zipfile.ZipFile(_Sink(write), "w") as archive:
+        record, large = zipfile.ZipInfo(_RECORD), len(data) >= _LARGE
+        header = 30 + len(_RECORD) + (20 if large else 0) + 4
+        padding = -(start + header) % _ALIGNMENT
+        record.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
+        with archive.open(record, "w", force_zip64=large) as written:
+            for at in range(0, len(data), SLICE):
+                written.write(data[at : at + SLICE])
+        for name, content in (
+            ("data.pkl", described.getvalue()),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+
+
+class _Sink:
+    """A file that is only written: ``zipfile`` would go back in any other."""
+
+    def __init__(self, write: Callable[[Any], int]) -> None:
+        self.write = write
+
+    def flush(self) -> None:
+        """There is no buffer."""
+
+
+class _Saved:
+    """Is unpickled as a tensor over a storage that holds just its elements."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        kind = next((name for name, dtype in _STORAGES.items() if dtype == tensor.dtype), None)
+        elements = tensor.numel() if kind else tensor.nbytes
+        kind = getattr(torch, kind) if kind else torch.UntypedStorage
+        self.storage = _StorageOf(("storage", kind, "0", "cpu", elements))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stride = torch.empty(self.shape, device="meta").stride()
+        described = self.storage, 0, self.shape, stride, False, OrderedDict()
+        if self.storage.saved[1] is torch.UntypedStorage:
+            return torch._utils._rebuild_tensor_v3, (*described, self.dtype)
+        return torch._utils._rebuild_tensor_v2, described
+
+
+class _StorageOf(NamedTuple):
+    saved: tuple[Any, ...]
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.saved if isinstance(value, _StorageOf) else None
+
+
+class FileSlice(io.RawIOBase):
+    """A readable part of an open file, which other threads may read at the same time."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor, self._start, self._length = descriptor, start, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As for any file; not before the beginning of the part."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"{base + offset} is before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """The position, from the beginning of the part."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """As for any file; ends with the part."""
+        wanted = memoryview(buffer)[: max(0, self._length - self._at)]
+        count = os.preadv(self._descriptor, [wanted], self._start + self._at) if wanted else 0
+        self._at += count
+        return count
+
+
+def find_tensor(descriptor: int, start: int, length: int) -> ArchivedTensor:
+    """The tensor of the archive at these bytes of an open file; reads no tensor data.
+
+    Raises:
+        RefusedNameError: the archive names what no tensor needs.
+        Exception: anything, for damaged data.
+    """
+    part = io.BufferedReader(FileSlice(descriptor, start, length))
+    with zipfile.ZipFile(part) as archive:
+        index = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        prefix = index.removesuffix("data.pkl")
+        if f"{prefix}byteorder" in archive.namelist():
+            order = _stored(archive, f"{prefix}byteorder")
+            if archive.read(order) != b"little":
+                raise ValueError("it was written by a big-endian machine")
+        pickled = archive.read(_stored(archive, index))
+        tensor = _Unpickler(io.BytesIO(pickled)).load()
+        if not isinstance(tensor, _Tensor):
+            raise TypeError("it holds no tensor")
+        record = _stored(archive, f"{prefix}data/{tensor.storage.key}")
+        # the central directory knows where a record's own header is, not how long that one is
+        part.seek(record.header_offset + 26)
+        name, extra = struct.unpack("<HH", part.read(4))
+        data = record.header_offset + 30 + name + extra
+    return _place(tensor, start + data, min(record.file_size, length - data))
+
+
+def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    record = archive.getinfo(name)
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed")
+    return record
+
+
+class _Storage(NamedTuple):
+    dtype: torch.dtype | None
+    key: str
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    dtype: torch.dtype | None
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _place(tensor: _Tensor, start: int, size: int) -> ArchivedTensor:
+    """Where the tensor is, if it fits into the ``size`` bytes of its storage."""
+    dtype = tensor.storage.dtype or tensor.dtype
+    numbers = (tensor.offset, *tensor.shape, *tensor.stride)
+    if not isinstance(dtype, torch.dtype) or len(tensor.shape) != len(tensor.stride):
+        raise TypeError("it describes no tensor")
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError("a size is negative")
+    elements = size // dtype.itemsize - tensor.offset
+    first = start + tensor.offset * dtype.itemsize
+    found = ArchivedTensor(dtype, tuple(tensor.shape), tuple(tensor.stride), first, elements)
+    if found.extent > elements:
+        raise ValueError(f"{found.extent} elements are described, {elements} are stored")
+    return found
+
+
+def _tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, *more: Any
+) -> _Tensor:
+    if not isinstance(storage, _Storage):
+        raise TypeError("it describes no tensor")
+    return _Tensor(storage, more[0] if more else None, offset, tuple(shape), tuple(stride))
+
+
+def _parameter(tensor: Any, _grad: Any, _hooks: Any) -> Any:
+    return tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = {
+            "torch._utils._rebuild_tensor_v2": _tensor,
+            "torch._utils._rebuild_tensor_v3": _tensor,
+            "torch._utils._rebuild_parameter": _parameter,
+            "collections.OrderedDict": OrderedDict,
+            "torch.Size": tuple,
+            "torch.storage.UntypedStorage": None,
+        }
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if f"{module}.{name}" in known:
+            return known[f"{module}.{name}"]
+        raise RefusedNameError(f"{module}.{name}")
+
+    def persistent_load(self, saved: Any) -> _Storage:
+        kind, dtype, key, *_ = saved
+        if kind != "storage" or not isinstance(key, str):
+            raise TypeError("it describes no tensor")
+        return _Storage(dtype, key)

@@ -1,0 +1,1 @@
+"""From text to a tokenizer and Megatron's indexed datasets."""

@@ -1,0 +1,1 @@
+"""One description of a run: its model, its layout, its batch."""

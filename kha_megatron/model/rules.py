@@ -1,0 +1,340 @@
+"""Which spreads of a model over ranks Megatron can make.
+
+:func:`check_layout` is asked before anything is allocated: by the training entry point (from
+Megatron's arguments), by the attention layer (from a ``TransformerConfig``, whoever built it), by
+the launcher and by the planner (from a recipe). It refuses what Megatron-Core would refuse later,
+or run wrongly, and nothing else; each message names both numbers and a legal neighbour.
+"""
+
+from collections.abc import Iterable
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.layout import Batch, Layout, Model
+
+FP8_MULTIPLE = {"mxfp8": 32}
+"""Feature sizes must be multiples of this in FP8; 16 for every other recipe."""
+
+
+def check_layout(
+    model: Model,
+    layout: Layout,
+    batch: Batch | None = None,
+    *,
+    fp8: str | None = None,
+    trains: bool = True,
+) -> None:
+    """Refuse a spread of the model that cannot be made, or that Megatron would run wrongly.
+
+    Args:
+        batch: None where it is not known.
+        fp8: name of the FP8 recipe (``delayed``, ``mxfp8``, ...), or None.
+        trains: False for a model that may only be evaluated.
+
+    Raises:
+        ConfigError: naming both numbers, and what would be legal.
+    """
+    check_head_layout(model.num_attention_heads, model.num_query_groups, layout.tp)
+    _check_tied_keys(model)
+    _check_latent_heads(model, layout)
+    _check_widths(model, layout)
+    _check_sequence_parallel(model, layout, trains)
+    _check_experts(model, layout)
+    _check_pipeline(model, layout)
+    _check_world(layout)
+    if batch is not None:
+        _check_batch(layout, batch)
+    if fp8 is not None:
+        _check_fp8(model, layout, fp8)
+
+
+def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) -> None:
+    """Refuse a split of heads over tensor-parallel ranks that Megatron cannot make.
+
+    Args:
+        num_attention_heads: query heads of the whole layer.
+        num_query_groups: key/value heads of the whole layer.
+        tp: tensor-parallel size.
+
+    Raises:
+        ConfigError: naming both numbers and the nearest legal sizes.
+    """
+    heads, groups = num_attention_heads, num_query_groups
+    if groups < 1 or heads % groups:
+        raise ConfigError(
+            f"{heads} query heads are not a multiple of {groups} key/value heads: "
+            f"choose --num-query-groups from {_divisors(heads)}"
+        )
+    legal = [n for n in _divisors(heads) if groups % n == 0 or n % groups == 0]
+    if tp in legal:
+        return
+    if heads % tp:
+        problem = f"{heads} query heads cannot be divided over {tp} tensor-parallel ranks"
+    else:
+        problem = (
+            f"{groups} key/value heads neither divide {tp} tensor-parallel ranks "
+            "nor are divided by them"
+        )
+    raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
+
+
+def _check_tied_keys(model: Model) -> None:
+    if model.tied_keys and model.kv_channels % 4:
+        raise ConfigError(
+            f"--kv-channels {model.kv_channels}: grouped-tied attention rotates half of a key, in "
+            f"pairs of features: use {_multiples(model.kv_channels, 4)}"
+        )
+
+
+def _check_latent_heads(model: Model, layout: Layout) -> None:
+    """A rank must hold whole latent heads, or be one of several that share one."""
+    count, heads = model.latent_heads, model.num_attention_heads
+    for flag, width in (("--kv-lora-rank", model.latent_width), ("--num-attention-heads", heads)):
+        if width and width % count:
+            raise ConfigError(
+                f"{flag} {width} cannot be divided over {count} latent heads: use "
+                f"{_multiples(width, count)}, or {_either(_near(_divisors(width), count))} heads"
+            )
+    if count % layout.tp and layout.tp % count:
+        legal = [n for n in _divisors(heads) if count % n == 0 or n % count == 0]
+        raise ConfigError(
+            f"{count} latent heads neither divide {layout.tp} tensor-parallel ranks nor are "
+            f"divided by them: choose --tensor-model-parallel-size from {legal}"
+        )
+
+
+def _check_widths(model: Model, layout: Layout) -> None:
+    """What tensor parallelism cuts besides the heads."""
+    rows = model.qkv_rows
+    if rows % layout.tp:  # only with fewer key/value heads than ranks
+        raise ConfigError(
+            f"the {rows} rows of the QKV projection cannot be divided over {layout.tp} "
+            f"tensor-parallel ranks: choose --tensor-model-parallel-size from "
+            f"{_near(_divisors(rows), layout.tp)}"
+        )
+    tensor = ("tensor-parallel", "--tensor-model-parallel-size", layout.tp)
+    expert = ("expert-tensor-parallel", "--expert-tensor-parallel-size", layout.expert_tp)
+    widths = [(width, flag, tensor) for flag, width in model.latents]
+    if model.has_dense_layers:
+        widths.append((model.ffn_hidden_size, "--ffn-hidden-size", tensor))
+    if model.num_experts:
+        shared = "--moe-shared-expert-intermediate-size"
+        widths += [
+            (model.moe_ffn_hidden_size, "--moe-ffn-hidden-size", expert),
+            (model.moe_shared_expert_intermediate_size, shared, tensor),
+        ]
+    if model.vocab_size and not model.vocab_padding:
+        widths.append((model.vocab_size, "--padded-vocab-size", tensor))
+    for width, flag, (ranks, size_flag, size) in widths:
+        if width and width % size:
+            legal = _either(_near(_divisors(width), size))
+            raise ConfigError(
+                f"{flag} {width} cannot be divided over {size} {ranks} ranks: use "
+                f"{_multiples(width, size)}, or {size_flag} {legal}"
+            )
+
+
+def _check_sequence_parallel(model: Model, layout: Layout, trains: bool) -> None:
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ConfigError(
+            "--sequence-parallel with --tensor-model-parallel-size 1 has no ranks to split the "
+            "sequence over: remove it, or use --tensor-model-parallel-size 2"
+        )
+    if trains and model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"{model.num_experts} experts with --tensor-model-parallel-size {layout.tp} train only "
+            "with sequence parallelism: add --sequence-parallel, or use "
+            "--tensor-model-parallel-size 1"
+        )
+
+
+def _check_experts(model: Model, layout: Layout) -> None:
+    experts = model.num_experts
+    if layout.ep > 1 and not experts:
+        raise ConfigError(
+            f"--expert-model-parallel-size {layout.ep} on a model without experts: "
+            "use 1, or give --num-experts"
+        )
+    if experts and experts % layout.ep:
+        raise ConfigError(
+            f"{experts} experts cannot be divided over {layout.ep} expert-parallel ranks: use "
+            f"--expert-model-parallel-size {_either(_near(_divisors(experts), layout.ep))}, or "
+            f"--num-experts {_multiples(experts, layout.ep)}"
+        )
+
+
+def _check_pipeline(model: Model, layout: Layout) -> None:
+    pp, vpp = layout.pp, layout.vpp
+    if vpp is not None:
+        if pp == 1:
+            raise ConfigError(
+                f"{vpp} virtual pipeline stages on --pipeline-model-parallel-size 1: "
+                "use 2, or remove the virtual stages"
+            )
+        if pp == 2 and not layout.overlap_p2p:
+            # Megatron's command line asserts it; a model built by hand trains to other losses
+            raise ConfigError(
+                f"{vpp} virtual stages on 2 pipeline ranks without overlapped point-to-point "
+                "communication mix up the messages between the two: set overlap_p2p_comm, or use "
+                "--pipeline-model-parallel-size 3 or more"
+            )
+    if model.num_layers is None:
+        return
+    if layout.stages is not None:
+        _check_stages(model.num_layers, layout.stages, pp)
+    else:
+        _check_split(model.num_layers, layout)
+
+
+def _check_split(layers: int, layout: Layout) -> None:
+    """Layers over pipeline ranks, the first and last of which may have a number of their own."""
+    own = {"first": layout.first_stage_layers, "last": layout.last_stage_layers}
+    own = {name: count for name, count in own.items() if count is not None}
+    extra = {"embedding": layout.embedding_as_layer, "loss": layout.loss_as_layer}
+    names = [f"the {name}" for name, counted in extra.items() if counted]
+    if own and names:
+        raise ConfigError(
+            f"a number of layers for the {' and '.join(own)} pipeline stage together with counting "
+            f"{' and '.join(names)} as a layer: use one of the two"
+        )
+    for name, count in own.items():
+        if count < 1:
+            raise ConfigError(f"{count} layers in the {name} pipeline stage: use 1 or more")
+    left, ranks = layers - sum(own.values()) + len(names), layout.pp - len(own)
+    what = f"{left} layers"
+    if names:
+        what = f"{layers} layers and {' and '.join(names)}, {left} in all,"
+    elif own:
+        what = f"the {left} layers that are left of {layers}"
+    if left < 0 or ranks < 0 or bool(left) != bool(ranks):
+        raise ConfigError(
+            f"{what} for {ranks} pipeline ranks beside the {' and '.join(own)} stage: change "
+            f"{' or '.join(f'--decoder-{name}-pipeline-num-layers' for name in own)} or "
+            "--pipeline-model-parallel-size"
+        )
+    if ranks and left % ranks:
+        legal = _either([n + len(own) for n in _near(_divisors(left), ranks)])
+        hint = (
+            ""
+            if own or names or (left + 1) % ranks
+            else (", or count the loss as a layer (--account-for-loss-in-pipeline-split)")
+        )
+        raise ConfigError(
+            f"{what} cannot be divided over {ranks} pipeline ranks: use "
+            f"--pipeline-model-parallel-size {legal}, or --num-layers "
+            f"{_multiples(left, ranks, layers - left)}{hint}"
+        )
+    for count in {*own.values(), *([left // ranks] if ranks else [])}:
+        if layout.vpp and count % layout.vpp:
+            raise ConfigError(
+                f"{count} layers on a pipeline rank cannot be divided into {layout.vpp} virtual "
+                f"stages: use {_either(_near(_divisors(count), layout.vpp))} virtual stages"
+            )
+
+
+def _check_stages(layers: int, stages: tuple[str, ...], pp: int) -> None:
+    text = "|".join(stages)
+    if len(stages) % pp:
+        raise ConfigError(
+            f"the pipeline layout {text} has {len(stages)} stages, which cannot be divided over "
+            f"{pp} pipeline ranks: write {_multiples(len(stages), pp)} stages, or use "
+            f"--pipeline-model-parallel-size {_either(_near(_divisors(len(stages)), pp))}"
+        )
+    letters = "".join(stages)
+    if letters.count("t") != layers:
+        raise ConfigError(
+            f"the pipeline layout {text} has {letters.count('t')} layers, the model {layers}: "
+            f"write {layers} t"
+        )
+    if letters.count("E") != 1 or letters.count("L") != 1 or letters.strip("EL") != letters[1:-1]:
+        raise ConfigError(
+            f"the pipeline layout {text} must begin with its only E (embedding) and end with its "
+            f"only L (loss), not {letters[:1]} and {letters[-1:]}"
+        )
+
+
+def _check_world(layout: Layout) -> None:
+    world = layout.world_size
+    if world is None:
+        return
+    if world % (model := layout.tp * layout.pp * layout.cp):
+        raise ConfigError(
+            f"{world} ranks cannot be divided by tensor {layout.tp} x pipeline {layout.pp} x "
+            f"context {layout.cp} = {model}: use {_multiples(world, model)} ranks, or other "
+            "parallel sizes"
+        )
+    if world % (model := layout.expert_tp * layout.ep * layout.pp):
+        raise ConfigError(
+            f"{world} ranks cannot be divided by expert-tensor {layout.expert_tp} x expert "
+            f"{layout.ep} x pipeline {layout.pp} = {model}: use {_multiples(world, model)} ranks, "
+            "or another --expert-model-parallel-size or --expert-tensor-parallel-size"
+        )
+
+
+def _check_batch(layout: Layout, batch: Batch) -> None:
+    length = batch.seq_length
+    # halves, because context parallelism gives each rank an early and a late piece
+    pieces = layout.cp * (2 if layout.cp > 1 else 1)
+    if length % pieces:
+        raise ConfigError(
+            f"--seq-length {length} is no multiple of 2 x --context-parallel-size {layout.cp} = "
+            f"{pieces}: use {_multiples(length, pieces)}"
+        )
+    if layout.sequence_parallel and length // layout.cp % layout.tp:
+        raise ConfigError(
+            f"the {length // layout.cp} tokens that each context-parallel rank has of --seq-length "
+            f"{length} cannot be divided over {layout.tp} tensor-parallel ranks, as "
+            f"--sequence-parallel asks: use {_multiples(length, layout.tp * pieces)}"
+        )
+    if layout.world_size is None or batch.global_batch_size is None:
+        return
+    unit = batch.micro_batch_size * layout.dp
+    if batch.global_batch_size % unit:
+        raise ConfigError(
+            f"--global-batch-size {batch.global_batch_size} is no multiple of --micro-batch-size "
+            f"{batch.micro_batch_size} x {layout.dp} data-parallel ranks = {unit}: use "
+            f"{_multiples(batch.global_batch_size, unit)}"
+        )
+    count, group = batch.microbatches(layout.dp), layout.microbatch_group or layout.pp
+    if layout.vpp and (count < group or 0 < count % group < layout.pp):
+        raise ConfigError(
+            f"{count} microbatches cannot fill groups of {group} over {layout.pp} pipeline ranks "
+            f"with virtual stages: use a --global-batch-size of "
+            f"{_multiples(batch.global_batch_size, unit * group)}"
+        )
+
+
+def _check_fp8(model: Model, layout: Layout, recipe: str) -> None:
+    unit = FP8_MULTIPLE.get(recipe, 16)
+    sizes = [("--kv-channels", model.kv_channels, 16), ("--hidden-size", model.hidden_size, unit)]
+    if model.has_dense_layers and model.ffn_hidden_size:
+        sizes.append(("--ffn-hidden-size", model.ffn_hidden_size, unit * layout.tp))
+    if model.num_experts and model.moe_ffn_hidden_size:
+        sizes.append(("--moe-ffn-hidden-size", model.moe_ffn_hidden_size, unit * layout.expert_tp))
+    for flag, size, multiple in sizes:
+        if size % multiple:
+            ranks = multiple // (16 if flag == "--kv-channels" else unit)
+            what = f"{multiple}" if ranks == 1 else f"{unit} on each of {ranks} ranks = {multiple}"
+            raise ConfigError(
+                f"{flag} {size} is no multiple of {what}, which FP8 needs: use "
+                f"{_multiples(size, multiple)}, or train in bf16"
+            )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _near(legal: Iterable[int], value: int) -> list[int]:
+    """The nearest legal values below and above."""
+    legal = sorted(legal)
+    return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
+
+
+def _multiples(value: int, unit: int, offset: int = 0) -> str:
+    """The multiples of ``unit`` around ``value``, ``offset`` added to each."""
+    low = value // unit * unit
+    return _either([n + offset for n in (low, low + unit) if n > 0])
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values))

@@ -1,0 +1,1 @@
+"""Counts, work, memory and layouts on paper."""

@@ -1,0 +1,246 @@
+"""Which layouts a recipe can have on a number of GPUs, and what each would cost on paper.
+
+Order of the list: layouts that fit into the GPU's memory first; then by idle time of the pipeline,
+in steps of five percentage points, since smaller differences are beyond this arithmetic; then by
+bytes sent; then by memory.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.rules import check_layout
+from kha_megatron.plan.communication import Communication, communication
+from kha_megatron.plan.family import kind_of
+from kha_megatron.plan.memory import Memory, Precision, Recompute, Setup, memory
+from kha_megatron.recipes.arguments import Arguments, integer_of, parse, word_of
+from kha_megatron.recipes.recipe import Recipe, kha_of
+from kha_megatron.recipes.sizes import batch_of, model_of
+
+USABLE = 0.9
+"""Part of the GPU's memory that a layout may fill: the rest is for what is not counted (CUDA
+context, communication buffers, fragmentation)."""
+
+NODE = 8
+"""GPUs joined by NVLink. Tensor parallelism beyond it is listed only when asked for."""
+
+GPUS = (8, 4096)
+
+_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+
+SIZES = tuple(_FLAGS)
+"""Fields of :class:`Layout` that a caller may fix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One legal layout and its cost. Bytes and shares are for the rank that has most of them."""
+
+    layout: Layout
+    microbatches: int
+    """Forward and backward passes of a replica in one step."""
+    stage: int
+    """The pipeline rank whose memory is largest, counted from 0."""
+    memory: Memory
+    """Bytes on it, without KHA."""
+    kha_memory: Memory
+    """KHA's bytes on it."""
+    communication: Communication
+    """Of the pipeline rank that sends most."""
+    idle: float
+    """Share of the step in which a pipeline rank has nothing to do."""
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes, KHA included."""
+        return self.memory.total + self.kha_memory.total
+
+
+def setup_of(
+    recipe: Recipe,
+    *,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    global_batch_size: int | None = None,
+    precision: Precision | None = None,
+    recompute: Recompute = "none",
+    overrides: Sequence[str] = (),
+) -> Setup:
+    """The recipe in the planner's terms, with what the caller says instead.
+
+    Args:
+        overrides: words in Megatron's own syntax.
+
+    Raises:
+        ConfigError: the recipe has what the planner cannot count.
+    """
+    arguments = recipe.arguments_for(overrides=overrides)
+    model, batch = model_of(arguments, recipe.vocab_size), batch_of(arguments)
+    unknown = "--mtp-num-layers", "--hybrid-layer-pattern"
+    strange = [flag for flag in unknown if flag in arguments]
+    if (kind := kind_of(arguments)) != "gqa":
+        strange.append(kind.upper())
+    if "--disable-bias-linear" not in arguments:
+        strange.append("linear layers with biases")
+    if strange or model is None or batch is None:
+        why = ", ".join(strange) or "no sizes of its own"
+        raise ConfigError(f"recipe {recipe.name} has {why}, which plan does not count")
+    default = "bf16" if "--bf16" in arguments else "fp32"
+    return Setup(
+        model=model,
+        kha=kha_of(arguments),
+        batch=Batch(
+            seq_length=seq_length or batch.seq_length,
+            micro_batch_size=micro_batch_size or batch.micro_batch_size,
+            global_batch_size=global_batch_size or batch.global_batch_size,
+        ),
+        precision=precision or ("fp8" if "--fp8-format" in arguments else default),
+        recompute=recompute,
+        distributed_optimizer="--use-distributed-optimizer" in arguments,
+    )
+
+
+def plan_layouts(
+    setup: Setup, gpus: int, gpu_memory: float, fixed: Mapping[str, int | None]
+) -> list[Plan]:
+    """All legal layouts on ``gpus`` GPUs with their cost, best first.
+
+    Args:
+        gpu_memory: bytes of one GPU.
+        fixed: sizes of :data:`SIZES` that are given; None or absent leaves one open.
+
+    Raises:
+        ConfigError: no layout is legal; the message is that of the plainest one.
+    """
+    low, high = GPUS
+    if not low <= gpus <= high:
+        raise ConfigError(f"--gpus {gpus}: plan knows {low} to {high} GPUs")
+    fixed = {name: size for name, size in fixed.items() if size is not None}
+    for name, size in fixed.items():
+        if size < 1:
+            raise ConfigError(f"--{name} {size}: give a whole number from 1 up")
+    plans, refusal = [], None
+    for layout in _candidates(setup, gpus, fixed):
+        try:
+            check_layout(setup.model, layout, setup.batch, fp8=_fp8(setup))
+        except ConfigError as error:
+            refusal = refusal or error
+        else:
+            plans.append(_plan(setup, layout))
+    if not plans:
+        raise refusal
+    return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
+
+
+def planned_arguments(
+    recipe: Recipe, gpus: int, gpu_memory: float, overrides: Sequence[str]
+) -> Arguments:
+    """Megatron's arguments of the best layout on so many GPUs; sizes in ``overrides`` stay.
+
+    Raises:
+        ConfigError: no layout is legal, or none fits into the memory.
+    """
+    given = parse(overrides)
+    fixed = {name: integer_of(given, flag, 1) for name, flag in _FLAGS.items() if flag in given}
+    recompute = word_of(given, "--recompute-granularity") or "none"
+    try:
+        setup = setup_of(recipe, overrides=overrides, recompute=recompute)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: give --layout recipe") from error
+    best = plan_layouts(setup, gpus, gpu_memory, fixed)[0]
+    if not fits(best, gpu_memory):
+        raise ConfigError(
+            f"{recipe.name} fits on {gpus} GPUs of {gpu_memory / 1e9:.0f} GB in no layout (the "
+            f"best takes {best.total_memory / 1e9:.0f} GB): use more GPUs, or "
+            "--recompute-granularity full, or --layout recipe to try it nevertheless"
+        )
+    layout = best.layout
+    sizes = {"etp": layout.expert_tp} | {n: getattr(layout, n) for n in SIZES if n != "etp"}
+    if setup.model.num_experts is None:
+        del sizes["ep"], sizes["etp"]
+    words = {_FLAGS[name]: (str(size),) for name, size in sizes.items() if size is not None}
+    if layout.sequence_parallel:
+        words["--sequence-parallel"] = ()
+    if layout.loss_as_layer:
+        words["--account-for-loss-in-pipeline-split"] = ()
+    return words
+
+
+def fits(plan: Plan, gpu_memory: float) -> bool:
+    """Whether the layout leaves :data:`USABLE` of the memory for what is not counted."""
+    return plan.total_memory <= USABLE * gpu_memory
+
+
+def _order(plan: Plan, gpu_memory: float) -> tuple:
+    steps = int(plan.idle / 0.05)
+    return not fits(plan, gpu_memory), steps, plan.communication.total, plan.total_memory
+
+
+def _fp8(setup: Setup) -> str | None:
+    return "delayed" if setup.precision == "fp8" else None
+
+
+def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[Layout]:
+    """Layouts to look at, the plainest first: what is fixed, and small sizes of the rest."""
+    model = setup.model
+
+    def sizes(name: str, open_to: list[int]) -> list[int]:
+        return [fixed[name]] if name in fixed else open_to
+
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    tensor = sizes("tp", [n for n in divisors if n <= NODE])
+    pipeline = sizes("pp", [n for n in divisors if n <= model.num_layers])
+    context = sizes("cp", [n for n in divisors if n <= NODE])
+    experts = sizes("ep", [n for n in divisors if n == 1 or not (model.num_experts or 1) % n])
+    for tp, pp, cp, ep in itertools.product(tensor, pipeline, context, experts):
+        # a size that is 1 already is not split twice
+        for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
+            loss_as_layer = bool(model.num_layers % pp) and not (model.num_layers + 1) % pp
+            deepest = (model.num_layers + loss_as_layer) // pp if pp > 1 else 1
+            for vpp in sizes("vpp", [n for n in range(1, deepest + 1) if deepest % n == 0]):
+                yield Layout(
+                    world_size=gpus,
+                    tp=tp,
+                    pp=pp,
+                    vpp=vpp if vpp > 1 else None,
+                    cp=cp,
+                    ep=ep,
+                    etp=etp,
+                    sequence_parallel=tp > 1,
+                    loss_as_layer=loss_as_layer,
+                )
+
+
+def _plan(setup: Setup, layout: Layout) -> Plan:
+    stages = _different_stages(layout)
+    costs = {stage: memory(setup, layout, stage) for stage in stages}
+    worst = max(costs, key=lambda stage: sum(part.total for part in costs[stage]))
+    sent = (communication(setup, layout, stage) for stage in stages)
+    microbatches = setup.batch.microbatches(layout.dp)
+    bubble = (layout.pp - 1) / (layout.vpp or 1)  # Narayanan et al. 2021, section 2.2, in passes
+    return Plan(
+        layout=layout,
+        microbatches=microbatches,
+        stage=worst,
+        memory=costs[worst][0],
+        kha_memory=costs[worst][1],
+        communication=max(sent, key=lambda c: c.total),
+        idle=bubble / (microbatches + bubble),
+    )
+
+
+def _different_stages(layout: Layout) -> list[int]:
+    """The first, the second, which has most of what the first has but for the ends, and the last.
+
+    Later ones hold as many layers and fewer microbatches.
+    """
+    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})

@@ -1,0 +1,181 @@
+"""Hugging Face folders: the layout of the matrices, and folders that must be refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import CheckpointError, ConfigError
+
+D, LAYERS = 7, 3
+CONFIG = {"model_type": "kha", "num_hidden_layers": LAYERS, "kha_key": "linear", "kha_value": "mlp"}
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(5)
+    names = ["model.norm.weight"]
+    for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        names.append(f"{attention}.k_knock.proj.weight")
+        names += [f"{attention}.v_knock.{part}_proj.weight" for part in ("up", "gate", "down")]
+    return {name: torch.randn(D, D, generator=generator) for name in names}
+
+
+@pytest.fixture
+def single(tmp_path, tensors):
+    folder = tmp_path / "single"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def sharded(tmp_path, tensors):
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weight_map = {}
+    for shard in range(3):
+        file = f"model-{shard + 1:05d}-of-00003.safetensors"
+        part = dict(list(tensors.items())[shard::3])
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    _write_map(folder, weight_map)
+    return folder
+
+
+def _write_map(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _read_map(folder):
+    return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_matrices_are_transposed_and_stacked(request, tensors, kind):
+    checkpoint = HFCheckpoint.open(request.getfixturevalue(kind))
+    assert checkpoint.keys() == sorted(tensors)
+    assert checkpoint.kha == KHAConfig(key="linear", value="mlp")
+    assert torch.equal(checkpoint.tensor("model.norm.weight"), tensors["model.norm.weight"])
+    weights = checkpoint.knock_weights()
+    assert set(weights) == {(i, p) for i in range(LAYERS) for p in ("key", "value")}
+    x = torch.randn(2, D)
+    for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        for row, part in enumerate(("up", "gate", "down")):
+            linear = tensors[f"{attention}.v_knock.{part}_proj.weight"]
+            assert torch.equal(weights[layer, "value"][row], linear.T)
+        linear = tensors[f"{attention}.k_knock.proj.weight"]
+        torch.testing.assert_close(
+            x @ weights[layer, "key"][0], torch.nn.functional.linear(x, linear)
+        )
+
+
+def test_it_reads_what_the_model_saves(tmp_path):
+    from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+
+    config = KHAModelConfig(
+        vocab_size=11,
+        hidden_size=20,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=4,
+        kha_query="gate",
+        kha_value="mlp",
+    )
+    model = KHAForCausalLM(config)
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        for matrix in (attention.q_knock.gate_proj, attention.v_knock.down_proj):
+            matrix.weight.copy_(torch.arange(16.0).view(4, 4))
+    model.save_pretrained(tmp_path)
+    checkpoint = HFCheckpoint.open(tmp_path)
+    assert checkpoint.kha == KHAConfig(query="gate", value="mlp")
+    weights = checkpoint.knock_weights()
+    assert torch.equal(weights[1, "query"], torch.arange(16.0).view(1, 4, 4).mT)
+    assert torch.equal(weights[1, "value"][2], torch.arange(16.0).view(4, 4).T)
+    assert torch.equal(weights[0, "value"][0], torch.eye(4))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "sub/x", 3, ""])
+def test_an_index_may_not_leave_its_folder(sharded, tensors, name):
+    save_file(tensors, sharded.parent / "outside.safetensors")
+    _write_map(sharded, _read_map(sharded) | {"model.norm.weight": name})
+    with pytest.raises(CheckpointError, match=r"index\.json points to .*in the folder itself"):
+        HFCheckpoint.open(sharded)
+
+
+def test_an_index_that_lies_is_refused(sharded):
+    weight_map = _read_map(sharded)
+    _write_map(sharded, weight_map | {"model.extra": next(iter(weight_map.values()))})
+    with pytest.raises(CheckpointError, match=r"does not hold model\.extra"):
+        HFCheckpoint.open(sharded)
+    (sharded / weight_map["model.norm.weight"]).unlink()
+    with pytest.raises(CheckpointError, match=r"00003\.safetensors is missing"):
+        HFCheckpoint.open(sharded)
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        HFCheckpoint.open(sharded)
+
+
+def test_a_truncated_file_is_named(single):
+    file = single / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        HFCheckpoint.open(single)
+
+
+def test_pickles_are_not_read(single):
+    (single / "model.safetensors").unlink()
+    torch.save({}, single / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin can execute code"):
+        HFCheckpoint.open(single)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "has no config.json"), ("{", "no readable JSON"), ("[]", "holds a list")],
+)
+def test_a_bad_config_is_refused(single, text, message):
+    (single / "config.json").unlink()
+    if text is not None:
+        (single / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        HFCheckpoint.open(single)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_hidden_layers": LAYERS + 1}, CheckpointError, "4 matrices.*model.layers.3"),
+        ({"num_hidden_layers": LAYERS - 1}, CheckpointError, "4 matrices.*model.layers.2"),
+        ({"num_hidden_layers": None}, CheckpointError, "no num_hidden_layers"),
+        ({"kha_query": "mlp"}, CheckpointError, "9 matrices.*q_knock"),
+        ({"kha_key": None}, CheckpointError, "3 matrices.*k_knock"),
+        ({"kha_key": None, "kha_value": None}, CheckpointError, "records no knocking heads"),
+        ({"kha_value": "swish"}, ConfigError, "unknown KHA variant 'swish'"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(single, change, error, message):
+    (single / "config.json").write_text(json.dumps(CONFIG | change))
+    with pytest.raises(error, match=message):
+        HFCheckpoint.open(single).knock_weights()
+
+
+def test_a_model_without_kha_and_an_unknown_key(single):
+    plain = {key: value for key, value in CONFIG.items() if not key.startswith("kha_")}
+    (single / "config.json").write_text(json.dumps(plain))
+    checkpoint = HFCheckpoint.open(single)
+    assert checkpoint.kha is None
+    with pytest.raises(CheckpointError, match="records no knocking heads"):
+        checkpoint.knock_weights()
+    with pytest.raises(CheckpointError, match="holds no tensor nothing"):
+        checkpoint.tensor("nothing")

@@ -1,0 +1,170 @@
+"""Shards written in place are those of safetensors and transformers, byte for byte."""
+
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.hf_writer import HFWriter, TensorEntry
+from kha_megatron.checkpoint.safetensors_file import DTYPES
+from kha_megatron.errors import CheckpointError, OutputError
+
+SOURCE = {"format": "torch_dist", "path": "iter_0000007", "iteration": 7, "sha256": "0" * 64}
+
+
+def _entries(tensors):
+    return [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+
+
+def _write(folder, tensors, max_shard_bytes=10**9, threads=1):
+    writer = HFWriter(folder, _entries(tensors), max_shard_bytes=max_shard_bytes)
+    with writer, ThreadPoolExecutor(threads) as pool:
+        backwards = list(tensors.items())[::-1]
+        list(pool.map(lambda item: writer.write(*item), backwards))
+        return writer.close(SOURCE)
+
+
+def _bytes(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def every_dtype():
+    generator = torch.Generator().manual_seed(2)
+    tensors = {}
+    for name, dtype in DTYPES.items():
+        for part in ("b", "a"):
+            values = torch.randint(0, 2, (3, 5), generator=generator)
+            tensors[f"{part}.{name}"] = values.to(dtype)
+        tensors[f"empty.{name}"] = torch.empty(0, 4, dtype=dtype)
+    return tensors | {"scalar": torch.tensor(2.5), "name with ü and \\": torch.zeros(7)}
+
+
+def test_the_bytes_are_those_of_save_file(tmp_path, every_dtype):
+    written = _write(tmp_path, every_dtype, threads=3)
+    save_file(every_dtype, tmp_path / "reference", metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
+    assert (written.tensors, written.shards) == (len(every_dtype), 1)
+    assert written.size == sum(tensor.nbytes for tensor in every_dtype.values())
+    assert written.parameters == sum(tensor.numel() for tensor in every_dtype.values())
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("limit", [1, 200, 700, 10**9])
+def test_shards_and_index_are_those_of_save_pretrained(tmp_path, limit):
+    from transformers.core_model_loading import dot_natural_key
+
+    from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+
+    config = KHAModelConfig(
+        vocab_size=11,
+        hidden_size=10,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=4,
+        kha_value="mlp",
+    )
+    model = KHAForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+    (tmp_path / "ours").mkdir()
+    state = model.state_dict()
+    in_their_order = {name: state[name] for name in sorted(state, key=dot_natural_key)}
+    _write(tmp_path / "ours", in_their_order, limit, threads=2)
+    names = sorted(file.name for file in (tmp_path / "ours").iterdir())
+    theirs = sorted(file.name for file in (tmp_path / "theirs").glob("model[.-]*"))
+    assert names == ["manifest.json", *theirs]
+    for name in theirs:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    shutil.copy(tmp_path / "theirs" / "config.json", tmp_path / "ours")
+    again = KHAForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(again[name], t) for name, t in state.items())
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 4), (1, 9)])
+def test_any_strides(tmp_path, shape, monkeypatch):
+    monkeypatch.setattr("kha_megatron.checkpoint.hf_writer._COPIED", 24)
+    wide = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)
+    tensors = {
+        "transposed": wide.transpose(0, -1),
+        "every second": wide[..., 1],
+        "expanded": wide[:, :1].expand(shape[0], 3, *wide.shape[2:]),
+        "slice": wide[1:],
+        "parameter": torch.nn.Parameter(wide.mT),
+    }
+    _write(tmp_path, tensors)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for name, tensor in tensors.items():
+            assert torch.equal(file.get_tensor(name), tensor), name
+
+
+def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
+    _write(tmp_path, every_dtype, 100)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["source"]) == (1, SOURCE)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert {n: entry["file"] for n, entry in manifest["tensors"].items()} == index["weight_map"]
+    for name, tensor in every_dtype.items():
+        entry = manifest["tensors"][name]
+        assert entry["sha256"] == hashlib.sha256(_bytes(tensor)).hexdigest()
+        assert (DTYPES[entry["dtype"]], entry["shape"]) == (tensor.dtype, list(tensor.shape))
+
+
+def test_our_reader_reads_it(tmp_path, every_dtype):
+    _write(tmp_path, every_dtype, 100)
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = HFCheckpoint.open(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        read = dict(zip(every_dtype, pool.map(checkpoint.tensor, every_dtype), strict=True))
+    for name, tensor in every_dtype.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert checkpoint.info(name) == (tuple(tensor.shape), tensor.dtype)
+        assert _bytes(read[name]) == _bytes(tensor)
+    with pytest.raises(CheckpointError, match="holds no tensor nothing"):
+        checkpoint.info("nothing")
+
+
+def test_what_was_not_announced_so_is_refused(tmp_path):
+    one = torch.zeros(3, 2)
+    writer = HFWriter(tmp_path, _entries({"one": one, "two": one}), max_shard_bytes=100)
+    for wrong in (one.half(), one.T, one[0]):
+        with pytest.raises(ValueError, match="was announced"):
+            writer.write("one", wrong)
+    with pytest.raises(KeyError):
+        writer.write("three", one)
+    writer.write("one", one)
+    with pytest.raises(ValueError, match="written twice"):
+        writer.write("one", one)
+    with pytest.raises(CheckpointError, match="incomplete: 1 tensors were not written, two for"):
+        writer.close(SOURCE)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_what_cannot_be_held_is_refused(tmp_path):
+    for entries, message in (
+        ([TensorEntry("one", torch.complex128, (2,))], "complex128, which safetensors cannot"),
+        ([TensorEntry("one", torch.int8, (2,))] * 2, "two tensors are named one"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            HFWriter(tmp_path, entries, max_shard_bytes=100)
+    with pytest.raises(OutputError, match=r"4,503,599,627,370,496 bytes are needed and its disk"):
+        HFWriter(tmp_path, [TensorEntry("one", torch.int8, (2**52,))], max_shard_bytes=100)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_block_leaves_no_open_file(tmp_path):
+    open_before = len(os.listdir("/proc/self/fd"))
+    entries = _entries({str(i): torch.zeros(9) for i in range(5)})
+    with HFWriter(tmp_path, entries, max_shard_bytes=36) as writer:
+        assert len(os.listdir("/proc/self/fd")) == open_before + 5
+        writer.write("0", torch.zeros(9))
+    assert len(os.listdir("/proc/self/fd")) == open_before

@@ -1,0 +1,168 @@
+"""What Megatron wrote on several ranks is read back whole."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from kha_megatron.checkpoint import torch_dist
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import CheckpointError
+from tests.conversion.checkpoints import ITERATION, save_gpt
+from tests.conversion.fixtures import KHA
+
+PROJ = "self_attention.linear_proj.weight"
+ITER = f"iter_{ITERATION:07d}"
+
+
+def test_tensors_cut_over_tensor_parallel_ranks_are_whole_again(dense):
+    folder, parameters = dense
+    checkpoint = MegatronCheckpoint.open(folder)
+    for layer in range(3):
+        name = f"decoder.layers.{layer}.{PROJ}"
+        whole = np.concatenate([rank[name] for rank in parameters], axis=1)
+        assert torch.equal(checkpoint.layer_tensor(layer, PROJ), torch.from_numpy(whole))
+        assert torch.equal(checkpoint.tensor(f"decoder.layers.{PROJ}")[layer], torch.tensor(whole))
+    words = "embedding.word_embeddings.weight"
+    whole = np.concatenate([rank[words] for rank in parameters])
+    assert torch.equal(checkpoint.tensor(words), torch.from_numpy(whole))
+
+
+def test_knock_weights_come_from_stacked_layers(dense):
+    folder, (parameters, _) = dense
+    weights = MegatronCheckpoint.open(folder).knock_weights()
+    assert set(weights) == {(i, p) for i in range(3) for p in ("query", "key", "value")}
+    for (layer, projection), weight in weights.items():
+        name = f"decoder.layers.{layer}.self_attention.knock_{projection}.weight"
+        assert torch.equal(weight, torch.from_numpy(parameters[name]))
+
+
+def test_what_the_checkpoint_says_of_itself(dense):
+    checkpoint = MegatronCheckpoint.open(dense[0])
+    assert checkpoint.path.name == ITER
+    assert checkpoint.iteration == ITERATION
+    assert checkpoint.kha == KHA
+    assert checkpoint.args["rotary_base"] == 10000
+    assert "AttnBackend(5" in repr(checkpoint.args["attention_backend"])
+    keys = checkpoint.keys()
+    assert keys["decoder.layers.self_attention.knock_value.weight"] == ((3, 3, 6, 6), torch.float32)
+    assert keys[f"decoder.layers.{PROJ}"].shape == (3, 40, 48)
+    assert not [key for key in keys if "optimizer" in key or "rng" in key or "state" in key]
+    assert MegatronCheckpoint.open(dense[0] / ITER).iteration == ITERATION
+
+
+def test_one_layer_reads_only_its_own_chunks(dense, monkeypatch):
+    read = []
+    load = torch_dist.TorchDistFolder._load
+
+    def spy(self, key, chunk, *place):
+        read.append(chunk.offsets)
+        return load(self, key, chunk, *place)
+
+    monkeypatch.setattr(torch_dist.TorchDistFolder, "_load", spy)
+    MegatronCheckpoint.open(dense[0]).layer_tensor(1, PROJ)
+    assert sorted(read) == [(1, 0, 0), (1, 0, 24)]
+
+
+def test_layers_of_different_kinds_over_pipeline_stages(ranks, tmp_path):
+    config = {
+        "num_layers": 4,
+        "num_moe_experts": 6,
+        "moe_router_topk": 2,
+        "moe_layer_freq": [0, 1, 0, 1],
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+    }
+    layout = {"pipeline_model_parallel_size": 2}
+    stages = ranks(save_gpt, 2, str(tmp_path), KHAConfig(value="mlp"), layout, config, {})
+    checkpoint = MegatronCheckpoint.open(tmp_path)
+    weights = checkpoint.knock_weights()
+    assert list(weights) == [(layer, "value") for layer in range(4)]
+    for (layer, _), weight in weights.items():
+        stage, local = divmod(layer, 2)
+        name = f"decoder.layers.{local}.self_attention.knock_value.weight"
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight.float(), torch.from_numpy(stages[stage][name]))
+    assert checkpoint.layers_with("mlp.router.weight") == [1, 3]
+    with pytest.raises(CheckpointError, match=r"no tensor mlp.router.weight for layer 2"):
+        checkpoint.layer_tensor(2, "mlp.router.weight")
+
+
+def test_experts_of_all_ranks_are_in_their_places(ranks, tmp_path):
+    config = {"num_layers": 2, "num_moe_experts": 6, "moe_router_topk": 2}
+    layout = {"expert_model_parallel_size": 2}
+    parts = ranks(save_gpt, 2, str(tmp_path), KHAConfig(), layout, config, {})
+    checkpoint = MegatronCheckpoint.open(tmp_path)
+    experts = checkpoint.layer_tensor(1, "mlp.experts.experts.linear_fc2.weight")
+    assert experts.shape[0] == 6
+    for expert, weight in enumerate(experts):
+        rank, local = divmod(expert, 3)
+        name = f"decoder.layers.1.mlp.experts.local_experts.{local}.linear_fc2.weight"
+        assert torch.equal(weight, torch.from_numpy(parts[rank][name]))
+    assert checkpoint.kha == KHAConfig()
+    with pytest.raises(CheckpointError, match="trained with the baseline preset"):
+        checkpoint.knock_weights()
+
+
+def test_reading_needs_no_megatron(dense, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    assert MegatronCheckpoint.open(dense[0]).knock_weights()
+
+
+def test_plain_megatron_and_a_spec_on_the_command_line(dense):
+    checkpoint = MegatronCheckpoint.open(dense[0])
+    tensors = checkpoint._folder.tensors
+    for key in [key for key in tensors if "knock_" in key]:
+        del tensors[key]
+    checkpoint.__dict__["args"] = {"spec": None}
+    assert checkpoint.kha is None
+    with pytest.raises(CheckpointError, match="trained with plain Megatron"):
+        checkpoint.knock_weights()
+
+    checkpoint = MegatronCheckpoint.open(dense[0])
+    for projection in ("query", "key"):
+        del checkpoint._folder.tensors[f"decoder.layers.self_attention.knock_{projection}.weight"]
+    checkpoint.__dict__["args"] = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
+    assert checkpoint.kha == KHAConfig.from_preset("kha_mlp")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"kha_query": "linear", "kha_key": None, "kha_value": "mlp"}, "key=none.*1 matrices"),
+        ({"kha_query": "mlp", "kha_key": "gate", "kha_value": "mlp"}, "query=mlp.*1 matrices"),
+        ({"spec": ["other.module", "kha_mlp"]}, "query=none"),
+    ],
+)
+def test_a_record_that_contradicts_the_tensors_is_refused(dense, args, message):
+    checkpoint = MegatronCheckpoint.open(dense[0])
+    checkpoint.__dict__["args"] = args
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.knock_weights()
+
+
+def test_a_checkpoint_without_arguments_says_so(dense):
+    checkpoint = MegatronCheckpoint.open(dense[0])
+    checkpoint.__dict__["_common"] = {"iteration": "seven"}
+    with pytest.raises(CheckpointError, match="does not record its training arguments"):
+        checkpoint.kha  # noqa: B018
+    with pytest.raises(CheckpointError, match="does not record its iteration"):
+        checkpoint.iteration  # noqa: B018
+
+
+def read_where_megatron_is_imported(folder):
+    """Megatron registers its classes with torch; the reader must go on building none of them."""
+    import megatron.core  # noqa: F401
+
+    checkpoint = MegatronCheckpoint.open(folder)
+    before = set(torch.serialization.get_safe_globals())
+    inert = isinstance(checkpoint.args["attention_backend"], torch_dist.Record)
+    return inert, before == set(torch.serialization.get_safe_globals())
+
+
+def test_reads_the_same_in_a_process_that_has_imported_megatron(ranks, dense):
+    assert ranks(read_where_megatron_is_imported, 1, dense[0]) == [(True, True)]

@@ -1,0 +1,268 @@
+"""Checkpoints written without Megatron are Megatron's own, to its loader and to the record."""
+
+import io
+import json
+import pickle
+import zipfile
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kha_megatron.checkpoint import tensor_archive
+from kha_megatron.checkpoint.integrity import verify_manifest
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.torch_dist import Record
+from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
+from kha_megatron.errors import CheckpointError
+from tests.conversion.checkpoints import ITERATION
+from tests.conversion.fixtures import KHA
+
+COMMON = {"args": Namespace(num_layers=3), "iteration": ITERATION, "checkpoint_version": 3.0}
+SOURCE = {"format": "huggingface", "path": "model", "iteration": None, "sha256": "0" * 64}
+
+
+def _rewrite(save, folder, threads=1):
+    """Write the model of a checkpoint anew, chunk by chunk."""
+    original = MegatronCheckpoint.open(save)
+    stored = original._folder
+    folder.mkdir()
+    writer = TorchDistWriter(folder)
+
+    def write(item):
+        key, chunk = item
+        box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        shape = stored.tensors[key].shape
+        writer.write(key, stored.read(key)[box], shape=shape, offsets=chunk.offsets)
+
+    chunks = [(key, c) for key in original.keys() for c in stored.tensors[key].chunks]  # noqa: SIM118
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(write, chunks))
+    for name in (name for name in stored.objects if "_extra_state" in name):
+        key, _, place = name.rpartition("/shard_")
+        offsets, shape = (tuple(map(int, part.split("."))) for part in place.split("_"))
+        writer.write_object(key, None, shape=shape, offsets=offsets)
+    args = {k: v for k, v in original.args.items() if not isinstance(v, Record)}
+    writer.close(COMMON | {"args": Namespace(**args)}, SOURCE)
+    return original
+
+
+def load_both(original, copy, kha, layout, config):
+    """Load both with Megatron's own loader into a model of this layout; what differs, and how many.
+
+    Nothing may be missing or unexpected in the copy, and its hashes are checked.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from tests.distributed import models
+
+    models.initialize(**layout)
+    model = models.gpt_model(
+        models.transformer_config(**layout, **config),
+        kha,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+
+    def load(folder, **how):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(9)
+        state = {"model": model.sharded_state_dict()}
+        loaded = dist_checkpointing.load(state, folder, **how)
+        tensors = {k: v for k, v in loaded["model"].items() if isinstance(v, torch.Tensor)}
+        return {key: tensor.clone() for key, tensor in tensors.items()}, loaded
+
+    theirs, _ = load(original)
+    ours, loaded = load(copy, strict="raise_all", verify_integrity=True)
+    assert (loaded["iteration"], loaded["checkpoint_version"]) == (ITERATION, 3.0)
+    assert loaded["args"].num_layers == config["num_layers"]
+    assert theirs.keys() == ours.keys()
+    held = sum(not bool((tensor == 9).all()) for tensor in theirs.values())
+    return [key for key in theirs if not torch.equal(theirs[key], ours[key])], held
+
+
+LAYOUTS = {
+    "TP1": (1, {}),
+    "TP2 x PP2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def four(ranks, tmp_path_factory):
+    """Four layers, so that two stages have two each, and their copy."""
+    from tests.conversion.checkpoints import save_gpt
+
+    folder = tmp_path_factory.mktemp("four")
+    layout = {"tensor_model_parallel_size": 2}
+    ranks(save_gpt, 2, str(folder / "save"), KHA, layout, {"num_layers": 4}, {"spec": None})
+    _rewrite(folder / "save", folder / "copy", threads=3)
+    return folder / "save" / f"iter_{ITERATION:07d}", folder / "copy"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron_loads_it_under_any_layout(ranks, four, layout):
+    n, sizes = LAYOUTS[layout]
+    for different, held in ranks(load_both, n, *map(str, four), KHA, sizes, {"num_layers": 4}):
+        assert different == []
+        assert held > 20
+
+
+def test_megatron_loads_experts_and_layers_of_their_own(ranks, sparse, tmp_path):
+    _rewrite(sparse[0], tmp_path / "copy")
+    config = {
+        "num_layers": 3,
+        "num_moe_experts": 6,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 20,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_shared_expert_intermediate_size": 28,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    original = str(sparse[0] / f"iter_{ITERATION:07d}")
+    layout = {"expert_model_parallel_size": 2}
+    for different, held in ranks(
+        load_both, 2, original, str(tmp_path / "copy"), KHA, layout, config
+    ):
+        assert different == []
+        assert held > 20
+
+
+def test_archives_and_index_are_those_that_megatron_writes(four):
+    original, copy = (MegatronCheckpoint.open(folder) for folder in four)
+
+    def archives(checkpoint):
+        found = {}
+        for key in checkpoint.keys():  # noqa: SIM118
+            for chunk in checkpoint._folder.tensors[key].chunks:
+                data = (checkpoint.path / chunk.file).read_bytes()
+                found[key, chunk.offsets] = data[chunk.start : chunk.start + chunk.length]
+        return found
+
+    def records(archive):
+        """What ``torch.load`` reads of an archive, after its checksums."""
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            assert opened.testzip() is None
+            names = ("data.pkl", "byteorder", "data/0", "version")
+            return [opened.read(f"archive/{name}") for name in names]
+
+    ours, theirs = archives(copy), archives(original)
+    assert ours.keys() == theirs.keys()
+    for key, archive in ours.items():
+        assert records(archive) == records(theirs[key])
+        written, saved = (
+            torch.load(io.BytesIO(data), weights_only=True) for data in (archive, theirs[key])
+        )
+        assert torch.equal(written, saved)
+    one, two = (pickle.loads((folder / ".metadata").read_bytes()) for folder in four)
+    for key, entry in two.state_dict_metadata.items():
+        same = one.state_dict_metadata[key]
+        assert type(entry) is type(same)
+        if hasattr(entry, "chunks"):
+            entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+            same.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+        assert entry == same
+    assert one.state_dict_metadata.keys() - two.state_dict_metadata.keys() == {
+        key for key in one.state_dict_metadata if key.startswith(("optimizer", "chained", "rng"))
+    }
+    assert (two.version, two.planner_data) == (one.version, one.planner_data)
+    assert (four[1] / "metadata.json").read_bytes() == (four[0] / "metadata.json").read_bytes()
+    verify_manifest(four[1])
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["zip", "zip64"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1, 7, 3)], ids=str)
+def test_an_archive_is_torch_loads_and_its_bytes_are_aligned(tmp_path, monkeypatch, shape, large):
+    monkeypatch.setattr(tensor_archive, "_LARGE", 0 if large else 2**31)
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.bool):
+        tensor = torch.randint(0, 2, shape).to(dtype)
+        with (tmp_path / "shard").open("wb") as shard:
+            shard.write(bytes(13))
+            tensor_archive.write_tensor(shard.write, tensor, 13)
+        archive = (tmp_path / "shard").read_bytes()[13:]
+        assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
+        with (tmp_path / "shard").open("rb") as shard:
+            found = tensor_archive.find_tensor(shard.fileno(), 13, len(archive))
+        assert (found.shape, found.dtype, found.start % 64) == (shape, dtype, 0)
+
+
+def test_what_it_says_of_itself(four):
+    checkpoint = MegatronCheckpoint.open(four[1])
+    assert (checkpoint.iteration, checkpoint.kha) == (ITERATION, KHA)
+    identity = checkpoint.identity()
+    assert identity["format"] == "torch_dist"
+    assert (identity["iteration"], len(identity["sha256"])) == (ITERATION, 64)
+    manifest = json.loads((four[1] / "manifest.json").read_text())
+    assert manifest["source"] == SOURCE
+    assert manifest["tensors"]["embedding.word_embeddings.weight"] == {
+        "dtype": "float32",
+        "shape": [56, 40],
+    }
+    assert manifest["tensors"].keys() == checkpoint.keys().keys()
+
+
+def _tensors():
+    generator = torch.Generator().manual_seed(4)
+    wide = torch.randn(7, 3, 5, generator=generator)
+    tensors = {
+        "transposed": wide.transpose(0, 2),
+        "slice of a larger one": wide[2:4],
+        "every second": wide[::2],
+        "expanded": wide[:, :1].expand(7, 4, 5),
+        "empty": wide[:, :0],
+        "empty slice": torch.zeros(4)[2:2],
+        "scalar": torch.tensor(2.5),
+        "parameter": torch.nn.Parameter(wide[1]),
+        **{
+            str(dtype): (wide * 3).to(dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+        },
+        "uint16": torch.arange(5).to(torch.uint16),
+        "fp8": wide.to(torch.float8_e4m3fn),
+    }
+    return list(tensors.items())
+
+
+@pytest.mark.parametrize(("name", "tensor"), _tensors())
+def test_any_tensor_comes_back(tmp_path, name, tensor):
+    with TorchDistWriter(tmp_path) as writer:
+        writer.write(name, tensor, shape=tensor.shape, offsets=(0,) * tensor.dim())
+        writer.close(COMMON, SOURCE)
+    back = MegatronCheckpoint.open(tmp_path).tensor(name)
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back.reshape(-1).view(torch.uint8), _bytes(tensor))
+    # a slice must not take the rest of its storage along
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < tensor.nbytes + 4000
+
+
+def _bytes(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_a_chunk_that_does_not_fit_is_refused(tmp_path):
+    writer = TorchDistWriter(tmp_path)
+    tensor = torch.zeros(2, 3)
+    for shape, offsets in (((2, 3), (1, 0)), ((2, 3), (-1, 0)), ((6,), (0,)), ((2, 2), (0, 0))):
+        with pytest.raises(ValueError, match="is not in"):
+            writer.write("a", tensor, shape=shape, offsets=offsets)
+    writer.write("a", tensor, shape=(4, 3), offsets=(0, 0))
+    with pytest.raises(ValueError, match="two chunks at"):
+        writer.write("a", tensor, shape=(4, 3), offsets=(0, 0))
+    with pytest.raises(ValueError, match="differ in dtype"):
+        writer.write("a", tensor.half(), shape=(4, 3), offsets=(2, 0))
+    with pytest.raises(CheckpointError, match=r"incomplete: 6 of 12 elements of a"):
+        writer.close(COMMON, SOURCE)
+    assert not (tmp_path / "metadata.json").exists()
+
+
+def test_a_training_state_that_cannot_be_stored_is_refused(tmp_path):
+    inert = type("AttnBackend", (Record,), {"name": "megatron.AttnBackend"})(5)
+    with (
+        TorchDistWriter(tmp_path) as writer,
+        pytest.raises(CheckpointError, match=r"training state cannot be stored.*AttnBackend"),
+    ):
+        writer.close(COMMON | {"args": Namespace(attention_backend=inert)}, SOURCE)
+    assert not (tmp_path / "metadata.json").exists()

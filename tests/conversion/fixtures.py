@@ -1,0 +1,77 @@
+"""Checkpoints that two real ranks wrote, for the tests of checkpoints, conversions and commands."""
+
+import shutil
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from kha_megatron.config import KHAConfig
+from tests.conversion.checkpoints import VOCAB, save_and_run, save_gpt
+
+KHA = KHAConfig(query="linear", key="gate", value="mlp")
+
+
+@pytest.fixture(scope="session")
+def dense(ranks, tmp_path_factory):
+    """Three homogeneous layers on TP=2: the save folder and each rank's parameters."""
+    folder = tmp_path_factory.mktemp("dense") / "save"
+    layout = {"tensor_model_parallel_size": 2}
+    args = {"rotary_base": 10000, "spec": None}
+    return folder, ranks(save_gpt, 2, str(folder), KHA, layout, {"num_layers": 3}, args)
+
+
+@pytest.fixture
+def copy(dense, tmp_path):
+    """A copy of the dense save folder, to be damaged."""
+    return shutil.copytree(dense[0], tmp_path / "save")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """A tokenizer folder with fewer entries than the embedding has rows."""
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), VOCAB)
+
+
+@pytest.fixture(scope="session")
+def sparse(ranks, tmp_path_factory, tokenizer):
+    """TP=2 x EP=2, a dense layer among sparse ones, every routing option, a tokenizer.
+
+    The save folder and Megatron's logits for ``checkpoints.tokens()``.
+    """
+    folder = tmp_path_factory.mktemp("sparse") / "save"
+    layout = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    config = {
+        "num_layers": 3,
+        "num_moe_experts": 6,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 20,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_shared_expert_intermediate_size": 28,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    }
+    args = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
+    parts = ranks(save_and_run, 2, str(folder), KHA, layout, config, args)
+    return folder, parts[0][1]
+
+
+def write_tokenizer(folder, entries):
+    """A saved word-level tokenizer with that many entries, the last two of them special."""
+    words = {f"w{i}": i for i in range(entries - 2)}
+    words |= {"<end>": entries - 2, "<pad>": entries - 1}
+    model = Tokenizer(WordLevel(words, unk_token="w0"))
+    model.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        eos_token="<end>",
+        pad_token="<pad>",
+    ).save_pretrained(folder)
+    return folder

@@ -1,0 +1,342 @@
+"""What `data prepare` promises: nothing lost, nothing half-written, the same on any machine."""
+
+import json
+import os
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kha_megatron.data import tokenization
+from kha_megatron.data.prepare import prepare, standard_library
+from kha_megatron.data.report import DataReport, verify
+from kha_megatron.errors import ConfigError, DataError, OutputError
+from tests.versions import needs_training_package
+
+pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")
+
+LIMIT = 700  # bytes: some of the files below are longer
+TEXTS = {
+    "a/code.py": "def main():\n    print('knock, knock')\n\n\n\treturn 7\n" * 19,
+    "a/crlf.txt": "one\r\ntwo\r\n\r\nthree\rfour",
+    "b/end.txt": "<|endoftext|>before<|endoftext|> and after <|endoftext|>",
+    "b/line.txt": "不🦜é" * 300,  # longer than LIMIT and not one line end
+    "b/odd.txt": "\ufeff\0\x1b[0m\u2028\u00a0 e\u0301 \U0010ffff\t  \n ",
+    "b/space.txt": "   \n\n \t \n",
+}
+OTHERS = {"a/empty.py": b"", "b/latin.txt": b"caf\xe9", "b/late.txt": b"x\n" * 500 + b"\xff"}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    for name, content in {**{n: t.encode() for n, t in TEXTS.items()}, **OTHERS}.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    (root / "a" / "loop").symlink_to(root, target_is_directory=True)
+    (root / "b" / "broken.txt").symlink_to(root / "gone")
+    return root
+
+
+@pytest.fixture(scope="module")
+def prepared(sources, tmp_path_factory):
+    out = tmp_path_factory.mktemp("prepared") / "new" / "data"
+    return out, prepare([sources], out, vocab_size=300, workers=2, max_file_bytes=LIMIT)
+
+
+def documents(folder):
+    dataset = tokenization.indexed_dataset_module().IndexedDataset(str(folder / "corpus"))
+    return [np.array(document) for document in dataset]
+
+
+def files(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_text_comes_back_from_the_dataset(prepared):
+    out, report = prepared
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
+    texts = []
+    for ids in documents(out):
+        assert list(ids).count(report.eod_id) == 1  # the words in b/end.txt are no end
+        assert ids[-1] == report.eod_id
+        texts.append(tokenizer.decode(ids[:-1]))
+    assert "".join(texts) == "".join(TEXTS[name] for name in sorted(TEXTS))
+    assert all(len(text.encode()) <= LIMIT for text in texts)
+    for text in TEXTS.values():  # and as a user of the tokenizer sees it
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_report_counts_what_is_there(prepared, sources):
+    out, report = prepared
+    ids = documents(out)
+    assert report.files == len(TEXTS)
+    assert report.split_files == 2
+    assert report.documents == len(ids) > len(TEXTS)
+    assert report.tokens == sum(map(len, ids))
+    assert report.bytes == sum(len(text.encode()) for text in TEXTS.values())
+    assert report.altered_documents == 0
+    assert report.dtype == "uint16"
+    counts = {reason: value["count"] for reason, value in report.skipped.items() if value["count"]}
+    assert counts == {"empty": 1, "not_utf8": 2, "unreadable": 1, "repeated": 1}
+    examples = [str(sources / name) for name in ("b/late.txt", "b/latin.txt")]
+    assert report.skipped["not_utf8"]["examples"] == examples
+    assert DataReport.read(out) == report == verify(out)
+
+
+def test_result_does_not_depend_on_workers(prepared, sources, tmp_path):
+    for workers in (1, 5):
+        out = tmp_path / str(workers)
+        prepare([sources], out, vocab_size=300, workers=workers, max_file_bytes=LIMIT)
+        assert files(out) == files(prepared[0])
+
+
+def test_megatron_reads_the_tokenizer(prepared):
+    needs_training_package()
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    out, report = prepared
+    arguments = Namespace(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(out / "tokenizer"),
+        chat_template=None,
+        vocab_file=None,
+        merge_file=None,
+        special_tokens=None,
+        tokenizer_hf_no_use_fast=False,
+        tokenizer_hf_no_include_special_tokens=False,
+        trust_remote_code=False,
+        metadata_path=None,
+        pad_vocab_size=False,
+    )
+    tokenizer = build_tokenizer(arguments)
+    assert tokenizer.eod == report.eod_id
+    assert tokenizer.vocab_size == report.vocab_size
+    text = TEXTS["a/code.py"]
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_vocabulary_that_runs_out_of_pairs_says_so(sources, tmp_path):
+    report = prepare([sources / "a"], tmp_path / "out", vocab_size=5000)
+    assert report.vocab_size < report.vocab_size_asked == 5000
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert len(tokenizer) == report.vocab_size
+
+
+def make_tokenizer(folder, *, size=258, eos=True, normalizer=None):
+    """A byte-level tokenizer that asks for what must not reach a corpus."""
+    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens += [f"never {i}" for i in range(size - len(tokens))]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if normalizer:
+        backend.normalizer = normalizer
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.enable_truncation(16)
+    backend.enable_padding(length=64, pad_id=1, pad_token="</s>")
+    special = {"bos_token": "<s>", **({"eos_token": "</s>"} if eos else {})}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    return folder
+
+
+def test_tokenizer_is_reused_without_its_truncation_padding_and_bos(sources, tmp_path):
+    folder = make_tokenizer(tmp_path / "mine")
+    report = prepare([sources / "b"], tmp_path / "out", tokenizer=folder)
+    assert (report.vocab_size, report.eod_id, report.vocab_size_asked) == (258, 1, None)
+    assert report.tokenizer == str(folder)
+    assert report.tokens == report.bytes + report.documents  # bytes and ends, nothing else
+    assert report.altered_documents == 0
+    assert verify(tmp_path / "out") == report
+
+
+def test_tokenizer_that_alters_text_is_reported(sources, tmp_path):
+    folder = make_tokenizer(tmp_path / "mine", normalizer=normalizers.NFC())
+    report = prepare([sources / "b"], tmp_path / "out", tokenizer=folder)
+    assert report.altered_documents == 1  # the combining accent of b/odd.txt
+
+
+def test_large_vocabulary_is_stored_in_more_bits(sources, tmp_path):
+    folder = make_tokenizer(tmp_path / "mine", size=65500)
+    report = prepare([sources / "a"], tmp_path / "out", tokenizer=folder)
+    assert (report.dtype, report.vocab_size) == ("int32", 65500)
+    assert verify(tmp_path / "out") == report
+
+
+def test_standard_library_without_its_tests(monkeypatch, tmp_path):
+    library = tmp_path / "python3.12"
+    for name in ("json/tool.py", "test/test_json.py", "LICENSE.txt", "site-packages/six.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(name)
+    monkeypatch.setattr("kha_megatron.data.prepare.standard_library", lambda: library)
+    report = prepare(None, tmp_path / "out")
+    assert (report.files, report.sources) == (1, [str(library)])
+    assert report.skipped["excluded"]["count"] == 2
+    assert report.skipped["other_name"]["count"] == 1
+
+
+def test_standard_library_is_where_python_keeps_it():
+    assert (standard_library() / "json" / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"vocab_size": 256}, ConfigError, ["256", "257"]),
+        ({"workers": 0}, ConfigError, ["0", "1 or more"]),
+        ({"max_file_bytes": 3}, ConfigError, ["3", "4 to"]),
+        ({"vocab_size": 300, "tokenizer": Path("t")}, ConfigError, ["300", "drop one"]),
+        ({"sources": [Path("gone")]}, DataError, ["gone", "does not exist"]),
+        ({"sources": [Path("full/inner")], "out": Path("full")}, DataError, ["full", "inner"]),
+        ({"out": Path("full")}, OutputError, ["full", "--overwrite"]),
+        ({"out": Path("full"), "overwrite": True}, OutputError, ["full", "no data.json"]),
+        ({"out": Path("other.txt")}, OutputError, ["other.txt", "is a file"]),
+        ({"tokenizer": Path("gone")}, DataError, ["gone", "tokenizer.json"]),
+        ({"tokenizer": Path("full")}, DataError, ["full", "save_pretrained"]),
+        ({"tokenizer": Path("endless")}, DataError, ["endless", "eos_token"]),
+        ({"sources": [Path("useless")]}, DataError, ["useless", "1 empty, 1 not_utf8"]),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_any_work(
+    changes, kind, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("full/inner/file.txt", "text.txt", "other.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("text")
+    Path("useless").mkdir()
+    Path("useless/empty").touch()
+    Path("useless/bytes").write_bytes(b"\xff")
+    make_tokenizer(tmp_path / "endless", eos=False)
+    before = files(tmp_path)
+    stages = set()
+    arguments = {"sources": [Path("text.txt")], "out": Path("out"), **changes}
+    with pytest.raises(kind) as caught:
+        prepare(**arguments, on_progress=lambda step: stages.add(step.stage))
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
+    assert stages <= {"checking"}
+    assert files(tmp_path) == before
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("stage", ["training tokenizer", "tokenizing"])
+def test_interrupted_work_leaves_what_was_there(stage, prepared, sources, tmp_path):
+    out = tmp_path / "out"
+    prepare([sources / "a"], out, vocab_size=260)
+    before = files(tmp_path)
+
+    def interrupt(step):
+        if step.stage == stage and step.files == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([sources], out, vocab_size=300, overwrite=True, on_progress=interrupt)
+    assert files(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # and no hidden leftover
+    prepare([sources], out, vocab_size=300, overwrite=True, max_file_bytes=LIMIT)
+    assert files(out) == files(prepared[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
+    """Ctrl-C comes to the main thread, which only waits while the library works in another."""
+    # a shell starts what it runs in the background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(f"text number {number}")
+    counted = []
+
+    def interrupt(step):
+        if step.stage == "training tokenizer":
+            counted.append(step.files)
+            if step.files == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            prepare([tmp_path], tmp_path / "out", on_progress=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 1 <= len(counted) < 30
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"short", b"longer\n" * 400, None])
+@pytest.mark.parametrize("stage", ["training tokenizer", "tokenizing"])
+def test_file_that_changes_meanwhile_is_an_error(stage, content, tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"text number {number}\n" * 20)
+    victim = tmp_path / "2.txt"
+    tokenizer = make_tokenizer(tmp_path / "mine") if stage == "tokenizing" else None
+
+    def change(step):
+        if step.stage != "checking":
+            victim.unlink(missing_ok=True)
+            if content is not None:
+                victim.write_bytes(content)
+
+    with pytest.raises(DataError, match=r"2\.txt changed while it was being read"):
+        prepare(
+            [tmp_path / f"{number}.txt" for number in range(3)],
+            tmp_path / "out",
+            tokenizer=tokenizer,
+            workers=1,
+            on_progress=change,
+        )
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_unwritable_parent_is_one_line(sources, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot write .*/file/out"):
+        prepare([sources / "a"], tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda folder: (folder / "data.json").unlink(), "no data.json"),
+        (lambda folder: (folder / "data.json").write_text("{"), "damaged"),
+        (lambda folder: (folder / "data.json").write_text('{"format": 2}'), "another version"),
+        (lambda folder: (folder / "corpus.bin").unlink(), "corpus.bin cannot be opened"),
+        (lambda folder: cut(folder / "corpus.idx", 40), "corpus.idx has"),
+        (lambda folder: cut(folder / "corpus.bin", 2), "corpus.bin has"),
+        (lambda folder: (folder / "corpus.idx").write_bytes(b"x" * IDX), "cannot be opened"),
+        (lambda folder: edit(folder, tokens=7), "tokens"),
+        (lambda folder: edit(folder, documents=7), "documents 2"),
+        (lambda folder: edit(folder, vocab_size=7), "vocab_size 257"),
+        (lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), "tokenizer"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Megatron's __del__
+def test_verify_sees_damage(harm, words, tmp_path):
+    (tmp_path / "text.txt").write_text("three lines\nof\ntext\n")
+    out = tmp_path / "out"
+    prepare([tmp_path / "text.txt"], out, vocab_size=260, max_file_bytes=12)
+    verify(out)
+    harm(out)
+    with pytest.raises(DataError, match=words) as caught:
+        verify(out)
+    assert "\n" not in str(caught.value)
+
+
+IDX = 34 + 2 * 12 + 3 * 8  # header; length and offset per document; document boundaries
+
+
+def cut(path, count):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def edit(folder, **changes):
+    report = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps({**report, **changes}))

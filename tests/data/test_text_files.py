@@ -1,0 +1,115 @@
+"""Nothing a walk meets disappears, and pieces of a file join to the file."""
+
+import itertools
+import os
+import random
+
+import pytest
+
+from kha_megatron.data.text_files import SKIPPED, Skips, check_files, find_files, read_pieces
+
+ALPHABET = ["a", "é", "不", "🦜", "\n", "\r\n", "\t", "\0", "\ufeff", "\u2028", " "]
+
+
+def walk(*sources, globs=("*",), exclude=(), output="nowhere"):
+    skips = Skips()
+    found = find_files(sources, globs=globs, exclude=exclude, output=output, skips=skips)
+    return found, {reason: value["count"] for reason, value in skips.to_dict().items()}
+
+
+def test_every_path_is_used_or_counted(tmp_path):
+    root = tmp_path / "root"
+    for name in ("b/two.py", "a/one.py", "a/notes.txt", "__pycache__/x.py", "out/tokenizer.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "a" / "loop").symlink_to(root, target_is_directory=True)
+    (root / "b" / "again.py").symlink_to(root / "a" / "one.py")
+    (root / "b" / "broken.py").symlink_to(root / "gone.py")
+    os.mkfifo(root / "b" / "pipe.py")  # opening it would wait for ever
+    (root / os.fsdecode(b"\xff.py")).write_text("a name that is no UTF-8")
+
+    found, counts = walk(root, globs=["*.py"], exclude=["__pycache__"], output=root / "out")
+
+    names = [str(path.relative_to(root)) for path in found]
+    assert names == ["a/one.py", "b/two.py", "\udcff.py"]
+    assert list(found.values()) == [8, 8, 23]
+    expected = {"other_name": 1, "repeated": 2, "unreadable": 2, "excluded": 2}
+    assert counts == {reason: expected.get(reason, 0) for reason in SKIPPED}
+
+
+def test_overlapping_sources_give_each_file_once(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.txt").write_text("x")
+    found, counts = walk(tmp_path / "a" / "one.txt", tmp_path, tmp_path / "a")
+    assert len(found) == 1
+    assert counts["repeated"] == 2  # the file again, and the folder a again
+
+
+def test_a_named_file_needs_no_matching_name(tmp_path):
+    file = tmp_path / "site-packages"
+    file.write_text("x")
+    found, _ = walk(file, globs=["*.py"], exclude=["site-packages"])
+    assert list(found) == [file]
+
+
+def test_examples_can_be_printed(tmp_path):
+    skips = Skips()
+    for number in range(9):
+        skips.add("empty", tmp_path / os.fsdecode(b"\xff%d" % number))
+    empty = skips.to_dict()["empty"]
+    assert empty["count"] == 9
+    assert [name.encode()[-5:] for name in empty["examples"]] == [b"\\xff%d" % n for n in range(5)]
+
+
+def test_check_tells_text_from_other_bytes(tmp_path):
+    contents = {"text": "7 \u00e9\r\n".encode(), "latin": b"caf\xe9 au lait", "nothing": b""}
+    contents["late"] = b"x\n" * 50 + b"\xff"  # after several good pieces
+    contents["cut"] = "不".encode()[:2]  # a character that the file ends in
+    sizes = {}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        sizes[tmp_path / name] = len(content)
+    sizes[tmp_path / "vanished"] = 3
+    skips, advanced = Skips(), []
+    files = check_files(sizes, 10, skips=skips, advance=advanced.append)
+    assert [(file.path.name, file.bytes, file.pieces) for file in files] == [("text", 6, 1)]
+    counts = {reason: value["count"] for reason, value in skips.to_dict().items()}
+    assert counts["not_utf8"] == 3
+    assert counts["empty"] == counts["unreadable"] == 1
+    assert advanced == list(sizes.values())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_forbidden_files_and_folders_are_counted(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        (tmp_path / name).chmod(0)
+    try:
+        found, counts = walk(tmp_path)
+        skips = Skips()
+        assert check_files(found, 10, skips=skips, advance=lambda size: None) == []
+        assert counts["unreadable"] + skips.to_dict()["unreadable"]["count"] == 2
+    finally:
+        (tmp_path / "folder").chmod(0o700)
+
+
+@pytest.mark.parametrize("limit", [4, 5, 7, 31])
+def test_pieces_join_to_the_file(tmp_path, limit):
+    rng = random.Random(limit)
+    for length in range(60):
+        content = "".join(rng.choices(ALPHABET, k=length)).encode()
+        (tmp_path / "file").write_bytes(content)
+        pieces = list(read_pieces(tmp_path / "file", limit))
+        assert b"".join(pieces) == content
+        assert all(0 < len(piece) <= limit for piece in pieces)
+        for piece in pieces:
+            piece.decode()  # never cut inside a character
+        for piece, following in itertools.pairwise(pieces):
+            assert piece.endswith(b"\n") or b"\n" not in (piece + following)[:limit]
+
+
+def test_a_file_within_the_limit_is_one_piece(tmp_path):
+    (tmp_path / "file").write_bytes(b"1\n34567")
+    assert len(list(read_pieces(tmp_path / "file", 7))) == 1
+    assert list(read_pieces(tmp_path / "file", 6)) == [b"1\n", b"34567"]

@@ -1,0 +1,119 @@
+"""Loss spikes against histories whose spikes were put there by hand."""
+
+import math
+import random
+
+import pytest
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.history.spikes import Definition, Spike, find_spikes
+
+
+def history(count=400, noise=0.02, every=1, seed=3):
+    """A loss that falls from 10.8 towards 2, with normal noise."""
+    draw = random.Random(seed)
+    return [
+        (every * (i + 1), 2 + 8.8 * math.exp(-i / 40) + draw.gauss(0, noise)) for i in range(count)
+    ]
+
+
+def raised(values, start, heights):
+    """A jump of the given heights from the ``start``-th value on."""
+    values = list(values)
+    for i, height in enumerate(heights, start):
+        values[i] = (values[i][0], values[i][1] + height)
+    return values
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("noise", [0.0, 0.005, 0.02, 0.1])
+def test_a_falling_noisy_loss_has_none(noise, seed):
+    assert find_spikes(history(2000, noise, seed=seed)) == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_height_peak_and_recovery(every):
+    values = raised(history(every=every), 300, [0.5, 1.5, 0.9, 0.4])
+    (spike,) = find_spikes(values)
+    assert (spike.start, spike.peak, spike.end) == (301 * every, 302 * every, 305 * every)
+    assert spike.recovery == 4 * every
+    assert spike.level == pytest.approx(2, abs=0.05)
+    assert spike.height == pytest.approx(1.5, abs=0.1)
+
+
+def test_exact_numbers_of_a_flat_loss():
+    last = [(17, 2.125), (18, 2.25), (19, 2.0625), (20, 2.03125)]
+    values = [(i, 2.0) for i in range(1, 17)] + last
+    definition = Definition(margin=0.125)
+    # 2.125 is not more than the margin, and 2.0625 not less than half of it
+    expected = Spike(start=18, peak=18, end=20, level=2.0, height=0.25)
+    assert find_spikes(values, definition) == [expected]
+    assert find_spikes(values, Definition(margin=0.25)) == []
+    assert find_spikes(values, Definition(margin=0.0))[0].start == 17
+    values[16] = (17, 2.1250001)
+    assert find_spikes(values, definition)[0].start == 17
+
+
+def test_noise_asks_for_a_higher_jump():
+    jump = [0.25]
+    assert len(find_spikes(raised(history(noise=0.005), 300, jump))) == 1
+    assert find_spikes(raised(history(noise=0.1), 300, jump)) == []
+    assert len(find_spikes(raised(history(noise=0.1), 300, jump), Definition(deviations=1))) > 1
+
+
+def test_two_spikes_are_two_and_one_that_swings_is_one():
+    values = raised(raised(history(), 300, [1.0] * 3), 320, [0.6])
+    assert [s.start for s in find_spikes(values)] == [301, 321]
+    swinging = raised(history(noise=0.001), 300, [0.5, 0.08, 0.5, 0.08, 0.5])
+    assert [s.recovery for s in find_spikes(swinging)] == [5]
+
+
+def test_what_is_in_a_spike_does_not_move_the_level():
+    values = raised(history(500, noise=0.01), 300, [1.0] * 100)
+    values = raised(values, 410, [0.3])
+    first, second = find_spikes(values)
+    assert first.recovery == 100
+    assert second.start == 411
+    assert second.level == pytest.approx(2, abs=0.1)
+
+
+def test_a_loss_that_stays_up_is_one_spike_without_recovery():
+    (spike,) = find_spikes(raised(history(), 300, [0.8] * 100))
+    assert (spike.start, spike.end, spike.recovery) == (301, None, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_not_finite_is_a_spike_of_infinite_height(bad):
+    values = history()
+    values[200] = (201, bad)
+    values[202] = (203, bad)
+    spikes = find_spikes(values)
+    assert [(s.start, s.end, s.height) for s in spikes] == [
+        (201, 202, math.inf),
+        (203, 204, math.inf),
+    ]
+    early = find_spikes([(1, bad), *history()[1:]])
+    assert early == []  # the first values are not judged, and it is no level either
+
+
+def test_short_histories():
+    assert find_spikes([]) == []
+    values = [(i, 1.0) for i in range(16)]
+    assert find_spikes([*values[:15], (15, 9.0)]) == []
+    assert len(find_spikes([*values, (16, 9.0)])) == 1
+    assert len(find_spikes([*values[:1], (1, 9.0)], Definition(window=4))) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"window": 3}, {"deviations": -1.0}, {"margin": math.nan}, {"margin": math.inf}]
+)
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
+        Definition(**wrong)
+
+
+def test_a_fall_within_the_window_counts_as_noise():
+    """So that nothing is found in the first steep part of a run but what stands out of it."""
+    falling = [(i, 10 - 0.05 * i) for i in range(100)]
+    assert find_spikes(raised(falling, 50, [3.0])) == []
+    assert len(find_spikes(raised(falling, 50, [9.0]))) == 1

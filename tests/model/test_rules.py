@@ -1,0 +1,262 @@
+"""Which spreads of a model over ranks are legal, and what a refusal says."""
+
+from dataclasses import replace
+
+import pytest
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.layout import Batch, Layout, Model, latents
+from kha_megatron.model.rules import check_head_layout, check_layout
+
+DENSE = Model(
+    num_layers=12,
+    hidden_size=96,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=192,
+)
+TIED = replace(DENSE, tied_keys=True)
+LATENT = replace(
+    DENSE,
+    num_query_groups=8,
+    latents=latents(24, 20, 4, down_projections_cut=True),
+    latent_width=20,
+)
+GROUPED = replace(LATENT, latents=(), latent_heads=4)
+EXPERTS = replace(DENSE, num_experts=12, moe_ffn_hidden_size=80)
+BATCH = Batch(seq_length=96, micro_batch_size=3, global_batch_size=48)
+
+
+def layout(**sizes):
+    return Layout(**{"sequence_parallel": sizes.get("tp", 1) > 1} | sizes)
+
+
+@pytest.mark.parametrize(("heads", "groups", "tp"), [(8, 8, 4), (8, 1, 8), (32, 4, 16), (6, 3, 3)])
+def test_legal_head_layouts(heads, groups, tp):
+    check_head_layout(heads, groups, tp)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp", "words"),
+    [
+        (8, 4, 3, ["8 query heads", "3 tensor", "[1, 2, 4, 8]"]),
+        (12, 6, 4, ["6 key/value heads", "4 tensor", "[1, 2, 3, 6, 12]"]),
+        (8, 3, 1, ["8 query heads", "3 key/value heads", "[1, 2, 4, 8]"]),
+    ],
+)
+def test_illegal_head_layouts_name_legal_ones(heads, groups, tp, words):
+    with pytest.raises(ConfigError) as caught:
+        check_head_layout(heads, groups, tp)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "batch"),
+    [
+        (DENSE, {}, BATCH),
+        (DENSE, {"tp": 8, "world_size": 8}, BATCH),  # more ranks than key/value heads
+        (
+            DENSE,
+            {"tp": 4, "sequence_parallel": False, "world_size": 4},
+            replace(BATCH, seq_length=97),
+        ),
+        (DENSE, {"cp": 3, "world_size": 6}, BATCH),
+        (DENSE, {"pp": 6, "vpp": 2, "world_size": 6}, replace(BATCH, global_batch_size=18)),
+        (DENSE, {"pp": 2, "vpp": 3, "world_size": 4}, BATCH),
+        (DENSE, {"pp": 3, "vpp": 2, "overlap_p2p": False}, BATCH),
+        (DENSE, {"pp": 4, "first_stage_layers": 2, "last_stage_layers": 4}, None),
+        (DENSE, {"pp": 2, "first_stage_layers": 5, "last_stage_layers": 7}, None),
+        (replace(DENSE, num_layers=11), {"pp": 4, "loss_as_layer": True}, None),
+        (replace(DENSE, num_layers=5), {"pp": 2, "stages": ("Ett", "tttL")}, None),
+        (replace(DENSE, num_layers=2), {"pp": 2, "vpp": 2, "stages": ("E", "t", "t", "mL")}, None),
+        (
+            EXPERTS,
+            {"tp": 2, "ep": 6, "etp": 1, "world_size": 12},
+            replace(BATCH, global_batch_size=36),
+        ),
+        # the dense width is not used, so it need not be divisible
+        (replace(EXPERTS, ffn_hidden_size=7), {"tp": 2}, BATCH),
+        (replace(DENSE, vocab_size=57), {"tp": 4}, None),  # Megatron pads it
+        (replace(DENSE, num_layers=None, ffn_hidden_size=None), {"pp": 5, "tp": 4}, None),
+    ],
+)
+def test_what_megatron_can_make_passes(model, sizes, batch):
+    check_layout(model, layout(**sizes), batch)
+
+
+ILLEGAL = [
+    (DENSE, {"tp": 3}, "8 query heads cannot be divided over 3", "[1, 2, 4, 8]"),
+    (
+        replace(DENSE, num_query_groups=1, kv_channels=6),
+        {"tp": 8},
+        "60 rows of the QKV projection cannot be divided over 8",
+        "[6, 10]",
+    ),
+    (replace(DENSE, ffn_hidden_size=190), {"tp": 4}, "190 cannot be divided over 4", "188 or 192"),
+    (EXPERTS, {"tp": 8, "etp": 3}, "--moe-ffn-hidden-size 80 .* over 3", "78 or 81, or .* 2 or 4"),
+    (
+        replace(EXPERTS, moe_shared_expert_intermediate_size=50),
+        {"tp": 4, "etp": 1},
+        "--moe-shared-expert-intermediate-size 50 .* over 4",
+        "48 or 52",
+    ),
+    (replace(DENSE, vocab_size=57, vocab_padding=0), {"tp": 4}, "57 .* over 4", "56 or 60"),
+    (DENSE, {"sequence_parallel": True}, "--tensor-model-parallel-size 1", "remove it"),
+    (EXPERTS, {"tp": 2, "sequence_parallel": False}, "12 experts .* 2", "add --sequence-parallel"),
+    (DENSE, {"ep": 2}, "--expert-model-parallel-size 2 .* without experts", "use 1"),
+    (EXPERTS, {"ep": 5}, "12 experts cannot be divided over 5", "4 or 6, or .* 10 or 15"),
+    (DENSE, {"pp": 5}, "12 layers cannot be divided over 5", "4 or 6, or --num-layers 10 or 15"),
+    (
+        replace(DENSE, num_layers=23),
+        {"pp": 4},
+        "23 layers cannot be divided over 4",
+        "--account-for-loss-in-pipeline-split",
+    ),
+    (
+        DENSE,
+        {"pp": 4, "loss_as_layer": True},
+        "the loss, 13 in all, .* over 4",
+        "--num-layers 11 or 15",
+    ),
+    (
+        DENSE,
+        {"pp": 4, "first_stage_layers": 2},
+        "10 layers that are left of 12 .* over 3",
+        "3 or 6",
+    ),
+    (
+        DENSE,
+        {"pp": 2, "first_stage_layers": 12, "last_stage_layers": 1},
+        "-1 layers .* 0",
+        "change",
+    ),
+    (DENSE, {"pp": 2, "last_stage_layers": 0}, "0 layers in the last", "1 or more"),
+    (
+        DENSE,
+        {"pp": 3, "last_stage_layers": 2, "loss_as_layer": True},
+        "the last pipeline stage together with counting the loss",
+        "one of the two",
+    ),
+    (DENSE, {"pp": 3, "vpp": 3}, "4 layers on a pipeline rank .* 3 virtual", "2 or 4"),
+    (DENSE, {"pp": 1, "vpp": 2}, "2 virtual pipeline stages .*-size 1", "use 2"),
+    (DENSE, {"pp": 2, "vpp": 2, "overlap_p2p": False}, "2 virtual stages on 2", "3 or more"),
+    (DENSE, {"pp": 2, "stages": ("Ett", "tt", "tL")}, "3 stages, .* 2 pipeline", "2 or 4 stages"),
+    (DENSE, {"pp": 2, "stages": ("Ett", "ttL")}, "4 layers, the model 12", "write 12 t"),
+    (
+        replace(DENSE, num_layers=4),
+        {"pp": 2, "stages": ("tt", "EttL")},
+        "must begin with its only E",
+        "not t and L",
+    ),
+    (DENSE, {"tp": 2, "pp": 3, "world_size": 16}, "16 ranks .* = 6", "12 or 18 ranks"),
+    (EXPERTS, {"ep": 6, "pp": 2, "world_size": 16}, "16 ranks .* expert 6 .* = 12", "12 or 24"),
+]
+ILLEGAL_BATCHES = [
+    ({"cp": 5}, "--seq-length 96 is no multiple of 2 x .* 5 = 10", "90 or 100"),
+    ({"tp": 4, "cp": 16}, "6 tokens .* over 4 tensor-parallel", "use 128"),
+    ({"world_size": 5}, "48 is no multiple of --micro-batch-size 3 x 5 .* = 15", "45 or 60"),
+    ({"pp": 6, "vpp": 2, "world_size": 12}, "8 microbatches .* groups of 6 over 6", "36 or 72"),
+]
+
+
+def refused(match, remedy, *arguments, **options):
+    with pytest.raises(ConfigError, match=match) as caught:
+        check_layout(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=remedy if "[" not in remedy else None):
+        check_layout(*arguments, **options)
+    if "[" in remedy:
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(("model", "sizes", "match", "remedy"), ILLEGAL, ids=lambda v: None)
+def test_an_illegal_layout_names_both_numbers_and_a_neighbour(model, sizes, match, remedy):
+    refused(match, remedy, model, layout(**sizes))
+
+
+@pytest.mark.parametrize(("sizes", "match", "remedy"), ILLEGAL_BATCHES, ids=lambda v: None)
+def test_an_illegal_batch_names_both_numbers_and_a_neighbour(sizes, match, remedy):
+    refused(match, remedy, DENSE, layout(**sizes), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "recipe", "match", "remedy"),
+    [
+        ({"kv_channels": 40}, 1, "delayed", "--kv-channels 40 is no multiple of 16", "32 or 48"),
+        ({"hidden_size": 104}, 1, "tensorwise", "--hidden-size 104 .* 16", "96 or 112"),
+        ({"hidden_size": 112}, 1, "mxfp8", "--hidden-size 112 .* 32", "96 or 128"),
+        ({}, 8, "delayed", "192 is no multiple of 16 on each of 8 ranks = 128", "128 or 256"),
+    ],
+)
+def test_fp8_needs_multiples(changes, tp, recipe, match, remedy):
+    refused(match, remedy, replace(DENSE, **changes), layout(tp=tp), fp8=recipe)
+
+
+def test_fp8_takes_what_fits():
+    check_layout(DENSE, layout(tp=4), fp8="delayed")
+    check_layout(DENSE, layout(tp=2), fp8="mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "expected"),
+    [
+        ({"pp": 3}, 12, [[4, 4, 4]]),
+        ({"pp": 2, "vpp": 3}, 12, [[2, 2]] * 3),
+        ({"pp": 4, "first_stage_layers": 2, "last_stage_layers": 4}, 12, [[2, 3, 3, 4]]),
+        ({"pp": 2, "vpp": 2, "last_stage_layers": 4}, 12, [[4, 2], [4, 2]]),
+        ({"pp": 4, "vpp": 2, "embedding_as_layer": True, "loss_as_layer": True}, 14, None),
+        ({"pp": 2, "vpp": 2, "stages": ("Et", "tt", "ttt", "L")}, 6, [[1, 2], [3, 0]]),
+    ],
+)
+def test_layers_of_each_virtual_stage(sizes, layers, expected):
+    expected = expected or [[1, 2, 2, 2], [2, 2, 2, 1]]
+    assert layout(**sizes).chunk_layers(layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"), [(TIED, 1), (TIED, 8), (LATENT, 8), (GROUPED, 2), (GROUPED, 8)]
+)
+def test_legal_layouts_of_the_attention_family(model, tp):
+    check_layout(model, layout(tp=tp))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "words"),
+    [
+        (replace(TIED, kv_channels=6), 1, ["--kv-channels 6", "use 4 or 8"]),
+        # 8 query heads and 2 tied states of 4 features are 40 rows
+        (replace(TIED, kv_channels=4), 16, ["8 query heads", "16 tensor-parallel ranks"]),
+        (replace(LATENT, latents=(("--q-lora-rank", 18),)), 4, ["--q-lora-rank 18", "16 or 20"]),
+        (
+            replace(LATENT, latents=latents(None, 20, 2, down_projections_cut=True)),
+            4,
+            ["--kv-lora-rank plus --qk-pos-emb-head-dim 22", "20 or 24"],
+        ),
+        (replace(GROUPED, latent_heads=3), 1, ["--kv-lora-rank 20", "3 latent heads", "18 or 21"]),
+        (
+            replace(GROUPED, latent_heads=3, latent_width=21, num_attention_heads=8),
+            1,
+            ["--num-attention-heads 8", "3 latent heads", "2 or 4 heads"],
+        ),
+        (
+            replace(
+                GROUPED,
+                num_attention_heads=12,
+                num_query_groups=12,
+                latent_heads=3,
+                latent_width=21,
+            ),
+            2,
+            ["3 latent heads neither divide 2", "[1, 3, 6, 12]"],
+        ),
+    ],
+)
+def test_illegal_layouts_of_the_attention_family(model, tp, words):
+    with pytest.raises(ConfigError) as caught:
+        check_layout(model, layout(tp=tp))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_transformer_engine_has_whole_down_projections():
+    assert latents(24, 20, 4, down_projections_cut=False) == ()

@@ -1,0 +1,148 @@
+"""The planner's bytes against the collectives that Megatron really calls, on gloo.
+
+Every collective passes through torch's dispatcher, where the test adds up its bytes by the ring
+algorithm. Float32 and the local modules, which call the collectives that the plan counts. Messages
+of integers (tokens per expert) are left out, as in the plan.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.plan.communication import communication
+from kha_megatron.plan.memory import Setup
+from tests.recipes.built import EXPERTS, MIXED, built
+
+FACTORS = {
+    "allreduce_": 2,
+    "allreduce_coalesced_": 2,
+    "_allgather_base_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "alltoall_base_": 1,
+}
+
+
+class Counter(TorchDispatchMode):
+    """Bytes sent by this rank, by kind of collective; KHA's gradients under ``kha``."""
+
+    def __init__(self, head_dim):
+        super().__init__()
+        self.head_dim = head_dim
+        self.sent = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.add(func.__name__.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def add(self, name, args):
+        if name in ("barrier", "broadcast_"):
+            return
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        ranks, factor = group.size(), FACTORS[name]
+        sides = [a if isinstance(a, (list, tuple)) else [a] for a in args[:2]]
+        sides = [part for part in sides if part and isinstance(part[0], torch.Tensor)]
+        if not sides[0][0].is_floating_point():
+            return
+        sizes = [sum(tensor.nbytes for tensor in part) for part in sides]
+        # of an output and an input the larger is the whole tensor; an all-to-all sends its input
+        whole = sizes[1] if name == "alltoall_base_" else max(sizes)
+        if tuple(sides[0][0].shape[-2:]) == (self.head_dim, self.head_dim):
+            name = "kha"
+        self.sent[name] = self.sent.get(name, 0) + factor * (ranks - 1) / ranks * whole
+
+
+def counted(layout, overrides, microbatches, step):
+    """What this rank sends in a step's forward, backward and reduction of gradients."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from tests.distributed import models
+
+    (chunk,), config, model, stage = built(layout, MIXED, **overrides)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=step
+    )
+    ddp = DistributedDataParallel(config, ddp_config, chunk)
+    optimizer = None
+    if step:
+        settings = OptimizerConfig(
+            optimizer="adam", lr=0.1, use_distributed_optimizer=True, clip_grad=0.0
+        )
+        optimizer = get_megatron_optimizer(settings, [ddp])
+    tokens, positions, mask = models.batch()
+    ddp.zero_grad_buffer()
+    with Counter(config.kv_channels) as counter:
+        for number in range(microbatches):
+            ddp.is_last_microbatch = number == microbatches - 1
+            with torch.enable_grad():
+                ddp(tokens, positions, mask, labels=tokens).mean().backward()
+        finalize_model_grads([ddp])
+        if optimizer is not None:
+            optimizer.step()
+    vars(ddp).clear()
+    return counter.sent, model, stage
+
+
+def compare(ranks, world, layout, overrides, microbatches=1, step=False):
+    """Sums over the ranks, since experts are not evenly loaded: counted, and planned."""
+    from tests.distributed.models import BATCH, SEQUENCE
+
+    layout = Layout(**{**vars(layout), "world_size": world})
+    batch = Batch(
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH * layout.dp * microbatches,
+    )
+    total, planned = {}, []
+    for sent, model, stage in ranks(counted, world, layout, overrides, microbatches, step):
+        for name, count in sent.items():
+            total[name] = total.get(name, 0) + count
+        setup = Setup(
+            model=model, kha=MIXED, batch=batch, precision="fp32", distributed_optimizer=step
+        )
+        planned.append(communication(setup, layout, stage))
+    return total, planned
+
+
+def summed(planned, *names):
+    return sum(getattr(plan, name) for plan in planned for name in names)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "overrides"),
+    [
+        (2, Layout(tp=2), {}),
+        (2, Layout(tp=2, sequence_parallel=True), {}),
+        (4, Layout(tp=4, sequence_parallel=True), {"num_query_groups": 2}),
+        (4, Layout(tp=4), {"num_query_groups": 1}),
+    ],
+    ids=["plain", "sequence parallel", "few key/value heads", "one key/value head"],
+)
+def test_tensor_parallel_bytes(ranks, world, layout, overrides):
+    total, planned = compare(ranks, world, layout, overrides, microbatches=2)
+    assert total.pop("kha") == summed(planned, "kha")
+    assert sum(total.values()) == pytest.approx(summed(planned, "tensor"))
+
+
+def test_expert_parallel_bytes(ranks):
+    """Not with experts split over ranks: gloo cannot gather their uneven numbers of tokens."""
+    layout = Layout(tp=2, ep=2, etp=1, sequence_parallel=True)
+    total, planned = compare(ranks, 4, layout, EXPERTS)
+    assert total.pop("kha") == summed(planned, "kha")
+    names = ("tensor", "expert", "data", "kha_data")
+    assert sum(total.values()) == pytest.approx(summed(planned, *names))
+
+
+def test_data_parallel_bytes(ranks):
+    total, planned = compare(ranks, 2, Layout(), {}, step=True)
+    # buffers are padded to 64 elements a parameter
+    assert sum(total.values()) == pytest.approx(summed(planned, "data", "kha_data"), rel=0.05)

@@ -1,0 +1,172 @@
+"""Closed forms against the paper's equations and tables, and against what Megatron builds and runs.
+
+Built parameter counts of whole recipes are in ``test_paper.py``.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.model.layout import Model
+from kha_megatron.plan.counts import Sizes, as_printed, count, flops, sizes_of
+from kha_megatron.plan.family import grouped_query, grouped_tied, latent
+from kha_megatron.recipes import get_recipe
+from kha_megatron.recipes.tables import TABLES
+from tests.recipes.built import EXPERTS, MIXED
+
+
+def test_the_papers_worked_example():
+    """Section 3.4: eq. 10 to 12 at L = 2048, d = 1024, n = 32, for both variants."""
+    length, d, n = 2048, 1024, 32
+    recipe = get_recipe("equation12")
+    for preset in ("kha_mlp", "kha_linear"):
+        result = flops(sizes_of(replace(recipe, kha_preset=preset)), length)
+        assert result.attention == 8 * length * d**2 + 4 * length**2 * d
+        assert result.layers == 26 * length * d**2 + 4 * length**2 * d
+        assert result.kha == 6 * length * d**2 // n
+        assert f"{result.share_of_layers:.2%}" == "0.55%"
+        assert f"{result.share_of_attention:.2%}" == "1.17%"
+
+
+TABLE_3 = {"gqa8": 795, "gqa4": 880, "mha": 852, "mqa": 859, "gta": 868, "mla": 970}
+CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla": 576}
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_table_3(name):
+    """Activated parameters and cache; MLA's by the nearest reading, off by 1.7M."""
+    counts = count(sizes_of(get_recipe(f"table3/{name}-baseline")))
+    assert counts.kha == 0
+    assert counts.cache_per_layer == CACHE[name]
+    off = 2 if name == "mla" else 0
+    assert round(counts.active / 1e6) == TABLE_3[name] + off
+    variant = "linear" if name == "mla" else "mlp"
+    knocked = count(sizes_of(get_recipe(f"table3/{name}-{variant}")))
+    assert knocked.active - counts.active == knocked.kha == 18 * 3 * 128**2
+    assert knocked.cache_bytes == counts.cache_bytes
+
+
+def test_every_printed_count_is_ours():
+    checked = 0
+    for recipe in TABLES:
+        counts = count(sizes_of(recipe))
+        for name, own in (("total", counts.total), ("active", counts.active)):
+            if name in recipe.paper:
+                digits, how = as_printed(own - counts.kha, recipe.paper[name])
+                mla = recipe.name.startswith("table3/mla")
+                assert digits == ("972M" if mla else recipe.paper[name]), (recipe.name, how)
+                checked += 1
+    assert checked == 2 * 13 + 12 + 2 * 2 + 2 * 18  # Tables 2, 3 (active only), 4 and 5
+
+
+@pytest.mark.parametrize(
+    ("number", "paper", "printed"),
+    [
+        (14_650_674_944, "14.6B", ("14.6B", "cut")),
+        (880_275_456, "880M", ("880M", "rounded")),
+        (880_275_456, "0.8B", ("0.8B", "cut")),
+        (971_721_216, "970M", ("972M", "+0.18% of the paper's")),
+        (613_994_496, "0.61B", ("0.61B", "rounded")),
+    ],
+)
+def test_digits(number, paper, printed):
+    assert as_printed(number, paper) == printed
+
+
+def ran(kha, experts):
+    """FLOPs that torch counts in a forward and in a forward with backward of a real model."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from kha_megatron.mcore.layout import model_of
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(**experts)
+    model = models.gpt_model(config, kha, share_embeddings_and_output_weights=True)
+    tokens, positions, mask = models.batch()
+
+    def counted(backward):
+        with FlopCounterMode(display=False) as counter:
+            loss = model(tokens, positions, mask, labels=tokens).sum()
+            if backward:
+                loss.backward()
+        return counter.get_total_flops()
+
+    plain = replace(model_of(config), vocab_size=models.VOCAB, vocab_padding=0)
+    assert torch.is_grad_enabled()
+    return counted(False), counted(True), plain, models.SEQUENCE, models.BATCH
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("kha", [KHAConfig(), MIXED], ids=["baseline", "mixed"])
+def test_flops_are_what_torch_counts(kha, experts, ranks):
+    """Head size 6 of 40 / 8, 4 of 8 heads, and a share for backward of twice forward."""
+    forward, training, model, length, batch = ranks(ran, 1, kha, experts)[0]
+    ours = flops(Sizes(model=model, attention=grouped_query(model), kha=kha), length)
+    assert forward == batch * ours.forward
+    assert training == 3 * batch * ours.forward
+
+
+MODEL = Model(
+    num_layers=1,
+    hidden_size=40,
+    num_attention_heads=6,
+    num_query_groups=3,
+    kv_channels=8,
+    ffn_hidden_size=24,
+)
+
+
+def latent_parameters(query_rank):
+    """Of Megatron's own MLA."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from tests.distributed import models
+
+    models.initialize()
+    config = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=40,
+        num_attention_heads=6,
+        q_lora_rank=query_rank,
+        kv_lora_rank=10,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
+        normalization="LayerNorm",
+        qk_layernorm=query_rank is not None,  # else Megatron wants a linear layer with a norm
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        transformer_impl="local",
+    )
+    normed = config.qk_layernorm
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=normed)
+    attention = spec.submodules.self_attention
+    attention.submodules.core_attention = IdentityOp  # only Transformer Engine's takes MLA's heads
+    attention = build_module(attention, config=config, layer_number=1)
+    return sum(p.numel() for p in attention.parameters())
+
+
+@pytest.mark.parametrize("query_rank", [None, 14])
+def test_latent_attention_is_megatrons(query_rank, ranks):
+    model = replace(MODEL, norm_parameters=2, qk_layernorm=query_rank is not None)
+    ours = latent(model, query_rank=query_rank, rank=10, position=4, key=8, value=6)
+    assert ours.parameters == ranks(latent_parameters, 1, query_rank)[0]
+
+
+def test_tied_and_grouped_latent_by_their_definition():
+    tied = grouped_tied(MODEL)
+    query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
+    assert tied.weights == query + state + rotary + output
+    assert tied.cache == 3 * 8 + 4
+    groups = latent(MODEL, query_rank=None, rank=10, position=4, key=8, value=6, groups=2)
+    whole = latent(MODEL, query_rank=None, rank=10, position=4, key=8, value=6)
+    # each half of the latent is widened for half of the heads only
+    assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
+    assert groups.cache == whole.cache == 14
+    assert groups.pair == whole.pair

@@ -1,0 +1,228 @@
+"""The planner's memory against models that Megatron builds, rank by rank.
+
+Parameters and optimizer states are compared exactly. Gradient buffers are longer than the gradients
+by Megatron's padding, at most 64 elements a parameter and one unit of 128 and the replicas a
+bucket. Activations: what autograd keeps for KHA, exactly; Megatron's local modules differ from the
+Transformer Engine modules that the rest of the estimate assumes, so that is not compared here.
+"""
+
+import math
+
+import pytest
+import torch
+
+from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.model.layout import Batch, Layout, Model
+from kha_megatron.plan.memory import (
+    Setup,
+    active_parameters,
+    knocking_activations,
+    memory,
+    parameters,
+    passes_in_flight,
+)
+from tests.recipes.built import EXPERTS, MIXED, built
+
+MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
+
+
+def sizes(world, layout, overrides):
+    """What this rank holds, counted in its tensors, and the planner's inputs."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    overrides = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16} | overrides
+    chunks, config, model, stage = built(layout, MIXED, bf16=True, **overrides)
+    chunks = [Float16Module(config, chunk) for chunk in chunks]
+    parameters = [(n, p) for chunk in chunks for n, p in chunk.named_parameters()]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=0.1,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+        ),
+        wrapped,
+    )
+    buffers = [b for ddp in wrapped for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    found = {
+        "stage": stage,
+        "weights": sum(p.numel() * p.element_size() for _, p in parameters),
+        "dense": sum(p.numel() for n, p in parameters if ".experts." not in n),
+        "experts": sum(p.numel() for n, p in parameters if ".experts." in n),
+        "kha": sum(p.numel() for n, p in parameters if ".knock_" in n),
+        "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
+        "count": len(parameters),
+        "buckets": sum(len(b.buckets) for b in buffers),
+        "main": sum(
+            p.numel()
+            for part in getattr(optimizer, "chained_optimizers", [optimizer])
+            for group in part.shard_fp32_from_float16_groups
+            for p in group
+            if p is not None
+        ),
+    }
+    for ddp in wrapped:
+        vars(ddp).clear()
+    return found, model
+
+
+LAYOUTS = [
+    (2, Layout(tp=2, sequence_parallel=True), {}),
+    (4, Layout(tp=4), {"num_query_groups": 2}),  # fewer key/value heads than ranks
+    (2, Layout(pp=2), {}),
+    (4, Layout(pp=2), {"tied": False}),
+    (2, Layout(pp=2, vpp=2), MIXED_LAYERS),
+    (2, Layout(pp=2, loss_as_layer=True), {"num_layers": 3}),
+    (2, Layout(), {}),  # two replicas
+    (2, Layout(ep=2), {**EXPERTS, "tied": False}),
+    (4, Layout(tp=2, ep=2, etp=1, sequence_parallel=True), MIXED_LAYERS),
+    (4, Layout(tp=2, ep=2, etp=2, sequence_parallel=True), EXPERTS),
+    (4, Layout(pp=2, ep=2), MIXED_LAYERS),
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "overrides"), LAYOUTS, ids=lambda v: None)
+def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
+    layout = Layout(**{**vars(layout), "world_size": world})
+    answers = ranks(sizes, world, world, layout, overrides)
+    batch = Batch(seq_length=12, global_batch_size=12)
+    optimizer_states = {}
+    for found, model in answers:
+        stage = found["stage"]
+        planned = parameters(model, MIXED, layout, stage)
+        assert (planned.dense, planned.experts, planned.kha) == (
+            found["dense"],
+            found["experts"],
+            found["kha"],
+        )
+        rest, of_kha = memory(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
+        assert rest.weights + of_kha.weights == found["weights"]
+        unit = math.lcm(128, layout.dp * layout.cp, layout.expert_dp)
+        padding = 4 * (64 * found["count"] + unit * found["buckets"])
+        assert 0 <= found["gradients"] - rest.gradients - of_kha.gradients <= padding
+        optimizer_states.setdefault(stage, []).append(12 * found["main"])
+        planned_states = rest.optimizer + of_kha.optimizer
+        # a rank's shard is its part of the padded buffers, which ends may leave shorter
+        assert abs(12 * found["main"] - planned_states) <= 3 * padding
+    for stage, states in optimizer_states.items():
+        model = answers[0][1]
+        rest, of_kha = memory(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
+        assert sum(states) == pytest.approx(len(states) * (rest.optimizer + of_kha.optimizer))
+
+
+def kept_by_autograd(layout, kha, dtype, qk_norm):
+    """Bytes of distinct activations that autograd keeps inside this rank's knocking modules."""
+    from kha_megatron.mcore.knocking import KnockingHeads
+    from tests.distributed import models
+
+    overrides = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, "num_layers": 1}
+    chunks, _, model, _ = built(layout, kha, qk_layernorm=qk_norm, **overrides)
+    kept = {}
+    weights = {p.data_ptr() for n, p in chunks[0].named_parameters() if ".knock_" in n}
+    forward = KnockingHeads.forward
+
+    def keep(tensor):
+        stacked = {w + i * tensor.nbytes for w in weights for i in range(3)}
+        if tensor.data_ptr() not in stacked:
+            kept[tensor.data_ptr(), tensor.nbytes] = tensor  # alive, so that no address returns
+        return tensor
+
+    def watched(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return forward(self, x)
+
+    KnockingHeads.forward = watched
+    try:
+        tokens, positions, mask = models.batch()
+        chunks[0](tokens, positions, mask, labels=tokens).mean()
+    finally:
+        KnockingHeads.forward = forward
+    return sum(tensor.nbytes for tensor in kept.values()), model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kha", "layout", "qk_norm"),
+    [
+        *((KHAConfig(value=variant), Layout(), True) for variant in MATRICES),
+        (MIXED, Layout(), False),
+        (MIXED, Layout(tp=2, world_size=2, sequence_parallel=True), True),
+    ],
+    ids=str,
+)
+def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm, dtype):
+    from tests.distributed.models import BATCH, SEQUENCE
+
+    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH)
+    precision = "fp32" if dtype == torch.float32 else "bf16"
+    for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, dtype, qk_norm):
+        setup = Setup(model=model, kha=kha, batch=batch, precision=precision)
+        assert found == knocking_activations(setup, layout)
+
+
+SMALL = Model(
+    num_layers=12,
+    hidden_size=96,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=16,
+    ffn_hidden_size=192,
+    vocab_size=1000,
+)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "microbatches", "expected"),
+    [
+        (1, None, 0, 8, 1),
+        (4, None, 0, 8, 4),
+        (4, None, 3, 8, 1),
+        (4, None, 0, 2, 2),
+        (4, 3, 0, 8, 15),  # Korthikanti: 1 + (p - 1) / (p v) times p v passes
+        (4, 3, 3, 8, 9),
+    ],
+)
+def test_passes_in_flight(pp, vpp, stage, microbatches, expected):
+    assert passes_in_flight(Layout(pp=pp, vpp=vpp), microbatches, stage) == expected
+
+
+def activations(recompute="none", precision="bf16", batch=8, **sizes):
+    layout = Layout(world_size=sizes.pop("world", 8), **sizes)
+    setup = Setup(
+        model=SMALL,
+        kha=KHAConfig(value="mlp"),
+        batch=Batch(seq_length=64, global_batch_size=batch),
+        recompute=recompute,
+        precision=precision,
+    )
+    rest, of_kha = memory(setup, layout, 0)
+    return rest.activations + of_kha.activations
+
+
+def test_activations_fall_where_they_should():
+    whole = activations()
+    assert activations(recompute="selective") < whole
+    assert activations(recompute="full") < whole / 3
+    assert activations(precision="fp8") < whole
+    assert activations(tp=2, sequence_parallel=True) == whole / 2
+    assert activations(tp=2) > whole / 2
+    assert activations(cp=2) == whole / 2
+    # half the layers, twice in flight, and none of the loss's
+    assert activations(pp=2, batch=16) < whole
+
+
+def test_active_parameters_count_the_chosen_experts():
+    from dataclasses import replace
+
+    kha = KHAConfig()
+    moe = replace(SMALL, num_experts=8, moe_ffn_hidden_size=40, moe_router_topk=3)
+    total, active = parameters(moe, kha, Layout()).total, active_parameters(moe, kha)
+    assert total - active == 12 * 5 * 3 * 96 * 40
+    assert active_parameters(SMALL, kha) == parameters(SMALL, kha, Layout()).total

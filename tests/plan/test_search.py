@@ -1,0 +1,118 @@
+"""Which layouts the planner lists, in which order, and what it says about KHA."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.rules import check_layout
+from kha_megatron.plan.search import fits, plan_layouts, setup_of
+from kha_megatron.recipes import get_recipe
+from kha_megatron.recipes.paper import PAPER
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        *((recipe.name, 8) for recipe in PAPER),
+        ("moe-a0.8b-6.6b", 96),
+        ("dense-3.9b", 96),
+        ("moe-a1.6b-14.6b", 4096),
+    ],
+)
+def test_every_listed_layout_is_legal_and_costed(name, gpus):
+    # three times a power of two GPUs need as many samples
+    setup = setup_of(get_recipe(name), global_batch_size=768 if gpus == 96 else None)
+    plans = plan_layouts(setup, gpus, 80 * GB, {})
+    assert plans
+    seen = set()
+    for plan in plans:
+        check_layout(setup.model, plan.layout, setup.batch)
+        layout = plan.layout
+        assert layout.dp * layout.tp * layout.pp * layout.cp == gpus
+        assert plan.microbatches * layout.dp == setup.batch.global_batch_size
+        assert 0 <= plan.idle < 1
+        assert 0 < plan.kha_memory.total < 0.15 * plan.total_memory
+        assert plan.communication.total > 0
+        assert layout not in seen
+        seen.add(layout)
+    keys = [(not fits(p, 80 * GB), int(p.idle / 0.05), p.communication.total) for p in plans]
+    assert keys == sorted(keys)
+
+
+def test_what_is_fixed_stays_fixed():
+    setup = setup_of(get_recipe("moe-a0.8b-6.6b"), global_batch_size=48)
+    fixed = {"tp": 2, "pp": 3, "vpp": 2, "cp": 1, "ep": 4, "etp": 1}
+    (plan,) = plan_layouts(setup, 24, 80 * GB, fixed)
+    assert {name: getattr(plan.layout, name) for name in fixed} == fixed
+
+
+def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
+    setup = setup_of(get_recipe("moe-a1.6b-14.6b"))
+    plans = plan_layouts(setup, 64, 80 * GB, {"pp": 4})
+    assert all(plan.layout.loss_as_layer for plan in plans)
+    assert sum(map(sum, plans[0].layout.chunk_layers(23))) == 23
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fixed", "match"),
+    [
+        (64, {"tp": 3}, "32 query heads cannot be divided over 3"),
+        (64, {"pp": 5}, "18 layers cannot be divided over 5 .* use .* 3 or 6"),
+        (64, {"ep": 5}, "64 experts cannot be divided over 5"),
+        (64, {"tp": 2, "pp": 3}, "64 ranks cannot be divided by .* = 6: use 60 or 66"),
+        (64, {"vpp": 2, "pp": 1}, "2 virtual pipeline stages"),
+        (1024, {"tp": 1, "pp": 1, "cp": 1}, "--global-batch-size 512 .* 1024 data-parallel"),
+        (64, {"tp": 0}, "--tp 0"),
+        (4, {}, "--gpus 4: plan knows 8 to 4096"),
+    ],
+)
+def test_an_illegal_layout_is_refused_with_the_reason(gpus, fixed, match):
+    with pytest.raises(ConfigError, match=match):
+        plan_layouts(setup_of(get_recipe("moe-a0.8b-6.6b")), gpus, 80 * GB, fixed)
+
+
+def test_fp8_layouts_keep_their_multiples():
+    setup = setup_of(get_recipe("moe-a1b-6.1b"), precision="fp8")
+    etps = {plan.layout.expert_tp for plan in plan_layouts(setup, 64, 80 * GB, {})}
+    assert etps == {1, 2, 4, 8}  # 384 features on 8 ranks are 48, a multiple of 16
+    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 384 is no multiple of 16"):
+        plan_layouts(setup, 128, 80 * GB, {"tp": 16, "etp": 16})
+
+
+def test_kha_costs_what_it_adds():
+    """The baseline's plan differs by exactly what is shown as KHA's."""
+    setup = setup_of(get_recipe("dense-1.7b"))
+    plain = replace(setup, kha=KHAConfig())
+    fixed = {"tp": 2, "pp": 2, "vpp": 1, "cp": 1}
+    (knocked,), (baseline,) = (plan_layouts(s, 16, 80 * GB, fixed) for s in (setup, plain))
+    assert asdict(baseline.kha_memory) == dict.fromkeys(asdict(baseline.kha_memory), 0)
+    assert knocked.memory == baseline.memory
+    sent = asdict(knocked.communication)
+    assert sent.pop("kha") > 0
+    assert sent.pop("kha_data") > 0
+    assert sent == {n: v for n, v in asdict(baseline.communication).items() if n in sent}
+
+
+def test_recompute_and_memory_decide_what_fits():
+    name, fixed = "dense-3.9b", {"tp": 1, "pp": 1, "cp": 1}
+    totals = []
+    for recompute in ("none", "selective", "full"):
+        setup = setup_of(get_recipe(name), recompute=recompute, micro_batch_size=4)
+        (plan,) = plan_layouts(setup, 8, 80 * GB, fixed)
+        totals.append(plan.total_memory)
+        assert fits(plan, plan.total_memory / 0.89)
+        assert not fits(plan, plan.total_memory / 0.91)
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_a_recipe_that_cannot_be_counted_is_refused():
+    recipe = get_recipe("dense-0.6b")
+    biased = {f: v for f, v in recipe.megatron.items() if f != "--disable-bias-linear"}
+    with pytest.raises(ConfigError, match="biases, which plan does not count"):
+        setup_of(replace(recipe, megatron=biased))
+    with pytest.raises(ConfigError, match="--mtp-num-layers"):
+        setup_of(replace(recipe, megatron={**recipe.megatron, "--mtp-num-layers": 1}))
