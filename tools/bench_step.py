@@ -35,8 +35,8 @@ from timed_training import ATTENTION, SECONDS
 from variants import STOCK, VARIANTS, Variant, runnable
 
 from kha_megatron import cpu
+from kha_megatron.model.words import render
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.arguments import render
 
 EXAMPLE = """example:
   python tools/bench_step.py --json benchmarks/step.json

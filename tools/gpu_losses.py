@@ -17,8 +17,8 @@ from gpu_run import Check
 
 from kha_megatron.cli.plots import read_history
 from kha_megatron.errors import DataError
+from kha_megatron.model.words import render
 from kha_megatron.recipes import prepare
-from kha_megatron.recipes.arguments import render
 
 TOOLS = Path(__file__).resolve().parent
 

@@ -35,7 +35,7 @@ from variants import Variant
 from kha_megatron import cpu
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.specs import kha_layer_spec
-from kha_megatron.recipes.arguments import render
+from kha_megatron.model.words import render
 
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 

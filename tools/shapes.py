@@ -6,8 +6,8 @@ Does not import Megatron.
 from collections.abc import Sequence
 
 from kha_megatron import cpu
+from kha_megatron.model.words import Arguments, parse
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.arguments import Arguments, parse
 
 SHAPES = {
     "moe": ("moe-a0.8b-6.6b", []),

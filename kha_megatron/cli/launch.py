@@ -24,9 +24,9 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.plan import memory_of
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.words import render
 from kha_megatron.plan.search import planned_arguments
 from kha_megatron.recipes import Command, Job, LaunchResult, Step
-from kha_megatron.recipes.arguments import render
 
 MegatronArguments = Annotated[
     list[str] | None,

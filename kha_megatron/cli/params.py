@@ -10,8 +10,8 @@ from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
+from kha_megatron.model.words import integer_of
 from kha_megatron.plan.counts import as_printed, count, flops, sizes_of
-from kha_megatron.recipes.arguments import integer_of
 
 RecipeName = Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]

@@ -23,8 +23,8 @@ from typing import Any
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.compare.variants import SETTINGS, Variant
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
+from kha_megatron.model.words import Arguments, integer_of, parse
 from kha_megatron.recipes import Job, Recipe, prepare
-from kha_megatron.recipes.arguments import Arguments, integer_of, parse
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 MARK = "compare.lock"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kha_megatron.config import INITS, PRESETS, KHAConfig, parse_variant
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes.arguments import parse, word_of
+from kha_megatron.model.words import parse, word_of
 from kha_megatron.recipes.recipe import Recipe
 
 RANDOM_INIT = "random-init"

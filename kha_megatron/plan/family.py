@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kha_megatron.model.layout import Model
-from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
+from kha_megatron.model.words import Arguments, integer_of, word_of
 
 Kind = Literal["gqa", "mla", "gta", "gla"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.rules import check_layout
+from kha_megatron.model.words import Arguments, integer_of, parse, word_of
 from kha_megatron.plan.communication import Communication, communication
 from kha_megatron.plan.family import kind_of
 from kha_megatron.plan.memory import Memory, Precision, Recompute, Setup, memory
-from kha_megatron.recipes.arguments import Arguments, integer_of, parse, word_of
 from kha_megatron.recipes.recipe import Recipe, kha_of
 from kha_megatron.recipes.sizes import batch_of, model_of
 

@@ -7,7 +7,7 @@ from kha_megatron.config import check_attention_kind
 from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
 from kha_megatron.model import rules
-from kha_megatron.recipes.arguments import Arguments, word_of
+from kha_megatron.model.words import Arguments, word_of
 from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.sizes import batch_of, layout_of, model_of
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kha_megatron.config import KHAConfig, parse_variant
 from kha_megatron.data.paths import CORPUS, TOKENIZER
-from kha_megatron.recipes.arguments import Arguments, integer_of, parse, render, word_of
+from kha_megatron.model.words import Arguments, integer_of, parse, render, word_of
 
 Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
 """What follows a flag: one value, several, or True for a flag that stands alone."""

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.recipes.arguments import Arguments, integer_of, render
+from kha_megatron.model.words import Arguments, integer_of, render
 from kha_megatron.recipes.checks import check_data, check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, Step, find_failure, new_lines, parse_step

@@ -5,8 +5,8 @@ from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Batch, Layout, Model, latents, moe_pattern
+from kha_megatron.model.words import Arguments, integer_of, word_of
 from kha_megatron.plan.family import kind_of, latent_sizes
-from kha_megatron.recipes.arguments import Arguments, integer_of, word_of
 
 
 def model_of(arguments: Arguments, vocab_size: int | None = None) -> Model | None:

@@ -16,8 +16,8 @@ from kha_megatron.cli import app
 from kha_megatron.compare import parse_variants, plan, runs
 from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.model.words import render
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.arguments import render
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 from tests.training.conftest import corpus, losses, start  # noqa: F401
 

@@ -9,8 +9,8 @@ import pytest
 from kha_megatron.compare import parse_variants, plan
 from kha_megatron.compare.runs import MARK, RUN, begin, locked, write_json
 from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.model.words import parse
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.arguments import parse
 
 MOCK = ["--mock-data", "--train-iters", "40"]
 

@@ -11,8 +11,8 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.words import parse
 from kha_megatron.recipes import get_recipe, prepare
-from kha_megatron.recipes.arguments import parse
 from kha_megatron.recipes.recipe import kha_of
 
 QUICKSTART = get_recipe("quickstart")

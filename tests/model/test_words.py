@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes.arguments import integer_of, parse, render
+from kha_megatron.model.words import integer_of, parse, render
 
 
 @pytest.mark.parametrize(
