@@ -1,36 +1,27 @@
 """Put the diffs of ``patches/`` into a Megatron tree, and take them out again.
 
-A hunk is a block of lines before and a block of lines after. It fits where exactly one of the two
-occurs, exactly once, byte for byte: there is no fuzz, but lines added above it do not matter.
-Everything is decided in memory; files are then staged, flushed and renamed, one rename each. A kill
-between two renames leaves a patch ``partial``, which applying and reverting both complete.
+``git apply`` decides whether a hunk fits and makes the new file, one hunk at a time, in a scratch
+folder: byte for byte, without fuzz, but lines added above it do not matter. What it takes at the
+nearest of several places, or both ways, is refused here. Files are then staged, flushed and
+renamed, one rename each. A kill between two renames leaves a patch ``partial``, which applying and
+reverting both complete.
 """
 
+import os
 import re
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from os import W_OK, access
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import PatchError
 
 State = Literal["absent", "applied", "partial", "mismatch"]
-
-_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
-
-
-@dataclass(frozen=True)
-class Hunk:
-    """One block of a diff: ``before`` and ``after``, with the context, in whole lines."""
-
-    line: int
-    """Where ``before`` starts in the release that the diff was made from, from 1."""
-    before: bytes
-    after: bytes
 
 
 @dataclass(frozen=True)
@@ -39,8 +30,8 @@ class Patch:
 
     name: str
     title: str
-    files: dict[str, tuple[Hunk, ...]]
-    """By path below the ``megatron`` folder."""
+    files: dict[str, tuple[bytes, ...]]
+    """By path below the ``megatron`` folder; a hunk is the lines from its ``@@`` on."""
 
 
 @dataclass(frozen=True)
@@ -125,47 +116,19 @@ def parse(name: str, text: bytes) -> Patch:
     """Read a unified diff with a header. Only changes of existing files are known.
 
     Raises:
-        PatchError: it is no such diff; the message names the line.
+        PatchError: it is no such diff.
     """
-    lines = text.splitlines(keepends=True)
-    files: dict[str, list[Hunk]] = {}
-    hunks: list[Hunk] | None = None
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        if line.startswith(b"--- "):
-            old, new = (part.split()[1].decode() for part in lines[at : at + 2])
-            if not old.startswith("a/megatron/") or new != f"b/{old[2:]}" or ".." in old:
-                raise PatchError(f"{name}.patch:{at + 1}: not a change of a file in a/megatron/")
-            hunks = files.setdefault(old.removeprefix("a/megatron/"), [])
-            at += 2
-        elif (head := _HUNK.match(line)) and hunks is not None:
-            start, *sizes = (int(number or 1) for number in head.groups())
-            before, after, at = _body(lines, at + 1, sizes, name)
-            hunks.append(Hunk(start, before, after))
-        elif hunks is None:  # the header
-            at += 1
-        else:
-            raise PatchError(f"{name}.patch:{at + 1}: neither a hunk nor a file")
-    if not lines or not files or not all(files.values()):
+    header, *parts = re.split(rb"(?m)^--- ", text)
+    files: dict[str, tuple[bytes, ...]] = {}
+    for part in parts:
+        head, *hunks = re.split(rb"(?m)^(?=@@ )", part)
+        paths = re.fullmatch(rb"a/megatron/(\S+).*\n\+\+\+ b/megatron/\1\s.*\n?", head)
+        if not paths or not hunks or b".." in head:
+            raise PatchError(f"{name}.patch: not a change of a file in a/megatron/: {head!r}")
+        files[paths[1].decode()] = tuple(hunks)
+    if not files:
         raise PatchError(f"{name}.patch: no hunk")
-    return Patch(name, lines[0].decode().strip(), {k: tuple(v) for k, v in files.items()})
-
-
-def _body(lines: list[bytes], at: int, sizes: list[int], name: str) -> tuple[bytes, bytes, int]:
-    """The two sides of the hunk whose lines start at ``at``, and where it ends."""
-    sides: tuple[list[bytes], list[bytes]] = ([], [])
-    while at < len(lines) and [len(side) for side in sides] != sizes:
-        line = lines[at]
-        if line[:1] not in b" -+" or not line.endswith(b"\n"):
-            break
-        for side, other in zip(sides, b"+-", strict=True):
-            if line[0] != other:
-                side.append(line[1:])
-        at += 1
-    if [len(side) for side in sides] != sizes:
-        raise PatchError(f"{name}.patch:{at + 1}: the hunk is not as long as it says")
-    return b"".join(sides[0]), b"".join(sides[1]), at
+    return Patch(name, header.decode().partition("\n")[0].strip(), files)
 
 
 def examine(tree: Tree, patches: Sequence[Patch]) -> list[Finding]:
@@ -179,16 +142,15 @@ def _examine(tree: Tree, patch: Patch) -> Finding:
     for name, hunks in patch.files.items():
         try:
             content = _file(tree, name).read_bytes()
-            found = [_locate(content, hunk, name) for hunk in hunks]
+            found = [_fit(content, hunk, name) for hunk in hunks]
         except PatchError as error:
             files[name] = "mismatch"
             notes.append(str(error))
             continue
-        files[name] = _together({state for state, _ in found})
-        for hunk, (state, start) in zip(hunks, found, strict=True):
-            line = content.count(b"\n", 0, start) + 1
-            if state == "absent" and line != hunk.line:
-                notes.append(f"{name}: fits at line {line}, in the release at {hunk.line}")
+        files[name] = _together({fit.state for fit in found})
+        for hunk, fit in zip(hunks, found, strict=True):
+            if fit.state == "absent" and fit.line != _line(hunk):
+                notes.append(f"{name}: fits at line {fit.line}, in the release at {_line(hunk)}")
         notes += [f"{left.name}: left by an interrupted run" for left in _left(tree, name)]
     return Finding(patch.name, patch.title, _together(set(files.values())), files, tuple(notes))
 
@@ -215,28 +177,64 @@ def _left(tree: Tree, name: str) -> list[Path]:
     return sorted(file.parent.glob(f".{file.name}.partial-*"))
 
 
-def _locate(content: bytes, hunk: Hunk, name: str) -> tuple[Literal["absent", "applied"], int]:
-    """Which side of the hunk the file holds, and where it starts.
+class _Fit(NamedTuple):
+    """Which side of a hunk a file holds, where, and what the file is with the other side."""
+
+    state: State
+    line: int
+    changed: bytes
+
+
+def _fit(content: bytes, hunk: bytes, name: str) -> _Fit:
+    """How a hunk stands in a file.
 
     Raises:
-        PatchError: neither or both, or one of them more than once.
+        PatchError: neither of its sides is there, or both, or one of them more than once.
     """
-    before, after = _starts(content, hunk.before), _starts(content, hunk.after)
-    if len(before) + len(after) != 1:
-        reason = "is there more than once" if before or after else "is not there"
-        ends = ": the file has CRLF line ends" if b"\r\n" in content else ""
-        raise PatchError(f"{name}: the block at line {hunk.line} of the release {reason}{ends}")
-    return ("absent", before[0]) if before else ("applied", after[0])
+    states: tuple[State, State] = ("absent", "applied")
+    found = [fit for state in states if (fit := _tried(content, hunk, state))]
+    if len(found) == 1 and not _tried(found[0].changed, hunk, found[0].state):
+        return found[0]
+    reason = "is there more than once" if found else "is not there"
+    ends = ": the file has CRLF line ends" if b"\r\n" in content else ""
+    raise PatchError(f"{name}: the block at line {_line(hunk)} of the release {reason}{ends}")
 
 
-def _starts(content: bytes, block: bytes) -> list[int]:
-    """Offsets at which a block of whole lines starts."""
-    found, start = [], content.find(block)
-    while start >= 0:
-        if start == 0 or content[start - 1 : start] == b"\n":
-            found.append(start)
-        start = content.find(block, start + 1)
-    return found
+def _line(hunk: bytes) -> int:
+    """Where it starts in the release that the diff was made from, from 1."""
+    return int(hunk.removeprefix(b"@@ -").partition(b",")[0])
+
+
+def _tried(content: bytes, hunk: bytes, state: State) -> _Fit | None:
+    """What ``git apply`` makes of a hunk, forwards where it is absent; None where it refuses.
+
+    Git works with nobody's settings and in nobody's repository, whatever lies around the tree.
+    """
+    words = ["git", "apply", "-p0", "--verbose", "--whitespace=nowarn"]
+    words += ["--reverse"] if state == "applied" else []
+    alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    # both sides at one line, or git would tell of every hunk after the first that it moved
+    diff = b"--- file\n+++ file\n" + re.sub(rb"\+\d+", b"+%d" % _line(hunk), hunk, count=1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "file")
+        file.write_bytes(content)
+        try:
+            done = subprocess.run(
+                words,
+                input=diff,
+                capture_output=True,
+                cwd=folder,
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"} | alone,
+            )
+        except FileNotFoundError:
+            raise PatchError(
+                "patches are applied by `git`, which is not on PATH: install it"
+            ) from None
+        if done.returncode > 1:
+            raise PatchError(f"{done.stderr.decode(errors='replace').strip()}: {hunk[:40]!r}")
+        moved = re.search(rb"succeeded at (\d+)", done.stderr)
+        line = int(moved[1]) if moved else _line(hunk)
+        return None if done.returncode else _Fit(state, line, file.read_bytes())
 
 
 def change(tree: Tree, patches: Sequence[Patch], *, revert: bool = False) -> list[Finding]:
@@ -264,7 +262,7 @@ def change(tree: Tree, patches: Sequence[Patch], *, revert: bool = False) -> lis
             if (content := _changed(original, hunks, name, revert)) != original:
                 changed[file] = content
     for file in changed:
-        if not file.stat().st_mode & 0o222 or not access(file.parent, W_OK):
+        if not file.stat().st_mode & 0o222 or not os.access(file.parent, os.W_OK):
             raise PatchError(f"{file} is read-only, and nothing was changed: make it writable")
     for name in {name for patch in patches for name in patch.files}:
         for left in _left(tree, name):
@@ -273,12 +271,11 @@ def change(tree: Tree, patches: Sequence[Patch], *, revert: bool = False) -> lis
     return findings
 
 
-def _changed(content: bytes, hunks: Sequence[Hunk], name: str, revert: bool) -> bytes:
+def _changed(content: bytes, hunks: Sequence[bytes], name: str, revert: bool) -> bytes:
     for hunk in hunks:
-        state, start = _locate(content, hunk, name)
-        if state == ("applied" if revert else "absent"):
-            old, new = (hunk.after, hunk.before) if revert else (hunk.before, hunk.after)
-            content = content[:start] + new + content[start + len(old) :]
+        fit = _fit(content, hunk, name)
+        if fit.state == ("applied" if revert else "absent"):
+            content = fit.changed
     return content
 
 

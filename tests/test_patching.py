@@ -14,7 +14,7 @@ import pytest
 
 from kha_megatron import patching
 from kha_megatron.errors import OutputError, PatchError
-from kha_megatron.patching import Hunk, change, examine, find_tree, load_patches, parse
+from kha_megatron.patching import change, examine, find_tree, load_patches, parse
 
 REPOSITORY = Path(__file__).parents[1]
 VERSIONS = sorted(
@@ -84,7 +84,7 @@ def test_every_patch_applies_and_reverts_byte_for_byte(megatron, tmp_path):
 
 @pytest.mark.parametrize("megatron", VERSIONS, indirect=True)
 def test_the_patch_tool_agrees(megatron, tmp_path):
-    """Our exact applier and ``patch -p1 --fuzz=0`` make the same tree."""
+    """``git apply``, hunk by hunk, and ``patch -p1 --fuzz=0`` make the same tree."""
     if shutil.which("patch") is None:
         pytest.skip("no `patch` on this machine")
     theirs = tmp_path / "theirs"
@@ -115,12 +115,12 @@ SMALL = b"""Say two and six in words
 
 --- a/megatron/core/numbers.py
 +++ b/megatron/core/numbers.py
-@@ -1,3 +1,3 @@
+@@ -2,3 +2,3 @@
  one
 -2
 +two
  three
-@@ -5,3 +5,4 @@
+@@ -6,3 +6,4 @@
  five
 -6
 +six
@@ -133,7 +133,7 @@ SMALL = b"""Say two and six in words
 +b
  c
 """
-NUMBERS = b"one\n2\nthree\nfour\nfive\n6\nseven\n"
+NUMBERS = b"zero\none\n2\nthree\nfour\nfive\n6\nseven\n"
 
 
 @pytest.fixture
@@ -150,19 +150,20 @@ def small(tmp_path):
 def test_reads_a_diff():
     patch = parse("small", SMALL)
     assert (patch.name, patch.title) == ("small", "Say two and six in words")
-    assert patch.files["letters.py"] == (Hunk(1, b"a\nc\n", b"a\nb\nc\n"),)
-    assert [hunk.line for hunk in patch.files["core/numbers.py"]] == [1, 5]
+    assert patch.files["letters.py"] == (b"@@ -1,2 +1,3 @@\n a\n+b\n c\n",)
+    assert [hunk[:15] for hunk in patch.files["core/numbers.py"]] == [
+        b"@@ -2,3 +2,3 @@",
+        b"@@ -6,3 +6,4 @@",
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (SMALL.replace(b"-2\n", b""), "not as long as it says"),
-        (SMALL.replace(b" three\n", b"\n", 1), "not as long as it says"),
-        (SMALL + b"trailing\n", "neither a hunk nor a file"),
         (SMALL.replace(b"a/megatron/letters.py", b"/dev/null"), "not a change of a file"),
         (SMALL.replace(b"megatron/letters.py", b"megatron/../../x.py"), "not a change of a file"),
         (SMALL.replace(b"b/megatron/letters.py", b"b/megatron/words.py"), "not a change of a file"),
+        (SMALL.partition(b"@@")[0], "not a change of a file"),
         (b"only a header\n", "no hunk"),
         (b"", "no hunk"),
     ],
@@ -170,6 +171,31 @@ def test_reads_a_diff():
 def test_refuses_what_is_no_such_diff(text, words):
     with pytest.raises(PatchError, match=words):
         parse("small", text)
+
+
+@pytest.mark.parametrize("line", [b"-2\n", b"+two\n"])
+def test_a_hunk_that_is_not_as_long_as_it_says_fits_nowhere(small, line):
+    tree, _ = small
+    before = contents(tree.megatron)
+    with pytest.raises(PatchError, match=r"nothing was changed: .*corrupt patch"):
+        change(tree, [parse("small", SMALL.replace(line, b""))])
+    assert contents(tree.megatron) == before
+
+
+def test_git_is_named_where_it_is_missing(small, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PatchError, match="`git`, which is not on PATH"):
+        change(*small)
+
+
+def test_settings_and_repositories_around_the_tree_do_not_matter(small, monkeypatch):
+    tree, patches = small
+    for words in (["init"], ["config", "apply.whitespace", "error"], ["config", "core.bare", "1"]):
+        subprocess.run(["git", *words], cwd=tree.megatron, check=True, capture_output=True)
+    monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere")
+    monkeypatch.chdir(tree.megatron / "core")
+    change(tree, patches)
+    assert (tree.megatron / "letters.py").read_bytes() == b"a\nb\nc\n"
 
 
 def _rewrite(tree, name, change):
@@ -184,17 +210,18 @@ def _crlf(tree):
 
 def _other_context(tree):
     _rewrite(tree, "core/numbers.py", lambda text: text.replace(b"seven", b"7"))
-    return "the block at line 5 of the release is not there"
+    return "the block at line 6 of the release is not there"
 
 
 def _twice(tree):
-    _rewrite(tree, "core/numbers.py", lambda text: text + text)
-    return "the block at line 1 of the release is there more than once"
+    _rewrite(tree, "core/numbers.py", lambda text: text + b"one\n2\nthree\n")
+    return "the block at line 2 of the release is there more than once"
 
 
 def _both_sides(tree):
-    _rewrite(tree, "letters.py", lambda text: b"a\nc\na\nb\nc\n")
-    return "letters.py: the block at line 1 of the release is there more than once"
+    other = b"one\n2\nthree\n", b"one\ntwo\nthree\n"
+    _rewrite(tree, "core/numbers.py", lambda text: text + other[other[0] in text])
+    return "numbers.py: the block at line 2 of the release is there more than once"
 
 
 def _missing(tree):
@@ -249,13 +276,13 @@ def test_a_tree_that_does_not_fit_is_left_alone(small, damage, revert):
 def test_lines_above_a_block_do_not_matter_and_are_told(small):
     tree, patches = small
     file = tree.megatron / "core/numbers.py"
-    file.write_bytes(b"zero\nmid one\n" + NUMBERS)  # "mid one" ends like the block's first line
+    file.write_bytes(b"and\nmid one\n" + NUMBERS)  # "mid one" ends like the block's first line
     (finding,) = examine(tree, patches)
     assert finding.state == "absent"
-    assert "core/numbers.py: fits at line 3, in the release at 1" in finding.notes
+    assert "core/numbers.py: fits at line 4, in the release at 2" in finding.notes
     before = contents(tree.megatron)
     change(tree, patches)
-    assert file.read_bytes().startswith(b"zero\nmid one\none\ntwo\nthree\n")
+    assert file.read_bytes().startswith(b"and\nmid one\nzero\none\ntwo\nthree\n")
     change(tree, patches, revert=True)
     assert contents(tree.megatron) == before
 
@@ -266,7 +293,7 @@ def test_a_block_starts_at_the_start_of_a_line(small):
     file = tree.megatron / "core/numbers.py"
     file.write_bytes(b"someone\n2\nthree\n" + NUMBERS)
     change(tree, patches)
-    assert file.read_bytes().startswith(b"someone\n2\nthree\none\ntwo\nthree\n")
+    assert file.read_bytes().startswith(b"someone\n2\nthree\nzero\none\ntwo\nthree\n")
 
 
 def test_modes_stay_and_hard_links_keep_the_old_content(small, tmp_path):
