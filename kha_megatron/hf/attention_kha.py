@@ -18,7 +18,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeAttention,
     Glm4MoeRMSNorm,
-    apply_rotary_pos_emb,
     eager_attention_forward,
     rotate_half,
 )
@@ -129,9 +128,8 @@ class KHAAttention(Glm4MoeAttention):
         value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
         if self.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_pos_emb(
-            query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
-        )
+        query = _rotate_first(query.transpose(1, 2), *position_embeddings)
+        key = _rotate_first(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
@@ -201,9 +199,16 @@ class KHATiedAttention(nn.Module):
 
 
 def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first ``R`` features of ``[B, heads, S, D]``."""
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    """Turn the first ``R`` features of ``[B, heads, S, D]``.
+
+    Where all are turned the result keeps the strides of ``x``, as in the stock classes that know no
+    partial rotation: the order in which fused attention adds up may follow the strides.
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return x * cos + rotate_half(x) * sin
+    turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 

@@ -43,11 +43,11 @@ class Described(Source):
 
 
 class Put:
-    """Notes what is moved when, and how much at a time."""
+    """Notes what is moved when, and how much at a time; ``during(place)`` is the time it takes."""
 
-    def __init__(self, fails_at=None):
+    def __init__(self, fails_at=None, during=lambda place: None):
         self.begun, self.held, self.most = [], 0, 0
-        self._fails_at, self._lock = fails_at, threading.Lock()
+        self._fails_at, self._during, self._lock = fails_at, during, threading.Lock()
 
     def __call__(self, place, parts):
         (part,) = parts
@@ -57,7 +57,7 @@ class Put:
             self.most = max(self.most, self.held)
         if place == self._fails_at:
             raise OSError("full")
-        time.sleep(0.002 if part.nbytes < 2**29 else 0.1)
+        self._during(place)
         with self._lock:
             self.held -= 2 * part.nbytes
 
@@ -69,7 +69,7 @@ def sizes():
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
-    put, done = Put(), []
+    put, done = Put(during=lambda place: time.sleep(0.002 if sizes[place] < 2**29 else 0.1)), []
     transfer(Described(), put, workers=workers, on_bytes=done.append)
     assert len(put.begun) == len(sizes)
     assert set(put.begun) == sizes.keys()
@@ -79,19 +79,34 @@ def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_the_largest_go_first_with_others_beside_them(sizes, workers):
-    put = Put()
-    transfer(Described(), put, workers=workers)
-    large = [place for place in put.begun if sizes[place] == max(sizes.values())]
+    large = [place for place in sizes if sizes[place] == max(sizes.values())]
+    beside, first_is_seen_done = threading.Semaphore(0), threading.Event()
+
+    def during(place):
+        """The first large one ends when three others have begun; those after them wait for it."""
+        if place in large and not first_is_seen_done.is_set():
+            assert all(beside.acquire(timeout=60) for _ in range(3)), "nothing goes beside it"
+        elif place not in large:
+            beside.release()
+            if len(put.begun) > 4:
+                assert first_is_seen_done.wait(60)
+
+    def on_bytes(count):
+        if count == max(sizes.values()):
+            first_is_seen_done.set()
+
+    put = Put(during=during)
+    transfer(Described(), put, workers=workers, on_bytes=on_bytes)
     assert len(large) == 2
     assert put.begun[0] in large
-    first, second = (put.begun.index(place) for place in large)
-    assert second - first > 1  # others went beside the first, though the second had no room
-    assert second < len(sizes) - 40  # and it was not left for the end
+    first, second = sorted(map(put.begun.index, large))
+    assert second - first > 3  # there was no room for it before
+    assert second - first <= 3 + 2 * workers  # and it is the next that is submitted
 
 
 def test_an_error_stops_the_rest(sizes):
     first = max(sizes, key=sizes.get)
-    put = Put(fails_at=first)
+    put = Put(fails_at=first, during=lambda place: time.sleep(0.002))
     with pytest.raises(OSError, match="full"):
         transfer(Described(), put, workers=2)
     assert len(put.begun) < len(sizes) / 2

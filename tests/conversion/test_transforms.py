@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import asdict
 
 import numpy as np
@@ -191,8 +192,8 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
         for folder in ("kha", "stock")
     )
     assert upcycled.config.kha == kha
-    with torch.no_grad():
-        assert torch.equal(upcycled(tokens()).logits, stock(tokens()).logits)
+    with torch.no_grad():  # of copies, because mapped tensors begin where the file's header ends
+        assert torch.equal(deepcopy(upcycled)(tokens()).logits, deepcopy(stock)(tokens()).logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
