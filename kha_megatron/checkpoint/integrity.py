@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -156,8 +157,7 @@ def verify_manifest(folder: str | Path) -> None:
     try:
         digests = read_manifest(folder)
         if digests is None:
-            if rank == 0:
-                print(f"kha_megatron: {folder} was saved without hashes: not verified", flush=True)
+            announce(f"{folder} was saved without hashes: not verified")
         else:
             largest_first = sorted(digests, key=lambda name: -_size(folder / name))
             mine = largest_first[rank::size]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import MANIFEST, check_file, read_manifest
 from kha_megatron.checkpoint.staging import flush
 from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
@@ -299,7 +300,7 @@ def clear_for_overwriting(path: str | Path) -> None:
     if not held:
         return
     what = "a checkpoint" if is_committed(path) else "a save that was cut short"
-    print(f"kha_megatron: {path} holds {what}, which is replaced", flush=True)
+    announce(f"{path} holds {what}, which is replaced")
     for file in held:
         file.unlink()
         if file.name in (MANIFEST, COMMIT_MARK):

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from kha_megatron.announcements import announce
 from kha_megatron.cpu import collectives
 from kha_megatron.errors import ConfigError
 
@@ -66,12 +67,8 @@ def install(
         )
     if "megatron.core" in sys.modules:
         raise ConfigError("kha_megatron.cpu.install() must run before the first `import megatron`")
-    if not quiet and os.environ.get("RANK", "0") == "0":
-        print(
-            "kha_megatron.cpu: Megatron-Core runs on the CPU with gloo: "
-            "a correctness device, not a fast one",
-            flush=True,
-        )
+    if not quiet:
+        announce("Megatron-Core runs on the CPU with gloo: a correctness device, not a fast one")
     if hide_cuda_only:
         sys.modules.update(dict.fromkeys(_CUDA_ONLY))  # None makes `import` raise ImportError
     for name, stand_in in _cuda_stand_ins().items():

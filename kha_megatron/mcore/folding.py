@@ -53,6 +53,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import Projection
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.knocking import KnockingHeads
@@ -173,7 +174,9 @@ class Folding:
         if obstacle := self.obstacle or self._change():
             if self.choice == "always":
                 raise _refusal(obstacle)
-            _announce("obstacle", f"KHA-Linear is applied to activations: {obstacle}")
+            announce(
+                f"KHA-Linear is applied to activations: {obstacle}", once=("folding", "obstacle")
+            )
             return False
         tokens = hidden_states.shape[:-1].numel()
         if self.attention.config.sequence_parallel:
@@ -181,10 +184,10 @@ class Folding:
         folds = self.choice == "always" or tokens > self.least_tokens
         if self.attention.training:
             way = "folded into the QKV weight" if folds else "applied to activations"
-            _announce(
-                way,
+            announce(
                 f"KHA-Linear on {', '.join(self.projections)} is {way} (microbatches of {tokens:,} "
                 f"tokens a rank; folding pays above {self.least_tokens:,.0f})",
+                once=("folding", way),
             )
         return folds
 
@@ -279,13 +282,3 @@ class _Weight:
 
 def _refusal(obstacle: str) -> ConfigError:
     return ConfigError(f"fold=always, and {obstacle}: use --kha-fold auto, or remove the obstacle")
-
-
-_said: set[str] = set()
-
-
-def _announce(what: str, text: str) -> None:
-    """Print on rank 0, once for each ``what``."""
-    if what not in _said and torch.distributed.get_rank() == 0:
-        print(f"kha_megatron: {text}", flush=True)
-    _said.add(what)

@@ -13,7 +13,6 @@ another hook would be passed by, the attention falls back.
 """
 
 import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import PROJECTIONS, Projection
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.knocking import KnockingHeads
@@ -186,8 +186,8 @@ class FusedPrologue:
             reason = self._layer_refusal or next(others, "")
         elif not reason:  # this process computes in torch, and said so
             return False
-        if not any(get_pg_rank(getattr(self.pg_collection, g, None)) for g in ("tp", "dp_cp")):
-            _announce(f"not used: {reason}" if reason else "used")
+        what = f"not used: {reason}" if reason else "used"
+        announce(f"fused prologue {what}", once=("prologue", what))
         return not reason
 
     @functools.cached_property
@@ -294,9 +294,3 @@ def _knocks(hook: Any) -> bool:
 def _gathers(hook: Any) -> bool:
     """Whether it is the pre-hook that waits for a module's parameters."""
     return getattr(hook, "__module__", None) == _GATHERING
-
-
-@functools.cache
-def _announce(what: str) -> None:
-    # on stderr, since commands print results on stdout
-    print(f"kha_megatron: fused prologue {what}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import CONFIG_VARIABLE, PROJECTIONS, KHAConfig
 from kha_megatron.errors import ConfigError
 
@@ -104,7 +105,7 @@ def publish(name: str, kha: KHAConfig, groups: ProcessGroupCollection, *, speak:
         setattr(_training_arguments(), f"kha_{field}", value)
     if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
         # Megatron answers a --spec that it cannot import with plain attention, so this one speaks
-        print(f"kha_megatron: spec {name} knocks {kha}", flush=True)
+        announce(f"spec {name} knocks {kha}")
 
 
 def _training_arguments() -> Any:

@@ -17,13 +17,13 @@ plain torch keeps ``kha_megatron.config.SAVED`` tensors of its size, and round f
 import functools
 import importlib.util
 import os
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import Variant
 from kha_megatron.errors import ConfigError
 from kha_megatron.ops import knocking
@@ -119,11 +119,8 @@ def _words(values: Any) -> str:
     return ", ".join(str(value) for value in values)
 
 
-@functools.cache
-def _announce(line: str) -> None:
-    """Once for each line, on rank 0; on stderr, since commands print results on stdout."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"kha_megatron: knocking runs in {line}", file=sys.stderr, flush=True)
+def _announce(way: str) -> None:
+    announce(f"knocking runs in {way}", once=("knocking", way))
 
 
 # torch.compile cannot look into a kernel's launch: it sees one operator for each pass.

@@ -4,6 +4,7 @@ import argparse
 import os
 
 from kha_megatron import cpu
+from kha_megatron.announcements import announce
 from kha_megatron.config import (
     ATTENTIONS,
     CONFIG_VARIABLE,
@@ -164,9 +165,9 @@ def choose_device(argv: list[str]) -> None:
             raise ConfigError(f"--device cpu needs {name} {value}, not {other}: remove {name}")
     added = {name: value for name, value in cpu.MEGATRON_FLAGS.items() if name not in given}
     argv += [word for item in added.items() for word in item if word is not None]
-    if added and not help_only and os.environ.get("RANK", "0") == "0":
+    if added and not help_only:
         words = " ".join(" ".join(filter(None, item)) for item in added.items())
-        print(f"kha_megatron: --device cpu adds {words}", flush=True)
+        announce(f"--device cpu adds {words}")
 
 
 def _value(argv: list[str], name: str) -> str | None:

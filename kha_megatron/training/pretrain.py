@@ -35,6 +35,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron import cpu
+from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.balancing import balance_experts
@@ -104,12 +105,10 @@ def run(program_start: float) -> None:
     model_config = _model_config(args, kha)
     if upcycled:
         model_config.pre_wrap_hooks.append(_upcycle)
-        if args.rank == 0:
-            print(
-                f"kha_megatron: a new run with the weights of {upcycled}; the shared matrices "
-                "start at the identity, optimizer and iteration anew",
-                flush=True,
-            )
+        announce(
+            f"a new run with the weights of {upcycled}; the shared matrices start at the identity, "
+            "optimizer and iteration anew"
+        )
     with failures_explained(args):
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
@@ -133,10 +132,8 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
         config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it: always 8
         config.transformer_layer_spec = partial(_layer_spec, kha=kha)
 
-    def announce(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        line = describe_model(models, kha)
-        if args.rank == 0:
-            print(f"kha_megatron: {line}", flush=True)
+    def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        announce(describe_model(models, kha))
         if args.moe_router_enable_expert_bias:
             update = "rms" if args.moe_router_bias_update_rms else "sign"
             balance_experts(models, update, report_expert_load)
@@ -146,7 +143,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
             _watch_heads(models, kha)
         return models
 
-    config.pre_wrap_hooks.append(announce)
+    config.pre_wrap_hooks.append(prepare)
     return config
 
 
@@ -168,11 +165,10 @@ def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
         iteration=lambda: args.curr_iteration + 1,
         write=write,
     )
-    if args.rank == 0 and args.cuda_graph_impl != "none":
-        print(
-            "kha_megatron: --kha-log-interval leaves out gates and cosines, which hooks would "
-            f"measure, because of --cuda-graph-impl {args.cuda_graph_impl}",
-            flush=True,
+    if args.cuda_graph_impl != "none":
+        announce(
+            "--kha-log-interval leaves out gates and cosines, which hooks would measure, because "
+            f"of --cuda-graph-impl {args.cuda_graph_impl}"
         )
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import COMMIT_MARK, TRACKER, is_committed
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.checkpoint.torch_dist import RefusedNameError, reason
@@ -108,7 +109,7 @@ def _repair(folder: Path, verdict: Verdict) -> None:
     if verdict.incomplete:
         words.append(f"ignoring {', '.join(verdict.incomplete)}: the save was cut short")
     if words:
-        print(f"kha_megatron: {folder}: {'; '.join(words)}", flush=True)
+        announce(f"{folder}: {'; '.join(words)}")
 
 
 def _wait(folder: Path, verdict: Verdict) -> None:

@@ -8,6 +8,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import PROJECTIONS, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.training.arguments import (
@@ -78,8 +79,8 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
     args = get_args()
     kha = resolved(args)
-    if args.rank == 0 and not vp_stage:
-        print(f"kha_megatron: the --kha-* arguments knock {kha}", flush=True)
+    if not vp_stage:
+        announce(f"the --kha-* arguments knock {kha}")
     return kha_layer_spec(config, kha, vp_stage)
 
 

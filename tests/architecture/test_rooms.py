@@ -11,7 +11,7 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors"}
+EVERYONE = {"config", "errors", "announcements"}
 FREE = {
     *("ops", "model", "checkpoint", "history", "mcore", "cpu", "data", "training", "hf"),
     *("conversion", "recipes", "plan", "compare", "bridge", "cli"),
@@ -21,6 +21,7 @@ ARROWS = {
     "__main__": {"cli"},
     "config": set(),
     "errors": set(),
+    "announcements": set(),
     "patching": {"checkpoint"},
     "ops": set(),
     "model": set(),
@@ -42,6 +43,7 @@ OUTSIDE = {
     "": set(),
     "config": set(),
     "errors": set(),
+    "announcements": set(),
     "patching": set(),
     "ops": {"torch", "triton"},
     "model": set(),

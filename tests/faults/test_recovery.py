@@ -57,7 +57,7 @@ def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, wh
     make(tmp_path, found, *saves)
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == resume
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     start = f"kha_megatron: {tmp_path}: resuming from iter_000000{resume}: {TRACKER} "
     assert line.startswith(start)
     assert why in line
@@ -66,7 +66,7 @@ def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, wh
         assert (f"iter_000000{number}" in ignored) == (state != COMPLETE)
         assert (tmp_path / f"iter_000000{number}" / "__0_0.distcp").exists(), "nothing is deleted"
     recovery.repair_tracker(args(tmp_path))
-    assert "resuming" not in capsys.readouterr().out, "once"
+    assert "resuming" not in capsys.readouterr().err, "once"
 
 
 def test_a_checkpoint_that_was_completed_after_the_tracker_file_is_not_lost(tmp_path, capsys):
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_was_completed_after_the_tracker_file_is_not_lost(tmp_
     os.utime(tmp_path / TRACKER, (1.5, 1.5))  # written before the mark of iteration 2
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "2"
-    assert "names 1, and iter_0000002 was completed after it" in capsys.readouterr().out
+    assert "names 1, and iter_0000002 was completed after it" in capsys.readouterr().err
 
 
 def test_a_run_that_was_rolled_back_stays_so(tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_a_run_that_was_rolled_back_stays_so(tmp_path, capsys):
     make(tmp_path, "1", COMPLETE, COMPLETE)
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "1"
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_needs_no_repair_is_left_alone(tmp_path, capsys, found, saves):
     recovery.repair_tracker(args(tmp_path))
     assert (tmp_path / TRACKER).exists() == (found is not None)
     assert found is None or tracker(tmp_path) == found
-    assert "resuming" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().err
 
 
 def test_only_the_folder_that_the_run_saves_into_is_repaired(tmp_path):
@@ -154,6 +154,6 @@ def test_what_is_no_part_of_a_save_survives_its_replacement(tmp_path, capsys):
         (save / name).write_text("x")
     clear_for_overwriting(save)
     assert [file.name for file in save.iterdir()] == ["notes.txt"]
-    assert "iter_0000001 holds a checkpoint, which is replaced" in capsys.readouterr().out
+    assert "iter_0000001 holds a checkpoint, which is replaced" in capsys.readouterr().err
     clear_for_overwriting(save)
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err

@@ -170,19 +170,19 @@ def test_folded_equals_direct(ranks, kind, dtype, bound):
 
 def chosen(kha, training, tokens, overrides, sizes):
     """Which of these sequence lengths are folded, and what is said of it."""
-    from kha_megatron.mcore import folding
+    from kha_megatron import announcements
     from tests.distributed import models
 
     models.initialize(**sizes)
     built = layer(models, kha, **overrides).train(training)
-    folding._said.clear()
+    announcements.forget()
     ways = []
-    with contextlib.redirect_stdout(io.StringIO()) as said, torch.set_grad_enabled(training):
+    with contextlib.redirect_stderr(io.StringIO()) as said, torch.set_grad_enabled(training):
         for n in tokens:
             with counted_folds() as folds:
                 project(built, tokens=n)
             ways.append(bool(folds))
-    return ways, said.getvalue().splitlines()
+    return ways, [line for line in said.getvalue().splitlines() if "KHA-Linear" in line]
 
 
 V = KHAConfig(value="linear")
@@ -429,11 +429,11 @@ def heard():
     from kha_megatron.mcore import folding
 
     said = []
-    announce, folding._announce = folding._announce, lambda what, text: said.append(text)
+    announce, folding.announce = folding.announce, lambda text, once: said.append(text)
     try:
         yield said
     finally:
-        folding._announce = announce
+        folding.announce = announce
 
 
 class Adapter(torch.nn.Module):

@@ -83,7 +83,7 @@ def equal_builds(builders, presets, layout, overrides):
         want = _features(models, ours)
         for builder in builders:
             torch.manual_seed(5)
-            with contextlib.redirect_stdout(said):
+            with contextlib.redirect_stderr(said):
                 model = _built(models, config, builder, preset, stages)
             got = _features(models, model)
             wrong += [f"{preset}, {builder}: {n}" for n in want if got[n] != want[n]]

@@ -251,9 +251,9 @@ def run_and_listen(settings):
     import contextlib
     import io
 
-    from kha_megatron.mcore import prologue as room
+    from kha_megatron import announcements
 
-    room._announce.cache_clear()
+    announcements.forget()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         result = run_layer(**settings)
     return *result, said.getvalue()
@@ -310,12 +310,12 @@ def model_with_kernels(kha, layout):
     import io
     import os
 
-    from kha_megatron.mcore import prologue as room
+    from kha_megatron import announcements
     from tests.distributed import models
     from tools.interpreting import mend
 
     mend()
-    room._announce.cache_clear()
+    announcements.forget()
     results = []
     for choice in ("torch", "triton"):
         os.environ["KHA_KERNELS"] = choice

@@ -204,7 +204,7 @@ def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
     assert words.count("--no-rope-fusion") == 1
     assert "--transformer-impl" not in words
     assert words[words.index("--distributed-backend") + 1] == "gloo"
-    assert "--no-persist-layer-norm" in capsys.readouterr().out
+    assert "--no-persist-layer-norm" in capsys.readouterr().err
 
 
 def test_real_processes_refuse_with_code_2_and_one_line(tmp_path):
