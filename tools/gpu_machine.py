@@ -48,7 +48,9 @@ def examine() -> tuple[dict[str, str], dict[str, bool]]:
     The first has ``GPU`` only where PyTorch sees one.
     """
     told: dict[str, str] = dict(probe(_PROBE))
-    findings = {finding.name: finding for name in _COMPONENTS for finding in findings_of(name)}
+    findings = {
+        finding.name: finding for name in _COMPONENTS for finding in findings_of(name, deep=True)
+    }
     for name, finding in findings.items():
         words = finding.found if finding.status == "ok" else f"{finding.status} {finding.found}"
         told[name] = f"{words.replace('missing -', 'missing')}; {finding.effect}"

@@ -1,10 +1,13 @@
 """``kha-megatron doctor``: what is installed, against what is supported, and what that means.
 
-A check takes the name of what it is about and gives one :class:`Finding` or a few.
+A check takes the name of what it is about and gives one :class:`Finding` or a few, from metadata
+and files alone. What only an import can tell is in :data:`DEEP`.
 """
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -36,16 +39,10 @@ FLASH_ATTENTION = ">=2.1.1,<2.8.4"
 """What Transformer Engine 2.20 accepts."""
 
 TORCH_PROBE = """
-import torch
-devices = []
-if torch.cuda.is_available():
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        memory = f"{device.total_memory / 2**30:.0f} GiB"
-        devices.append(f"{device.name} ({memory}, sm_{device.major}{device.minor})")
-print(json.dumps({"cuda": torch.version.cuda, "devices": devices}))
+import torch.cuda as seen
+names = [seen.get_device_name(index) for index in range(seen.device_count())]
+print(json.dumps({"devices": names if seen.is_available() else []}))
 """
-
 
 SPECS_PROBE = """
 import warnings
@@ -66,6 +63,14 @@ print(json.dumps({"names": names, "lost": lost}))
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Also import torch, Megatron-Core and Transformer Engine, each in a process of "
+            "its own, and look our specs up as Megatron does.",
+        ),
+    ] = False,
 ) -> None:
     """Compare what is installed with what is supported, and say what will be used.
 
@@ -75,16 +80,18 @@ def doctor(
     \b
     Example:
       kha-megatron doctor
-      kha-megatron doctor --json
+      kha-megatron doctor --deep --json
     """
     with console.log.status("looking at what is installed"):
-        findings = examine()
+        findings = examine(deep=deep)
     healthy = not any(finding.blocks for finding in findings)
     if as_json:
         rows = [asdict(finding) for finding in findings]
         typer.echo(json.dumps({"ok": healthy, "findings": rows}, indent=2))
     else:
         _print(findings)
+        if not deep:
+            console.log.print(f"--deep also imports, to be sure: {', '.join(DEEP)}")
     if not healthy:
         raise typer.Exit(1)
 
@@ -106,15 +113,20 @@ def _print(findings: list[Finding]) -> None:
             console.out.print(f"{word}, {finding.name}: {escape(finding.remedy)}")
 
 
-def examine() -> list[Finding]:
-    """All findings. A check that fails is a finding itself; none raises."""
-    return [finding for name in CHECKS for finding in findings_of(name)]
+def examine(*, deep: bool = False) -> list[Finding]:
+    """All findings. A check that fails is a finding itself; none raises.
+
+    Args:
+        deep: whether to import what only an import can tell of.
+    """
+    return [finding for name in CHECKS for finding in findings_of(name, deep=deep)]
 
 
-def findings_of(name: str) -> list[Finding]:
-    """The findings of one of :data:`CHECKS`."""
+def findings_of(name: str, *, deep: bool = False) -> list[Finding]:
+    """The findings of one of :data:`CHECKS`, with ``deep`` those of an import too."""
     try:
-        return CHECKS[name](name)
+        findings = CHECKS[name](name)
+        return DEEP[name](findings) if deep and name in DEEP else findings
     except Exception as error:  # whatever a broken installation may throw
         lacking = error.name if isinstance(error, ModuleNotFoundError) else None
         return [
@@ -130,36 +142,57 @@ def findings_of(name: str) -> list[Finding]:
 
 
 def check_torch(name: str) -> list[Finding]:
-    """PyTorch, and the CUDA devices that it sees."""
+    """PyTorch, and the CUDA devices that the driver names."""
     (torch,) = check_package(
         name, required=True, present="", absent="needed: everything runs on it"
     )
-    device = Finding(
+    if torch.status == "ok" and (spec := find_module("torch")):
+        file = location(spec) / "version.py"
+        cuda = re.search(r"^cuda\b.*'(.+)'", file.read_text() if file.is_file() else "", re.M)
+        built = f"built for CUDA {cuda[1]}" if cuda else "built without CUDA"
+        torch = replace(torch, effect=built)
+    return [torch, _device(_devices_of_the_driver())]
+
+
+def _device(names: list[str]) -> Finding:
+    finding = Finding(
         name="CUDA device",
         status="missing",
         effect="training runs on the CPU with --device cpu: right, but not fast",
     )
+    found = ", ".join(f"{count} x {what}" for what, count in Counter(names).items())
+    effect = "training runs on it (--device cuda)"
+    return replace(finding, status="ok", found=found, effect=effect) if names else finding
+
+
+def _devices_of_the_driver() -> list[str]:
+    words = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = re.findall(r"^(.+), (\d+) MiB, (\d+)\.(\d+)$", done.stdout, re.MULTILINE)
+    return [f"{what} ({int(mib) / 1024:.0f} GiB, sm_{a}{b})" for what, mib, a, b in rows]
+
+
+def see_torch(findings: list[Finding]) -> list[Finding]:
+    """Whether PyTorch imports, and the devices that it sees itself."""
+    torch, driver = findings
     if torch.status == "missing":
-        return [torch, device]
+        return findings
     seen = probe(TORCH_PROBE)
     if "error" in seen:
         torch = replace(
             torch,
             status="wrong",
             effect=f"`import torch` fails: {seen['error']}",
-            remedy=f"pip install --force-reinstall '{name}{supported_range(name)}'",
+            remedy=f"pip install --force-reinstall '{torch.name}{supported_range(torch.name)}'",
             blocks=True,
         )
-        return [torch, device]
-    build = f"built for CUDA {seen['cuda']}" if seen["cuda"] else "built without CUDA"
-    torch = replace(torch, effect=torch.effect if torch.blocks else build)
-    if seen["devices"]:
-        names = ", ".join(f"{count} x {what}" for what, count in Counter(seen["devices"]).items())
-        device = Finding(
-            name=device.name, status="ok", found=names, effect="training runs on it (--device cuda)"
-        )
-    elif seen["cuda"] and shutil.which("nvidia-smi"):
-        device = replace(device, remedy="if there is one, see what nvidia-smi says of it")
+    device = _device(seen.get("devices", []))
+    if device.status == "missing" and driver.status == "ok":
+        remedy = f"nvidia-smi sees {driver.found}, torch does not: compare its CUDA and the driver"
+        device = replace(device, remedy=remedy)
     return [torch, device]
 
 
@@ -209,61 +242,53 @@ def check_megatron(name: str) -> list[Finding]:
     return [first, second]
 
 
-def check_specs(name: str) -> list[Finding]:
+def see_specs(findings: list[Finding]) -> list[Finding]:
     """Whether Megatron's own ``--spec`` finds each of our specs; it trains without in silence."""
     finding = Finding(
-        name=name,
+        name="--spec",
         status="wrong",
         effect="a stock script would stop, or train plain attention",
         remedy="pip install kha-megatron into the environment that has megatron-core",
         blocks=True,
     )
     if find_module("megatron.core") is None:
-        return []
+        return findings
     seen = probe(SPECS_PROBE)
     if "error" in seen:
         return [replace(finding, found=seen["error"])]
     if seen["lost"]:
         return [replace(finding, found=f"not found: {', '.join(seen['lost'])}")]
     effect = f"Megatron finds all {len(seen['names'])} names of kha_megatron.mcore.specs"
-    return [Finding(name=name, status="ok", found="yes", effect=effect)]
+    return [Finding(name=finding.name, status="ok", found="yes", effect=effect)]
 
 
-def check_transformer_engine(name: str) -> list[Finding]:
-    """Transformer Engine, by importing it: its extension is what is missing most often."""
-    supported = supported_range(name)
-    missing = Finding(
-        name=name,
-        status="missing",
-        supported=supported,
-        effect="layers are Megatron's own (--transformer-impl local); no FP8, no context parallel",
-        remedy="pip install --no-build-isolation 'kha-megatron[te]'",
-    )
+TE_ABSENT = "layers are Megatron's own (--transformer-impl local); no FP8, no context parallel"
+TE_INSTALL = "pip install --no-build-isolation 'kha-megatron[te]'"
+
+
+def see_transformer_engine(findings: list[Finding]) -> list[Finding]:
+    """Whether Transformer Engine imports: its extension is what is missing most often."""
+    (finding,) = findings
+    name = finding.name
     if find_module("transformer_engine") is None:
-        return [missing]
-    found = version(name) or "without a version"
+        return findings
     seen = probe("import torch, transformer_engine.pytorch\nprint('{}')")
     if "error" not in seen:
-        (finding,) = check_package(
-            name,
-            present="fused layers and FP8 (--transformer-impl transformer_engine)",
-            absent=missing.effect,
-            install=missing.remedy,
-        )
-        return [finding]
+        return findings
+    found = version(name) or "without a version"
     # Megatron falls back on ImportError alone; with anything else its own import ends too
     harmless = "ImportError" in seen["kinds"]
-    effect = missing.effect if harmless else "`import megatron.core` fails with it"
+    effect = TE_ABSENT if harmless else "`import megatron.core` fails with it"
     extension = "Could not find shared object file" in seen["error"]
     return [
         replace(
-            missing,
+            finding,
             status="wrong",
             found=f"{found}, without its torch extension" if extension else found,
             effect=f"{effect}: {seen['error']}",
             remedy=f"pip install --no-build-isolation transformer-engine-torch=={found}"
             if extension and version(name)
-            else f"{missing.remedy}, or pip uninstall {name}",
+            else f"{TE_INSTALL}, or pip uninstall {name}",
             blocks=not harmless,
         )
     ]
@@ -335,8 +360,13 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "python": check_python,
     "torch": check_torch,
     "megatron-core": check_megatron,
-    "--spec": check_specs,
-    "transformer-engine": check_transformer_engine,
+    "--spec": lambda name: [],
+    "transformer-engine": partial(
+        check_package,
+        present="fused layers and FP8 (--transformer-impl transformer_engine)",
+        absent=TE_ABSENT,
+        install=TE_INSTALL,
+    ),
     "apex": check_apex,
     "triton": partial(
         check_package,
@@ -365,6 +395,13 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     ),
 }
 """Every check by the name of the package it is about, in the order of the report."""
+
+DEEP: dict[str, Callable[[list[Finding]], list[Finding]]] = {
+    "torch": see_torch,
+    "--spec": see_specs,
+    "transformer-engine": see_transformer_engine,
+}
+"""What an import makes of a check's findings. Takes about 10 s."""
 
 OPTIONAL = ("triton", "flash-attn", "nemo-run", "matplotlib")
 """Checks about what training starts without, whatever its state."""

@@ -6,10 +6,10 @@ Where only an import can tell, :func:`probe` does it in another process. What wa
 
 import json
 import platform
-import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import (
@@ -23,24 +23,12 @@ from importlib.machinery import (
 from pathlib import Path
 from typing import Any, Literal
 
-REQUIREMENTS = (
-    "megatron-core>=0.17,<0.20",
-    "torch>=2.7",
-    "transformers>=5.8,<6",
-    "tokenizers>=0.22",
-    "safetensors>=0.5",
-    "numpy>=1.26",
-    "packaging>=23",
-    "psutil>=5.9",
-    "tensorboard>=2.15",
-    "nemo-run>=0.11,<0.12",
-    "leptonai<0.47",
-    "transformer-engine>=2.8",
-    "matplotlib>=3.8",
-)
-"""What is supported where kha-megatron runs from its source tree; installed, its metadata says."""
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-PYTHON = ">=3.12"
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 PROBE_SECONDS = 120
 
@@ -83,33 +71,32 @@ def version(package: str) -> str | None:
         return None
 
 
+def requirements() -> tuple[str, list[Requirement]]:
+    """The Pythons and the packages, extras included, that ``pyproject.toml`` asks for.
+
+    An installation carries them as its metadata; a source tree that is only on the module path
+    has the file itself.
+    """
+    try:
+        asked = metadata.metadata("kha-megatron")
+        return asked["Requires-Python"] or "", list(
+            map(Requirement, asked.get_all("Requires-Dist", []))
+        )
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads(PYPROJECT.read_text())["project"]
+        lists = [project["dependencies"], *project["optional-dependencies"].values()]
+        return project["requires-python"], [Requirement(line) for each in lists for line in each]
+
+
 def supported_range(package: str) -> str:
     """The versions of ``package`` that kha-megatron asks for, such as ``>=2.7``; or empty."""
-    try:
-        requirements = metadata.requires("kha-megatron") or REQUIREMENTS
-    except metadata.PackageNotFoundError:
-        requirements = REQUIREMENTS
-    for requirement in requirements:
-        name, limits = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", requirement).groups()
-        if re.sub(r"[-_.]+", "-", name).lower() == package:
-            return limits.strip(" ()")
-    return ""
-
-
-def supported_python() -> str:
-    """The Pythons that kha-megatron runs on, such as ``>=3.12``."""
-    try:
-        return metadata.metadata("kha-megatron")["Requires-Python"] or PYTHON
-    except metadata.PackageNotFoundError:
-        return PYTHON
+    found = (r for r in requirements()[1] if canonicalize_name(r.name) == package)
+    return next((",".join(sorted(map(str, r.specifier), reverse=True)) for r in found), "")
 
 
 def in_range(found: str, supported: str) -> bool:
     """Whether a version is within ``supported``. NVIDIA's containers call what follows torch 2.6
     ``2.7.0a0+...``: pre-release and local parts do not count."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
     return SpecifierSet(supported).contains(Version(found).base_version)
 
 
@@ -155,7 +142,7 @@ def probe(code: str) -> dict[str, Any]:
 
 def check_python(name: str) -> list[Finding]:
     """The interpreter against Requires-Python."""
-    supported = supported_python()
+    supported = requirements()[0]
     found = platform.python_version()
     if in_range(found, supported):
         return [Finding(name=name, status="ok", found=found, supported=supported)]
