@@ -1,67 +1,36 @@
-"""What is knocked, and how: the one configuration object every room shares.
+"""What a layer's heads do: the one configuration object every room shares.
 
-Knocking-Heads Attention (arXiv 2510.23052, section 3.2) passes each head's query, key or value
-through small matrices that all heads of the layer share. This module only names the choice; the
-maths is in ``kha_megatron.ops``.
+Its fields name the mechanisms of ``kha_megatron.heads`` and their settings; the maths is in
+``kha_megatron.ops``. Adding a mechanism is adding a field whose type it is.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor, Knock, Mechanism, Projection
+from kha_megatron.heads.knock import PROJECTIONS, Fold, Init, Variant, parse_variant
 
-Variant = Literal["linear", "mlp", "gate"]
-Init = Literal["identity", "random"]
-Projection = Literal["query", "key", "value"]
 AttentionKind = Literal["gta", "gla"]
-Fold = Literal["auto", "always", "never"]
-
-PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
-"""The projected tensors that can be knocked, in the order Megatron lays them out."""
-
-MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
-    {"linear": ("proj",), "mlp": ("up", "gate", "down"), "gate": ("gate",)}
-)
-"""Names of the ``[D, D]`` matrices of each variant, in the order they are stacked."""
-
-SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 3})
-"""Tensors of the size of its input that ``ops.knock`` keeps for the backward pass: the input; for
-``gate`` also the two factors of the product; for ``mlp`` also the two factors and their product."""
 
 CONFIG_VARIABLE = "KHA_CONFIG"
 """Environment variable from which a spec chosen by its name takes what the name cannot carry."""
-
-INITS: tuple[Init, ...] = ("identity", "random")
-
-FOLDS: tuple[Fold, ...] = ("auto", "always", "never")
 
 ATTENTIONS: tuple[AttentionKind, ...] = ("gta", "gla")
 """Kinds of attention that Megatron has no flag for (Zadouri et al. 2025, arXiv 2505.21487):
 Grouped-Tied and Grouped Latent Attention. MHA, MQA, GQA and MLA are Megatron's to choose."""
 
 
-def parse_variant(text: str | None) -> Variant | None:
-    """``"linear"``, ``"mlp"`` or ``"gate"`` as they are; ``"none"`` (command lines) as None.
-
-    Raises:
-        ConfigError: for any other word.
-    """
-    if text is None or text == "none":
-        return None
-    if not isinstance(text, str) or text not in MATRICES:  # JSON may hold anything
-        raise ConfigError(
-            f"unknown KHA variant {text!r}: choose one of {', '.join(MATRICES)} or none"
-        )
-    return text
-
-
 @dataclass(frozen=True, kw_only=True)
 class KHAConfig:
-    """Which of a layer's projected tensors are knocked, and with which variant.
+    """Which mechanisms a layer's heads have; ``KHAConfig()`` is the baseline that has none.
 
-    ``KHAConfig()`` knocks nothing: it is the baseline that runs the same code path.
+    Everything but a constructor call comes through one of four readers: :meth:`from_dict`,
+    :meth:`from_preset`, :meth:`asked` (command lines) and :meth:`recorded` (checkpoints).
 
     Raises:
         ConfigError: a field holds a value that its type does not list.
@@ -98,27 +67,7 @@ class KHAConfig:
     differ here are equal, and neither checkpoints nor exports record it."""
 
     def __post_init__(self) -> None:
-        for projection in PROJECTIONS:
-            parse_variant(getattr(self, projection))
-            if getattr(self, projection) == "none":
-                raise ConfigError(f"KHAConfig({projection}='none'): write None")
-        if self.init not in INITS:
-            raise ConfigError(f"unknown KHA init {self.init!r}: choose one of {', '.join(INITS)}")
-        if type(self.init_seed) is not int:
-            raise ConfigError(f"KHA init_seed {self.init_seed!r} is not a whole number")
-        self._check_attention()
-        self._check_fold()
-
-    def _check_fold(self) -> None:
-        if self.fold not in FOLDS:
-            raise ConfigError(f"unknown KHA fold {self.fold!r}: choose one of {', '.join(FOLDS)}")
-        if self.fold == "always" and "linear" not in self.variants.values():
-            raise ConfigError(
-                f"KHA fold=always, and nothing linear to fold in {self}: use auto, or a linear "
-                "variant"
-            )
-
-    def _check_attention(self) -> None:
+        _ = self.knock  # which checks its own fields
         if self.attention not in (None, *ATTENTIONS):
             raise ConfigError(
                 f"unknown KHA attention {self.attention!r}: choose one of {', '.join(ATTENTIONS)}, "
@@ -136,8 +85,8 @@ class KHAConfig:
                 f"KHA key={self.key} on grouped-tied attention: half of a key is the tied state, "
                 "which value= knocks, and the other half is one head that all share: leave key out"
             )
-        if self.attention == "gla":
-            check_latent_attention(self)
+        if self.attention:
+            self.check(HeadFacts(multi_latent=self.attention == "gla"))
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -148,11 +97,11 @@ class KHAConfig:
         """
         if name not in PRESETS:
             raise ConfigError(f"unknown KHA preset {name!r}: choose one of {', '.join(PRESETS)}")
-        return cls(**{**PRESETS[name], **overrides})
+        return cls.from_dict({**PRESETS[name], **overrides})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`.
+        """The configuration whose :meth:`to_dict` this is.
 
         Raises:
             ConfigError: ``values`` has a key that is no field: it comes from another version.
@@ -163,151 +112,240 @@ class KHAConfig:
                 f"unknown KHA setting {', '.join(unknown)}: written by another version of "
                 f"kha-megatron; known are {', '.join(f.name for f in fields(cls))}"
             )
-        return cls(**values)
+        others = mechanism_types(cls)
+        return cls(
+            **{
+                name: others[name].from_dict(value)
+                if name in others and not isinstance(value, Mechanism | None)
+                else value
+                for name, value in values.items()
+            }
+        )
 
     @classmethod
-    def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
-        """Read ``kha_query``, ``kha_key``, ``kha_value``, ``kha_init`` and so on; not ``fold``.
+    def asked(cls, given: Mapping[str, Any]) -> Self | None:
+        """What a command line asks for.
+
+        Args:
+            given: words or parsed values by field; besides, ``preset``, and ``heads`` with the
+                words of ``--heads``. None stands for what was not given, ``none`` for nothing.
+
+        Returns:
+            None where neither a preset nor a mechanism was asked for.
+
+        Raises:
+            ConfigError: an unknown name or value.
+        """
+        words = {name: value for name, value in given.items() if value is not None}
+        preset = words.pop("preset", None)
+        words = parse_heads(words.pop("heads", ())) | words
+        if preset is None and not words.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
+            return None
+        for projection in PROJECTIONS & words.keys():
+            words[projection] = parse_variant(words[projection])
+        for name in {"init_seed", "latent_heads"} & words.keys():
+            words[name] = _whole(name, words[name])
+        if preset in PRESETS:  # single settings of a mechanism that the preset has
+            for name in mechanism_types(cls).keys() & words.keys() & PRESETS[preset].keys():
+                words[name] = words[name] and {**PRESETS[preset][name], **words[name]}
+        return cls.from_preset(preset or "baseline", **words)
+
+    @classmethod
+    def recorded(cls, entries: Mapping[str, Any]) -> Self | None:
+        """What a checkpoint or an export says of itself: ``kha_query``, ``kha_init``, and so on.
 
         Args:
             entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's may record
                 a preset by the name of its ``spec`` instead.
 
         Returns:
-            None when it names none of the three projections: it was not written with KHA in mind.
+            None when it names no mechanism: it was not written with KHA in mind.
 
         Raises:
             ConfigError: a variant or an init that does not exist.
         """
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
         values = {name: entries[entry] for entry, name in names.items() if entry in entries}
-        if not set(PROJECTIONS) & set(values):
+        if not values.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
             module, name = (*(entries.get("spec") or ()), None, None)[:2]
             is_preset = module == "kha_megatron.mcore.specs" and name in PRESETS
             return cls.from_preset(name) if is_preset else None
         for projection in PROJECTIONS:
             values[projection] = parse_variant(values.get(projection))
-        return cls(**values)
+        return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """What the model is, as plain JSON values: all fields but ``fold``."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        """What the model is, as plain JSON values: all fields but ``fold``, and of the mechanisms
+        beside the knock those that it has."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        for name in mechanism_types(type(self)):
+            if (mechanism := values.pop(name)) is not None:
+                values[name] = mechanism.to_dict()
+        return values
+
+    def words(self) -> list[str]:
+        """The command-line words that ask for it."""
+        defaults = KHAConfig()
+        words = ["--kha-preset", "baseline"]
+        for f in fields(Knock):
+            if (value := getattr(self, f.name)) != getattr(defaults, f.name):
+                words += [f"--kha-{f.name.replace('_', '-')}", str(value)]
+        if self.attention:
+            words += ["--kha-attention", self.attention]
+        if self.latent_heads != defaults.latent_heads:
+            words += ["--kha-latent-heads", str(self.latent_heads)]
+        for mechanism in self.mechanisms:
+            if not isinstance(mechanism, Knock):
+                settings = mechanism.to_dict().items()
+                named = [f"{mechanism.name}.{key}={json.dumps(value)}" for key, value in settings]
+                words += [word for name in named or [mechanism.name] for word in ("--heads", name)]
+        return words
+
+    @property
+    def knock(self) -> Knock:
+        """The head-shared matrices, if any."""
+        return Knock(**{f.name: getattr(self, f.name) for f in fields(Knock)})
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """All that a layer has, the knock first, in the order in which they act."""
+        others = (getattr(self, name) for name in mechanism_types(type(self)))
+        return tuple(m for m in (self.knock if self.variants else None, *others) if m is not None)
 
     @property
     def variants(self) -> dict[Projection, Variant]:
-        """The knocked projections and their variants; empty for the baseline."""
+        """The knocked projections and their variants; empty without a knock."""
         return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
 
-    def parameters_per_layer(self, head_dim: int, value_dim: int | None = None) -> int:
-        """How many parameters one layer gains.
+    @property
+    def folds(self) -> bool:
+        """Whether a stock model computes the same, once everything is folded into its weights."""
+        return all(mechanism.folds for mechanism in self.mechanisms)
 
-        Args:
-            head_dim: ``D``; in latent attention the no-position features of a query or key head.
-            value_dim: features of a value head; as ``head_dim`` if None.
+    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
+        """The parameters of one layer with these sizes over all ranks."""
+        return tuple(t for mechanism in self.mechanisms for t in mechanism.tensors(sizes))
+
+    def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
+        """How many parameters one layer gains, on each of ``tp`` tensor-parallel ranks."""
+        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes))
+
+    def flops(self, sizes: HeadSizes) -> int:
+        """FLOPs of matrix products that one layer gains for a token in the forward pass.
+
+        The backward pass costs twice as much: training takes three times this number, by which
+        Megatron too multiplies its own.
         """
-        dims = _dims(head_dim, value_dim)
-        return sum(len(MATRICES[v]) * dims[p] ** 2 for p, v in self.variants.items())
+        return sum(mechanism.flops(sizes) for mechanism in self.mechanisms)
 
-    def forward_flops_per_token(
-        self, head_dim: int, query_heads: int, kv_heads: int, value_dim: int | None = None
-    ) -> int:
-        """Matrix-multiplication FLOPs that one layer gains per token in the forward pass.
+    def saved(self, sizes: HeadSizes) -> int:
+        """Elements that one layer keeps of a token for the backward pass, without recomputing."""
+        return sum(mechanism.saved(sizes) for mechanism in self.mechanisms)
 
-        Each ``[D, D]`` matrix costs ``2 D^2`` per head of its tensor. With ``n`` query and ``n``
-        key/value heads of ``D = d / n`` features and three matrices this is the paper's
-        ``6 d^2 / n`` (eq. 12). The backward pass costs twice as much: training takes three times
-        this number, by which Megatron too multiplies its own.
+    def check(self, facts: HeadFacts) -> None:
+        """Refuse what contradicts Megatron's own choices, or what they leave no place for.
 
-        Matrices count as applied to activations. Linear ones cost nothing per token once they are
-        folded into the projection. Sigmoids and element-wise products are left out, as in eq. 12
-        and in Megatron's own count.
-
-        Args:
-            head_dim: ``D``; in latent attention the no-position features of a query or key head.
-            query_heads: query heads of the whole layer.
-            kv_heads: key/value heads of the whole layer; latent attention has as many as query
-                heads.
-            value_dim: features of a value head; as ``head_dim`` if None.
+        Raises:
+            ConfigError: naming both, with the remedy.
         """
-        heads = {"query": query_heads, "key": kv_heads, "value": kv_heads}
-        dims = _dims(head_dim, value_dim)
-        return sum(2 * dims[p] ** 2 * heads[p] * len(MATRICES[v]) for p, v in self.variants.items())
-
-    def saved_elements_per_token(
-        self, head_dim: int, query_heads: int, kv_heads: int, value_dim: int | None = None
-    ) -> int:
-        """Elements per token that one layer keeps for the backward pass, without recomputing.
-
-        Args:
-            head_dim: ``D``; in latent attention the no-position features of a query or key head.
-            query_heads: query heads of one rank.
-            kv_heads: key/value heads of one rank.
-            value_dim: features of a value head; as ``head_dim`` if None.
-        """
-        heads = {"query": query_heads, "key": kv_heads, "value": kv_heads}
-        dims = _dims(head_dim, value_dim)
-        return sum(dims[p] * heads[p] * SAVED[v] for p, v in self.variants.items())
+        if self.attention == "gta" and facts.multi_latent:
+            raise ConfigError(
+                "attention=gta and --multi-latent-attention are two kinds of attention: remove one"
+            )
+        if self.attention == "gla" and not facts.multi_latent:
+            raise ConfigError(
+                "attention=gla takes its sizes from Megatron's multi-latent attention: add "
+                "--multi-latent-attention (with --kv-lora-rank for all latent heads together)"
+            )
+        facts = replace(facts, attention=self.attention)
+        for mechanism in self.mechanisms:
+            if why := mechanism.refusal(facts):
+                raise ConfigError(why)
+        if facts.flash_decode and (self.mechanisms or self.attention):
+            raise ConfigError(
+                f"flash_decode=True decodes in kernels that were never run with KHA on {self}: "
+                "remove --flash-decode, or use the baseline preset"
+            )
 
     def __str__(self) -> str:
         """Short form for logs: ``query=linear key=linear value=linear``, ``value=mlp in gta``."""
-        words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
-        if words and self.init != "identity":
-            words.append(f"init={self.init}")
+        words = " ".join(str(m) for m in self.mechanisms) or str(Knock())
         kind = f" in {self.attention}" if self.attention else ""
         if self.attention == "gla" and self.latent_heads != type(self).latent_heads:
             kind += f" of {self.latent_heads}"
-        return (" ".join(words) or "nothing (baseline)") + kind
+        return words + kind
 
 
-def _dims(head_dim: int, value_dim: int | None) -> dict[Projection, int]:
-    return {"query": head_dim, "key": head_dim, "value": value_dim or head_dim}
+@cache
+def mechanism_types(config: type = KHAConfig) -> dict[str, type[Mechanism]]:
+    """The mechanisms beside the knock, by their fields; found by the fields' types."""
+    hints = get_type_hints(config)
+    choices = {f.name: get_args(hints[f.name]) for f in fields(config)}
+    return {
+        name: kind
+        for name, kinds in choices.items()
+        for kind in kinds
+        if isinstance(kind, type) and issubclass(kind, Mechanism)
+    }
 
 
-PRESETS: Mapping[str, Mapping[str, Variant]] = MappingProxyType(
-    {
-        "baseline": {},
-        "kha_mlp": {"value": "mlp"},
-        "kha_linear": {"query": "linear", "key": "linear", "value": "linear"},
-        "kha_linear_v": {"value": "linear"},
-        "kha_gate_v": {"value": "gate"},
-        "kha_mlp_qkv": {"query": "mlp", "key": "mlp", "value": "mlp"},
+def parse_heads(words: Iterable[str]) -> dict[str, Any]:
+    """Read ``--heads`` words: ``NAME.FIELD=VALUE``, ``NAME`` for its defaults, ``NAME=none``.
+
+    ``knock.value=mlp`` is ``--kha-value mlp``.
+
+    Returns:
+        Fields of :class:`KHAConfig`, mechanisms as plain objects. Values are JSON where they can be
+        read as such, else words; ``none`` is None.
+
+    Raises:
+        ConfigError: no such mechanism, or a word of another form.
+    """
+    result: dict[str, Any] = {}
+    known = (Knock.name, *mechanism_types())
+    for word in words:
+        path, equals, text = word.partition("=")
+        name, dot, setting = path.partition(".")
+        if name not in known or bool(equals) < bool(dot) or (equals and not dot and text != "none"):
+            raise ConfigError(
+                f"--heads {word}: write NAME, NAME.FIELD=VALUE or NAME=none, where NAME is one of "
+                f"{', '.join(known)}"
+            )
+        if name == Knock.name:
+            settings = [f.name for f in fields(Knock)]
+            if setting not in settings:
+                raise ConfigError(f"--heads {word}: {name} has {', '.join(settings)}")
+            result[setting] = _value(text)
+        elif dot:
+            result[name] = (result.get(name) or {}) | {setting: _value(text)}
+        else:
+            result[name] = None if equals else result.get(name) or {}
+    return result
+
+
+def _value(text: str) -> Any:
+    if text == "none":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _whole(name: str, word: Any) -> int:
+    try:
+        return int(word)
+    except (TypeError, ValueError) as error:
+        flag = f"--kha-{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} {word!r} is not a whole number") from error
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    dict(Knock.presets)
+    | {
+        preset: {name: dict(settings)}
+        for name, mechanism in mechanism_types().items()
+        for preset, settings in mechanism.presets.items()
     }
 )
-"""Named configurations. ``kha_mlp`` is the paper's choice for MoE models, ``kha_linear`` for dense
-models and MLA (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
-
-
-def check_latent_attention(kha: KHAConfig) -> None:
-    """Refuse what latent attention (MLA, GLA) cannot carry.
-
-    Raises:
-        ConfigError: a variant that does not fold away, with the paper's reason (section 4.2.3).
-    """
-    nonlinear = [f"{p}={v}" for p, v in kha.variants.items() if v != "linear"]
-    if nonlinear:
-        raise ConfigError(
-            f"KHA {' '.join(nonlinear)} on multi-latent attention: MLA never forms q, k and v at "
-            "inference, so only matrices that fold away are allowed: use linear"
-        )
-
-
-def check_attention_kind(kha: KHAConfig, *, multi_latent: bool) -> None:
-    """Refuse a kind of attention that Megatron's own choice contradicts.
-
-    Args:
-        multi_latent: whether Megatron was asked for ``--multi-latent-attention``.
-
-    Raises:
-        ConfigError: naming both, or what latent attention cannot carry.
-    """
-    if kha.attention == "gta" and multi_latent:
-        raise ConfigError(
-            "attention=gta and --multi-latent-attention are two kinds of attention: remove one"
-        )
-    if kha.attention == "gla" and not multi_latent:
-        raise ConfigError(
-            "attention=gla takes its sizes from Megatron's multi-latent attention: add "
-            "--multi-latent-attention (with --kv-lora-rank for all latent heads together)"
-        )
-    if multi_latent:
-        check_latent_attention(kha)
+"""Named configurations, of every mechanism."""

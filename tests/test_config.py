@@ -2,8 +2,9 @@
 
 import pytest
 
-from kha_megatron.config import PRESETS, KHAConfig, check_attention_kind
+from kha_megatron.config import PRESETS, KHAConfig, parse_heads
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts, HeadSizes
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -15,23 +16,63 @@ def test_round_trip(name):
 
 def test_the_papers_parameter_count():
     """Three [D, D] matrices for KHA-Linear on q, k, v and for KHA-MLP on v alike (section 3.2)."""
-    assert KHAConfig.from_preset("kha_linear").parameters_per_layer(128) == 3 * 128**2
-    assert KHAConfig.from_preset("kha_mlp").parameters_per_layer(128) == 3 * 128**2
-    assert KHAConfig().parameters_per_layer(128) == 0
+    sizes = HeadSizes(query_heads=32, kv_heads=8, head_dim=128)
+    assert KHAConfig.from_preset("kha_linear").parameters(sizes) == 3 * 128**2
+    assert KHAConfig.from_preset("kha_mlp").parameters(sizes, tp=4) == 3 * 128**2
+    assert KHAConfig().parameters(sizes) == 0
 
 
 def test_parameters_of_latent_attention_follow_both_widths():
     kha = KHAConfig.from_preset("kha_linear")
-    assert kha.parameters_per_layer(128, 96) == 2 * 128**2 + 96**2
-    assert kha.forward_flops_per_token(6, 8, 8, value_dim=5) == 2 * 8 * (2 * 6**2 + 5**2)
-    assert kha.saved_elements_per_token(6, 8, 8, value_dim=5) == 8 * (6 + 6 + 5)
+    sizes = HeadSizes(query_heads=8, kv_heads=8, head_dim=6, value_dim=5)
+    assert kha.parameters(sizes) == 2 * 6**2 + 5**2
+    assert kha.flops(sizes) == 2 * 8 * (2 * 6**2 + 5**2)
+    assert kha.saved(sizes) == 8 * (6 + 6 + 5)
+
+
+@pytest.mark.parametrize(
+    "kha",
+    [
+        *(KHAConfig.from_preset(name) for name in PRESETS),
+        KHAConfig(query="linear", value="gate", init="random", init_seed=7, fold="always"),
+        KHAConfig(attention="gla", latent_heads=4, value="linear"),
+    ],
+    ids=str,
+)
+def test_what_is_asked_for_in_its_own_words_is_the_same(kha):
+    words = kha.words()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    given = {flag.removeprefix("--kha-").replace("-", "_"): word for flag, word in given.items()}
+    asked = KHAConfig.asked(given)
+    assert asked == kha
+    assert asked.fold == kha.fold
+
+
+def test_a_command_line_may_name_each_setting_of_a_mechanism():
+    heads = ["knock.value=mlp", "knock.init_seed=5", "knock.query=none"]
+    asked = KHAConfig.asked({"preset": "kha_linear", "heads": heads, "key": "none"})
+    assert asked == KHAConfig(value="mlp", init_seed=5)
+    assert KHAConfig.asked({"heads": None, "init": "random", "query": None}) is None
+
+
+def test_each_tensor_is_described_once():
+    sizes = HeadSizes(query_heads=8, kv_heads=4, head_dim=6, value_dim=5)
+    query, value = KHAConfig(query="linear", value="mlp").tensors(sizes)
+    assert (query.key, query.shape) == ("self_attention.knock_query.weight", (1, 6, 6))
+    assert (value.key, value.shape) == ("self_attention.knock_value.weight", (3, 5, 5))
+    assert value.hf_names == tuple(
+        f"self_attn.v_knock.{matrix}_proj.weight" for matrix in ("up", "gate", "down")
+    )
+    assert query.hf_names == ("self_attn.q_knock.proj.weight",)
+    assert value.starts == ("identity", "zeros", "identity")
+    assert {query.gradient, value.gradient} == {"heads"}
 
 
 def test_the_kind_of_attention_goes_round_and_into_the_log():
     kha = KHAConfig(attention="gla", latent_heads=4, value="linear")
     assert KHAConfig.from_dict(kha.to_dict()) == kha
     entries = {f"kha_{name}": value for name, value in kha.to_dict().items()}
-    assert KHAConfig.from_entries(entries) == kha
+    assert KHAConfig.recorded(entries) == kha
     assert str(kha) == "value=linear in gla of 4"
     assert str(KHAConfig(attention="gta")) == "nothing (baseline) in gta"
 
@@ -42,7 +83,7 @@ def test_how_a_model_is_run_is_no_part_of_what_it_is():
     assert "fold" not in kha.to_dict()
     assert KHAConfig.from_dict(kha.to_dict() | {"fold": "never"}).fold == "never"
     entries = {"kha_value": "linear", "kha_fold": "always"}
-    assert KHAConfig.from_entries(entries).fold == "auto"
+    assert KHAConfig.recorded(entries).fold == "auto"
 
 
 @pytest.mark.parametrize(
@@ -55,15 +96,17 @@ def test_how_a_model_is_run_is_no_part_of_what_it_is():
 )
 def test_a_kind_that_megatrons_flags_contradict_is_refused(kha, latent, words):
     with pytest.raises(ConfigError, match=words):
-        check_attention_kind(kha, multi_latent=latent)
-    check_attention_kind(KHAConfig(query="linear"), multi_latent=latent)
+        kha.check(HeadFacts(multi_latent=latent))
+    KHAConfig(query="linear").check(HeadFacts(multi_latent=latent))
 
 
 @pytest.mark.parametrize("preset", ["kha_linear", "kha_mlp"])
 def test_the_papers_flops(preset):
     """Equations 10 to 12 with L = 2048, d = 1024, n = 32: 0.55 % of a layer, 1.17 % of its MHA."""
     length, d, n = 2048, 1024, 32
-    added = length * KHAConfig.from_preset(preset).forward_flops_per_token(d // n, n, n)
+    added = length * KHAConfig.from_preset(preset).flops(
+        HeadSizes(query_heads=n, kv_heads=n, head_dim=d // n)
+    )
     assert added == 6 * length * d**2 // n
     attention = 8 * length * d**2 + 4 * length**2 * d
     layer = attention + 18 * length * d**2
@@ -73,16 +116,17 @@ def test_the_papers_flops(preset):
 def test_flops_follow_the_heads_of_each_tensor():
     kha = KHAConfig(query="linear", key="gate", value="mlp")
     # 2 D^2 for each of 1 matrix on 12 heads, 1 on 3 heads and 3 on 3 heads
-    assert kha.forward_flops_per_token(7, query_heads=12, kv_heads=3) == 2 * 7**2 * (12 + 3 + 9)
-    assert KHAConfig().forward_flops_per_token(7, 12, 3) == 0
+    sizes = HeadSizes(query_heads=12, kv_heads=3, head_dim=7)
+    assert kha.flops(sizes) == 2 * 7**2 * (12 + 3 + 9)
+    assert KHAConfig().flops(sizes) == 0
 
 
 def test_megatrons_arguments_name_a_preset_by_its_spec():
     spec = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
-    assert KHAConfig.from_entries(spec) == KHAConfig(value="mlp")
-    assert KHAConfig.from_entries(spec | {"kha_query": "gate"}) == KHAConfig(query="gate")
+    assert KHAConfig.recorded(spec) == KHAConfig(value="mlp")
+    assert KHAConfig.recorded(spec | {"kha_query": "gate"}) == KHAConfig(query="gate")
     for other in ({}, {"spec": None}, {"spec": ["local"]}, {"spec": ["other.specs", "kha_mlp"]}):
-        assert KHAConfig.from_entries(other) is None
+        assert KHAConfig.recorded(other) is None
 
 
 @pytest.mark.parametrize(
@@ -99,6 +143,14 @@ def test_megatrons_arguments_name_a_preset_by_its_spec():
         (lambda: KHAConfig(fold="yes"), ["'yes'", "auto, always, never"]),
         (lambda: KHAConfig(value="mlp", fold="always"), ["fold=always", "value=mlp", "use auto"]),
         (lambda: KHAConfig.from_preset("kha"), ["'kha'", "kha_mlp"]),
+        (lambda: KHAConfig.asked({"value": "mpl"}), ["'mpl'", "or none"]),
+        (lambda: KHAConfig.asked({"preset": "kha"}), ["'kha'", "kha_mlp"]),
+        (
+            lambda: KHAConfig.asked({"value": "mlp", "init_seed": "x"}),
+            ["--kha-init-seed 'x'", "whole"],
+        ),
+        (lambda: parse_heads(["knok.value=mlp"]), ["knok.value=mlp", "NAME.FIELD=VALUE", "knock"]),
+        (lambda: parse_heads(["knock.values=mlp"]), ["knock.values=mlp", "value, init"]),
         (lambda: KHAConfig.from_dict({"values": "mlp"}), ["values", "another version"]),
     ],
 )

@@ -39,7 +39,7 @@ from measuring import (
 )
 from torch import Tensor
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import fused, knocking
 
 EXAMPLE = """example:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kha_megatron.config import Fold, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import Fold
 
 KERNELS_VARIABLE = "KHA_KERNELS"
 """Environment variable by which ``kha_megatron.ops`` chooses between kernels and plain torch."""

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.nn.functional import silu
 
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_expression import to_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.hf import KHAModelConfig
 
 _TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init"}
@@ -25,10 +26,7 @@ def kha_of(config: Any) -> KHAConfig:
     Raises:
         ConfigError: a ``kha_*`` field holds an unknown word.
     """
-    names = (*PROJECTIONS, "init", "init_seed")
-    return KHAConfig(
-        **{name: getattr(config, f"kha_{name}") for name in names if hasattr(config, f"kha_{name}")}
-    )
+    return KHAConfig.recorded(vars(config)) or KHAConfig()
 
 
 def provider_fields(config: KHAModelConfig) -> dict[str, Any]:

@@ -17,10 +17,8 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 from torch import Tensor, nn
 
-from kha_megatron.bridge.fields import kha_of
-from kha_megatron.config import MATRICES, Projection, Variant
+from kha_megatron.heads import HeadTensor
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.hf.configuration_kha import matrix_name
 
 _ONE_TO_ONE = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -127,7 +125,7 @@ def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
     final_norm = AutoMapping("decoder.final_layernorm.weight", "model.norm.weight")
     if config is None:
         return [final_norm, *layers]
-    matrices = [_matrices(*knocked) for knocked in kha_of(config).variants.items()]
+    matrices = [_matrices(tensor) for tensor in config.kha.tensors(config.head_sizes)]
     return [*_vocabulary(config), final_norm, *layers, *matrices]
 
 
@@ -142,9 +140,8 @@ def _vocabulary(config: KHAModelConfig) -> list[VocabularyMapping]:
     return [VocabularyMapping(ours, theirs, config.vocab_size) for ours, theirs in names.items()]
 
 
-def _matrices(projection: Projection, variant: Variant) -> SharedMatricesMapping:
-    module = f"{HF}self_attn.{projection[0]}_knock"
+def _matrices(tensor: HeadTensor) -> SharedMatricesMapping:
+    names = [HF + name for name in tensor.hf_names]
     return SharedMatricesMapping(
-        f"{MEGATRON}self_attention.knock_{projection}.weight",
-        {matrix: f"{module}.{matrix_name(matrix)}.weight" for matrix in MATRICES[variant]},
+        MEGATRON + tensor.key, dict(zip(tensor.matrices, names, strict=True))
     )

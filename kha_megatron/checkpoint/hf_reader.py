@@ -17,8 +17,10 @@ from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from kha_megatron.checkpoint.megatron import TensorInfo
 from kha_megatron.checkpoint.safetensors_file import NAMES, Place, read_header
 from kha_megatron.checkpoint.staging import opened
-from kha_megatron.config import MATRICES, KHAConfig, Projection
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -137,7 +139,7 @@ class HFCheckpoint:
         Raises:
             ConfigError: a variant that does not exist.
         """
-        return KHAConfig.from_entries(self.config)
+        return KHAConfig.recorded(self.config)
 
     def knock_weights(self) -> dict[tuple[int, Projection], Tensor]:
         """The shared matrices by layer (from 0) and projection: ``[n, D, D]``, ``x @ W``.
@@ -178,7 +180,7 @@ def knock_key(layer: int, projection: Projection, matrix: str) -> str:
     Args:
         layer: counted from 0.
         projection: the knocked tensor.
-        matrix: its name in :data:`kha_megatron.config.MATRICES`.
+        matrix: its name in :data:`kha_megatron.heads.knock.MATRICES`.
     """
     return f"model.layers.{layer}.self_attn.{knock_name(projection, matrix)}"
 

@@ -19,8 +19,10 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import MANIFEST, check_file, read_manifest
 from kha_megatron.checkpoint.staging import flush
 from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig, Projection
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMIT_MARK = "metadata.json"
@@ -225,7 +227,7 @@ class MegatronCheckpoint:
             CheckpointError: the record and the tensors contradict each other.
             ConfigError: the record names a variant that does not exist.
         """
-        kha = KHAConfig.from_entries(self.args)
+        kha = KHAConfig.recorded(self.args)
         recorded = kha.variants if kha else {}
         for projection in PROJECTIONS:
             stored = {

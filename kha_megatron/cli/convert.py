@@ -20,7 +20,7 @@ from rich.table import Table
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.cli import console
 from kha_megatron.cli.verify import add_rows, judge, plain, report
-from kha_megatron.config import PROJECTIONS, KHAConfig, parse_variant
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_training_version
 
@@ -223,8 +223,13 @@ def upcycle(
 
     if to not in ("megatron", "hf"):
         raise ConfigError(f"--to {to!r}: choose megatron or hf")
-    asked = {"query": kha_query, "key": kha_key, "value": kha_value}
-    kha = _kha(kha_preset, {name: word for name, word in asked.items() if word is not None})
+    kha = KHAConfig.asked(
+        {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
+    )
+    if kha is None:
+        raise ConfigError(
+            "nothing to knock: give --kha-preset, or --kha-query, --kha-key, --kha-value"
+        )
     size = _bytes(max_shard_size)
     _check(out, _HF_MARK if to == "hf" else _MEGATRON_MARK, overwrite, verify)
     if to == "hf":
@@ -275,15 +280,6 @@ def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:
     check_output_folder(out, overwrite=overwrite, mark=mark)
     if verify:
         check_training_version()
-
-
-def _kha(preset: str | None, asked: dict[str, str]) -> KHAConfig:
-    if preset is None and not asked:
-        raise ConfigError(
-            "nothing to knock: give --kha-preset, or --kha-query, --kha-key, --kha-value"
-        )
-    chosen = {name: parse_variant(asked[name]) for name in PROJECTIONS if name in asked}
-    return KHAConfig.from_preset(preset or "baseline", **chosen)
 
 
 def _write_hf(

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
-from kha_megatron.config import MATRICES, KHAConfig, Projection
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import MATRICES
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.words import Arguments, integer_of
 from kha_megatron.ops.diagnostics import diagnose
 from kha_megatron.plan.counts import count, flops, sizes_of

@@ -4,7 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 
-from kha_megatron.config import INITS, PRESETS, KHAConfig, parse_variant
+from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.words import parse, word_of
 from kha_megatron.recipes.recipe import Recipe
@@ -80,11 +80,8 @@ def _from_flags(name: str, flags: str) -> KHAConfig:
     if not given or (other := set(given) - set(SETTINGS)):
         what = f"{min(other)} is none of its flags" if given else "it has no flags"
         raise ConfigError(f"variant {name}: {what}: choose among {', '.join(SETTINGS)}")
-    words = {setting: word_of(given, f"--kha-{setting}") for setting in _WORDS}
-    settings = {p: parse_variant(w) for p, w in words.items() if w is not None and p != "init"}
-    init = words["init"] or "identity"
-    if init not in INITS:
-        raise ConfigError(f"variant {name}: --kha-init {init}: choose {' or '.join(INITS)}")
-    return KHAConfig.from_preset(
-        word_of(given, "--kha-preset") or "baseline", **settings, init=init
-    )
+    words = {setting: word_of(given, f"--kha-{setting}") for setting in ("preset", *_WORDS)}
+    try:
+        return KHAConfig.asked({"preset": "baseline"} | words)
+    except ConfigError as error:
+        raise ConfigError(f"variant {name}: {error}") from error

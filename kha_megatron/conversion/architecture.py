@@ -7,7 +7,8 @@ the table of tensors is written against it. What it cannot say cannot be convert
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kha_megatron.config import KHAConfig, Projection
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Projection
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 

@@ -3,10 +3,11 @@
 Every row says which of its tensor's rows a projection knocks; that is all that folding needs.
 """
 
-from kha_megatron.config import MATRICES, Projection
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.layouts import InterleavedHeads, LatentHeads, Same, SharedMatrices
 from kha_megatron.conversion.rows import Knocked, KnockedRows, Row, hidden, is_latent, tensor_row
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES
 
 
 def _grouped(model: Architecture, layer: int) -> bool:

@@ -193,7 +193,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         rope=_read_rope(family, config, latent),
         experts=family.read_experts(config),
         latent=latent,
-        kha=KHAConfig.from_entries(raw) or KHAConfig(),
+        kha=KHAConfig.recorded(raw) or KHAConfig(),
     )
     if model.heads % model.kv_heads:
         raise _refused("num_key_value_heads", model.kv_heads, f"no divisor of {model.heads} heads")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.hf_reader import knock_name
-from kha_megatron.config import MATRICES, Projection
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES
 
 
 @dataclass(frozen=True)

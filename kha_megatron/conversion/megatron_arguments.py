@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kha_megatron.config import KHAConfig, check_attention_kind
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import (
     Architecture,
     Experts,
@@ -13,6 +13,7 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import HeadFacts
 
 REPRESENTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -112,7 +113,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
         if hybrid and args.get(name):
             raise _refused(name, args[name], "not with hybrid_layer_pattern")
-    check_attention_kind(kha, multi_latent=latent is not None)
+    kha.check(HeadFacts(multi_latent=latent is not None))
     if kha.attention == "gta" and args["rotary_percent"] != 0.5:
         raise _refused("rotary_percent", args["rotary_percent"], "only 0.5 with kha_attention=gta")
     if latent and args["add_qkv_bias"]:

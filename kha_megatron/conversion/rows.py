@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kha_megatron.config import Projection
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.layouts import Layout
+from kha_megatron.heads import Projection
 
 Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]

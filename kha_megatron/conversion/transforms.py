@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig, check_latent_attention
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.attention_rows import ATTENTION_OUTPUT, KNOCKS
 from kha_megatron.conversion.rows import Knocked
 from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import EXPERT_BIAS, SHARED_EXPERT, Place
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads import HeadFacts
 from kha_megatron.ops.knocking import fold, initial_weight
 
 KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
@@ -63,7 +64,7 @@ class Folded(_Around):
 
     def __init__(self, source: Source) -> None:
         kha = source.model.kha
-        if not kha.variants:
+        if not kha.mechanisms:
             raise CheckpointError(f"{source.path} has no knocking heads to fold away")
         for projection, variant in kha.variants.items():
             if variant != "linear":
@@ -103,12 +104,12 @@ class Upcycled(_Around):
     """
 
     def __init__(self, source: Source, kha: KHAConfig) -> None:
-        if not kha.variants or kha.init != "identity":
+        if not kha.mechanisms or kha.init != "identity":
             raise ConfigError(
                 f"KHA on {kha}: upcycling adds matrices at the identity: choose a --kha-preset or "
                 "--kha-query, --kha-key, --kha-value"
             )
-        if source.model.kha.variants:
+        if source.model.kha.mechanisms:
             raise CheckpointError(
                 f"{source.path} has knocking heads on {source.model.kha} already: go on training it"
             )
@@ -119,8 +120,7 @@ class Upcycled(_Around):
                 "kind: upcycling keeps the attention, leave it out"
             )
         kha = replace(kha, attention=before.attention, latent_heads=before.latent_heads)
-        if source.model.latent is not None:
-            check_latent_attention(kha)
+        kha.check(HeadFacts(multi_latent=source.model.latent is not None))
         super().__init__(source, replace(source.model, kha=kha))
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:

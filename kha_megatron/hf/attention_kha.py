@@ -22,8 +22,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     rotate_half,
 )
 
-from kha_megatron.config import MATRICES, Variant
-from kha_megatron.hf.configuration_kha import KHAModelConfig, matrix_name
+from kha_megatron.heads.knock import MATRICES, Variant, module_name
+from kha_megatron.hf.configuration_kha import KHAModelConfig
 
 CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
@@ -50,7 +50,7 @@ class KHAKnock(nn.Module):
         self.variant = variant
         for matrix in MATRICES[variant]:
             self.add_module(
-                matrix_name(matrix), HeadSharedLinear(head_dim, is_gate=matrix == "gate")
+                module_name(matrix), HeadSharedLinear(head_dim, is_gate=matrix == "gate")
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kha_megatron.config import check_latent_attention
+from kha_megatron.heads import HeadFacts
 
 MLP_LAYER_TYPES = ("dense", "sparse")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -42,10 +42,10 @@ def _attention_problem(config: Any) -> str | None:
 
 
 def _latent_problem(config: Any) -> str | None:
-    check_latent_attention(config.kha)
     heads, groups = config.num_attention_heads, config.num_latent_heads
     if config.kha_attention == "gta":
         return "kha_attention='gta' with kv_lora_rank are two kinds of attention: remove one"
+    config.kha.check(HeadFacts(multi_latent=True))
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if (getattr(config, name) or 0) < 1:
             return f"{name}={getattr(config, name)} with kv_lora_rank: it must be at least 1"

@@ -12,8 +12,9 @@ from typing import ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadSizes
 from kha_megatron.hf.checks_kha import problem_of
 
 # What all heads share sees only its rank's heads, so its gradient is a partial sum there. As with
@@ -52,11 +53,6 @@ _TP_PLANS = {
     "gla": {},
 }
 """How the attention of each kind is split over tensor-parallel ranks by transformers."""
-
-
-def matrix_name(matrix: str) -> str:
-    """Module name of a shared matrix (a word of ``config.MATRICES``): ``up`` is ``up_proj``."""
-    return matrix if matrix == "proj" else f"{matrix}_proj"
 
 
 @strict
@@ -226,13 +222,17 @@ class KHAModelConfig(PreTrainedConfig):
         Raises:
             ConfigError: a field holds an unknown word.
         """
-        return KHAConfig(
-            query=self.kha_query,
-            key=self.kha_key,
-            value=self.kha_value,
-            init=self.kha_init,
-            attention=self.kha_attention,
-            latent_heads=self.kha_latent_heads,
+        return KHAConfig.recorded(vars(self))
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """What the head mechanisms act on."""
+        latent = self.kv_lora_rank is not None
+        return HeadSizes(
+            query_heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.qk_nope_head_dim if latent else self.head_dim,
+            value_dim=self.v_head_dim if latent else None,
         )
 
     @property
@@ -247,9 +247,9 @@ class KHAModelConfig(PreTrainedConfig):
             del rules["q_proj" if self.q_lora_rank is not None else "q_b_proj"]
         if rules:  # else every rank has all heads
             rules |= {
-                f"{projection[0]}_knock.{matrix_name(matrix)}": _SHARED_BY_HEADS
-                for projection, variant in self.kha.variants.items()
-                for matrix in MATRICES[variant]
+                name.removeprefix("self_attn.").removesuffix(".weight"): _SHARED_BY_HEADS
+                for tensor in self.kha.tensors(self.head_sizes)
+                for name in tensor.hf_names
             }
         return {f"layers.*.self_attn.{name}": rule for name, rule in rules.items()}
 
@@ -275,4 +275,4 @@ class KHAModelConfig(PreTrainedConfig):
             raise ConfigError(problem)
 
 
-__all__ = ["KHAModelConfig", "matrix_name"]
+__all__ = ["KHAModelConfig"]

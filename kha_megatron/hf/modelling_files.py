@@ -13,6 +13,9 @@ from kha_megatron import __version__
 
 MODULES = {
     "kha_megatron.errors": "errors_kha",
+    "kha_megatron.heads.mechanism": "mechanism_kha",
+    "kha_megatron.heads.knock": "knock_kha",
+    "kha_megatron.heads": "heads_kha",
     "kha_megatron.config": "knocking_kha",
     "kha_megatron.hf.checks_kha": "checks_kha",
     "kha_megatron.hf.configuration_kha": "configuration_kha",
@@ -41,7 +44,8 @@ def write_modelling_files(folder: str | Path) -> dict[str, str]:
         The ``auto_map`` that belongs into ``config.json``.
     """
     for module, name in MODULES.items():
-        source = (_PACKAGES / module.replace(".", "/")).with_suffix(".py").read_text()
+        path = _PACKAGES / module.replace(".", "/")
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         relative = _IMPORT.sub(lambda found: f"from .{MODULES[found[1]]} import", source)
         header = f"# {module} of kha-megatron {__version__} (Apache-2.0)\n"
         (Path(folder) / f"{name}.py").write_text(header + relative)

@@ -10,14 +10,10 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import (
-    PROJECTIONS,
-    AttentionKind,
-    KHAConfig,
-    Projection,
-    check_attention_kind,
-)
+from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts, Projection
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.knocking import KnockingHeads
@@ -150,24 +146,20 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
     Raises:
         ConfigError: see :class:`KHASelfAttention`.
     """
-    check_attention_kind(kha, multi_latent=config.multi_latent_attention)
+    kha.check(
+        HeadFacts(
+            multi_latent=config.multi_latent_attention,
+            qk_norm=config.qk_layernorm,
+            flash_decode=config.flash_decode,
+        )
+    )
     if kha.attention or config.multi_latent_attention:
         check_family_version()
     check_layout(model_of(config, kha), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
-    if config.multi_latent_attention and kha.fold == "always":
-        raise ConfigError(
-            "fold=always with multi-latent attention, whose matrices are applied to activations "
-            "while training: use --kha-fold auto"
-        )
     if config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
         raise ConfigError(
             f"num_query_groups={config.num_query_groups} with multi-latent attention, each of "
             f"whose {config.num_attention_heads} query heads has a key: leave it out"
-        )
-    if config.flash_decode and (kha.variants or kha.attention):
-        raise ConfigError(
-            f"flash_decode=True decodes in kernels that were never run with KHA on {kha}: "
-            "remove --flash-decode, or use the baseline preset"
         )

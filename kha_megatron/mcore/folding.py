@@ -54,8 +54,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import Projection
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.folding import fold_heads
 

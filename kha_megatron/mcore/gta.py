@@ -30,8 +30,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig, Projection
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
 from kha_megatron.mcore.attention import KHASelfAttention
 
 _FUSED_NORM = "input_layernorm."

@@ -12,8 +12,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from kha_megatron.config import KHAConfig, check_latent_attention
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts
 from kha_megatron.mcore.compat import HYBRID, megatron_imports
 from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
@@ -131,7 +132,7 @@ def check_pattern(
             f"{where} has {sections} sections for {stages} pipeline stages, and {_NO_VIRTUAL}: "
             f"separate {stages} with {Symbols.PIPE}"
         )
-    if stages and kha.variants and Symbols.ATTENTION not in pattern:
+    if stages and kha.mechanisms and Symbols.ATTENTION not in pattern:
         raise ConfigError(
             f"{where} has no attention layer ({Symbols.ATTENTION}) for KHA on {kha}: add one, or "
             "use the baseline preset"
@@ -146,7 +147,7 @@ def check_pattern(
             "model, or leave it out"
         )
     if any(symbol in pattern for symbol in _LATENT):
-        check_latent_attention(kha)
+        kha.check(HeadFacts(multi_latent=True))
         raise ConfigError(
             f"{where}: latent attention ({', '.join(_LATENT)}) is not available in this version: "
             f"use {Symbols.ATTENTION}, or Megatron's own hybrid_stack_spec"

@@ -39,8 +39,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig, Projection
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.diagnostics import measure
 

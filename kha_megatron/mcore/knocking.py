@@ -23,7 +23,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import MATRICES, KHAConfig, Projection, Variant
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES, Variant
 from kha_megatron.ops import initial_weight, knock
 
 
@@ -31,8 +33,8 @@ class KnockingHeads(MegatronModule):
     """The shared matrices of one projected tensor of one layer (paper section 3.2).
 
     Its only parameter is ``weight`` ``[n, D, D]`` in ``config.params_dtype``: the ``n`` matrices
-    of the variant in the order of ``kha_megatron.config.MATRICES``, stacked so that their gradient
-    takes one all-reduce. ``forward`` maps ``[s, b, heads on this rank, D]`` to the same shape.
+    of the variant in the order of ``heads.knock.MATRICES``, stacked so that their gradient takes
+    one all-reduce. ``forward`` maps ``[s, b, heads on this rank, D]`` to the same shape.
     While ``is_folded``, the projection has knocked already (:mod:`kha_megatron.mcore.folding`),
     and it returns what it gets.
 

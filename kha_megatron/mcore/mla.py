@@ -22,8 +22,9 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import AttentionKind, KHAConfig, Projection
+from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
 from kha_megatron.mcore.attention import KnockedAttention, check_config
 from kha_megatron.mcore.gla import LatentUpProjection
 from kha_megatron.ops import fold

@@ -4,8 +4,10 @@ import torch
 from megatron.core import mpu
 from megatron.core.transformer.attention import Attention
 
-from kha_megatron.config import PROJECTIONS, KHAConfig, Projection, Variant
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import PROJECTIONS, Variant
 from kha_megatron.mcore.attention import KnockedAttention
 
 

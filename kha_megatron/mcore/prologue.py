@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import PROJECTIONS, Projection
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.prologue import PrologueSettings, implementation
 

@@ -24,8 +24,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import CONFIG_VARIABLE, PROJECTIONS, KHAConfig
+from kha_megatron.config import CONFIG_VARIABLE, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import PROJECTIONS
 
 FROM_ENVIRONMENT = "kha"
 """Name of the spec that has no variants of its own."""

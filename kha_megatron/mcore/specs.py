@@ -134,7 +134,7 @@ def kha_layer_spec(
     check_config(transformer, kha)
     if kha.attention is not None:
         {"gta": check_tied, "gla": check_grouped}[kha.attention](transformer)
-    if (kha.variants or kha.attention) and transformer.mtp_num_layers:
+    if (kha.mechanisms or kha.attention) and transformer.mtp_num_layers:
         raise ConfigError(
             f"mtp_num_layers={transformer.mtp_num_layers}: Megatron builds its multi-token "
             "prediction layers without the layer spec, so they would train plain attention: "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kha_megatron.config import MATRICES, Variant
+from kha_megatron.heads.knock import MATRICES, Variant
 from kha_megatron.ops.knocking import initial_weight
 
 
@@ -15,7 +15,7 @@ class MatrixDiagnostics:
     """One ``[D, D]`` matrix ``M``; ``I`` is the identity."""
 
     matrix: str
-    """Its name in :data:`kha_megatron.config.MATRICES`."""
+    """Its name in :data:`kha_megatron.heads.knock.MATRICES`."""
 
     diagonal_mean: float
     """``sum_i M_ii / D``. 1 for ``I``; a low value means that features of the head itself have

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import Variant
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import Variant
 from kha_megatron.ops import knocking
 from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS, SHARED_MEMORY
 

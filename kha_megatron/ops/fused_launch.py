@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kha_megatron.config import Variant
+from kha_megatron.heads.knock import Variant
 from kha_megatron.ops import fused_kernels as kernels
 from kha_megatron.ops.fused_tiles import INTERPRETED
 from kha_megatron.ops.fused_tilings import Kernel, padded, tiling

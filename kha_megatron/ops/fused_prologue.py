@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kha_megatron.config import PROJECTIONS, Projection
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.ops import fused_launch
 from kha_megatron.ops.fused_tiles import INTERPRETED
 from kha_megatron.ops.prologue import PrologueSettings

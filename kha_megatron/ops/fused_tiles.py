@@ -115,7 +115,7 @@ def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, 
 
     Args:
         W: pointer to the stacked weight, contiguous ``[n, D, D]``, in the order of
-            ``kha_megatron.config.MATRICES``.
+            ``kha_megatron.heads.knock.MATRICES``.
         j: the block's first column, a multiple of ``J``.
 
     Returns:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from kha_megatron.config import Variant
+from kha_megatron.heads.knock import Variant
 
 Kernel = Literal["forward", "backward_input", "backward_weight"]
 

@@ -1,15 +1,15 @@
 """Knocking-Heads Attention on plain tensors (arXiv 2510.23052, sections 3.2 and 3.3).
 
-Shape legend: ``D`` head dim; ``n`` matrices of the variant (``config.MATRICES``); ``H`` heads of
-the knocked tensor; ``K`` input features of its projection; ``...`` any leading dimensions. The
-matrices of one projected tensor are one stacked weight ``[n, D, D]``, applied from the right:
-``x @ W``, the paper's row-vector convention (the transpose of ``torch.nn.Linear``'s).
+Shape legend: ``D`` head dim; ``n`` matrices of the variant (``heads.knock.MATRICES``); ``H``
+heads of the knocked tensor; ``K`` input features of its projection; ``...`` any leading
+dimensions. The matrices of one projected tensor are one stacked weight ``[n, D, D]``, applied from
+the right: ``x @ W``, the paper's row-vector convention (``torch.nn.Linear``'s is the transpose).
 """
 
 import torch
 from torch import Tensor
 
-from kha_megatron.config import MATRICES, Init, Variant
+from kha_megatron.heads.knock import MATRICES, Init, Variant
 
 
 def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kha_megatron.config import Projection, Variant
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import Variant
 from kha_megatron.ops.fused import KERNELS_VARIABLE, refusal
 from kha_megatron.ops.knocking import knock
 

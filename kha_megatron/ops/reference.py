@@ -15,7 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig, Variant
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import Variant
 
 
 def knock_head(x: Tensor, matrices: list[Tensor], variant: Variant) -> Tensor:

@@ -138,15 +138,12 @@ def flops(sizes: Sizes, length: int) -> Flops:
         width += model.moe_router_topk * model.moe_ffn_hidden_size
         width += model.moe_shared_expert_intermediate_size or 0
         router += model.num_experts
-    knocking = sizes.kha.forward_flops_per_token(
-        model.kv_channels, model.num_attention_heads, attention.key_heads, attention.value_dim
-    )
     return Flops(
         projections=2 * length * layers * attention.weights,
         scores=2 * length**2 * layers * attention.pair,
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
-        kha=length * layers * knocking,
+        kha=length * layers * sizes.kha.flops(attention.heads),
         logits=2 * length * hidden * model.padded_vocab_size(1),
     )
 

@@ -8,6 +8,7 @@ those that carry the position. Multi-head and multi-query attention are grouped-
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kha_megatron.heads import HeadSizes
 from kha_megatron.model.layout import Model
 from kha_megatron.model.words import Arguments, integer_of, word_of
 
@@ -26,10 +27,8 @@ class Attention:
     """Multiply-adds for one query and one key with its value, over all heads."""
     cache: int
     """Numbers that decoding keeps of one token."""
-    key_heads: int
-    """Heads of the keys and values that KHA is applied to, for each token."""
-    value_dim: int
-    """Features of a value head."""
+    heads: HeadSizes
+    """What the mechanisms act on, over all tensor-parallel ranks."""
 
     @property
     def parameters(self) -> int:
@@ -83,8 +82,7 @@ def grouped_query(model: Model) -> Attention:
         norms=_qk_norms(model),
         pair=2 * n * head,
         cache=2 * g * head,
-        key_heads=g,
-        value_dim=head,
+        heads=HeadSizes(query_heads=n, kv_heads=g, head_dim=head),
     )
 
 
@@ -97,8 +95,7 @@ def grouped_tied(model: Model) -> Attention:
         norms=_qk_norms(model),
         pair=2 * n * head,
         cache=g * head + head // 2,
-        key_heads=g,
-        value_dim=head,
+        heads=HeadSizes(query_heads=n, kv_heads=g, head_dim=head),
     )
 
 
@@ -134,8 +131,7 @@ def latent(
         norms=norms if model.qk_layernorm else 0,
         pair=n * (key + position + value),
         cache=rank + position,
-        key_heads=n,
-        value_dim=value,
+        heads=HeadSizes(query_heads=n, kv_heads=n, head_dim=key, value_dim=value),
     )
 
 

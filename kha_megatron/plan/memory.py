@@ -105,7 +105,7 @@ def parameters(
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
     attention = attention or grouped_query(model)
     matrices = 3 if model.swiglu else 2
-    knocking = kha.parameters_per_layer(model.kv_channels, attention.value_dim)
+    knocking = kha.parameters(attention.heads, tp)
     norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0
@@ -220,9 +220,8 @@ def heads_of(model: Model, layout: Layout) -> tuple[int, int]:
 def knocking_activations(setup: Setup, layout: Layout) -> float:
     """Bytes that autograd keeps for KHA in one layer and microbatch."""
     tokens, _ = tokens_of(layout, setup.batch)
-    queries, groups = heads_of(setup.model, layout)
-    kept = setup.kha.saved_elements_per_token(setup.model.kv_channels, queries, groups)
-    return tokens * kept * setup.width
+    sizes = grouped_query(setup.model).heads.on_rank(layout.tp)
+    return tokens * setup.kha.saved(sizes) * setup.width
 
 
 def layer_activations(setup: Setup, layout: Layout, moe: bool) -> float:

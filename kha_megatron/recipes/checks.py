@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from kha_megatron.config import check_attention_kind
 from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
+from kha_megatron.heads import HeadFacts
 from kha_megatron.model import rules
 from kha_megatron.model.words import Arguments, word_of
 from kha_megatron.recipes.recipe import kha_of
@@ -28,7 +28,7 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
     kha = kha_of(arguments)
-    check_attention_kind(kha, multi_latent="--multi-latent-attention" in arguments)
+    kha.check(HeadFacts(multi_latent="--multi-latent-attention" in arguments))
     device = word_of(arguments, "--device")
     if device not in (None, "cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")

@@ -1,13 +1,13 @@
 """What a recipe is: one training run as data, and the command line it stands for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from kha_megatron.config import KHAConfig, parse_variant
+from kha_megatron.config import KHAConfig
 from kha_megatron.data.paths import CORPUS, TOKENIZER
-from kha_megatron.model.words import Arguments, integer_of, parse, render, word_of
+from kha_megatron.model.words import Arguments, parse, render
 
 Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
 """What follows a flag: one value, several, or True for a flag that stands alone."""
@@ -110,17 +110,10 @@ def kha_of(arguments: Arguments) -> KHAConfig:
     Raises:
         ConfigError: a preset, variant, init or kind of attention is unknown.
     """
-    given = {name: arguments.get(f"--kha-{name}") for name in ("query", "key", "value", "init")}
-    words = {name: " ".join(words) for name, words in given.items() if words is not None}
-    rest: dict[str, Any] = {"init": words.pop("init")} if "init" in words else {}
-    if "--kha-attention" in arguments:
-        rest["attention"] = word_of(arguments, "--kha-attention")
-    if "--kha-latent-heads" in arguments:
-        rest["latent_heads"] = integer_of(arguments, "--kha-latent-heads", 1)
-    preset = " ".join(arguments.get("--kha-preset", ("baseline",)))
-    return KHAConfig.from_preset(
-        preset, **{name: parse_variant(word) for name, word in words.items()}, **rest
-    )
+    names = {f"--kha-{f.name.replace('_', '-')}": f.name for f in fields(KHAConfig)}
+    names["--kha-preset"] = "preset"
+    given = {name: " ".join(arguments[flag]) for flag, name in names.items() if flag in arguments}
+    return KHAConfig.asked({"preset": "baseline", "heads": arguments.get("--heads")} | given)
 
 
 def _words(value: Value) -> tuple[str, ...]:

@@ -5,19 +5,11 @@ import os
 
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
-from kha_megatron.config import (
-    ATTENTIONS,
-    CONFIG_VARIABLE,
-    FOLDS,
-    INITS,
-    MATRICES,
-    PRESETS,
-    KHAConfig,
-    check_attention_kind,
-    parse_variant,
-)
+from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
 from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.heads import HeadFacts, Knock
+from kha_megatron.heads.knock import FOLDS, INITS, MATRICES
 from kha_megatron.training.layout import check_args_layout
 
 DEVICES = ("cuda", "cpu")
@@ -100,6 +92,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
             metavar="VARIANT",
             help=f"{', '.join(MATRICES)} or none on the {projection} heads; overrides the preset.",
         )
+    group.add_argument(
+        "--heads",
+        dest="kha_heads",
+        action="append",
+        metavar="NAME.FIELD=VALUE",
+        help="A setting of a head mechanism, as in knock.value=mlp; repeat it for several. NAME "
+        "alone takes the mechanism's defaults, NAME=none none of it. There are "
+        f"{', '.join((Knock.name, *mechanism_types()))}.",
+    )
     group.add_argument(
         "--kha-attention",
         choices=ATTENTIONS,
@@ -188,25 +189,22 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
             f"{CONFIG_VARIABLE} is for --spec in stock scripts: unset it, and give --kha-* "
             "arguments"
         )
-    given = {
-        name: parse_variant(value)
-        for name in ("query", "key", "value")
-        if (value := getattr(args, f"kha_{name}")) is not None
-    }
-    if args.kha_preset is None and not given:
+    if (kha := asked_kha(args)) is None:
         raise ConfigError(
             "no KHA configuration: give --kha-preset (one of "
-            f"{', '.join(PRESETS)}) or --kha-query, --kha-key, --kha-value"
+            f"{', '.join(PRESETS)}), --kha-query, --kha-key, --kha-value or --heads"
         )
-    return KHAConfig.from_preset(
-        args.kha_preset or "baseline",
-        **given,
-        init=args.kha_init,
-        init_seed=args.kha_init_seed,
-        attention=args.kha_attention,
-        latent_heads=args.kha_latent_heads,
-        fold=args.kha_fold,
-    )
+    return kha
+
+
+def asked_kha(args: argparse.Namespace) -> KHAConfig | None:
+    """What the arguments of the ``kha`` group ask for; None if for nothing.
+
+    Raises:
+        ConfigError: a name or a value is unknown.
+    """
+    given = vars(add_model_arguments(argparse.ArgumentParser()).parse_args([]))
+    return KHAConfig.asked({name.removeprefix("kha_"): getattr(args, name) for name in given})
 
 
 def check_attention(args: argparse.Namespace, kha: KHAConfig) -> None:
@@ -215,7 +213,7 @@ def check_attention(args: argparse.Namespace, kha: KHAConfig) -> None:
     Raises:
         ConfigError: naming the arguments to change.
     """
-    check_attention_kind(kha, multi_latent=bool(args.multi_latent_attention))
+    kha.check(HeadFacts(multi_latent=bool(args.multi_latent_attention)))
     if kha.attention != "gta":
         return
     if args.position_embedding_type != "rope" or args.rotary_percent != 0.5:

@@ -15,9 +15,11 @@ from kha_megatron.checkpoint.megatron import (
     knock_suffix,
 )
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore import compat
+from kha_megatron.training.arguments import asked_kha
 
 _ATTENTION = "self_attention.linear_proj.weight"
 """Every attention layer has it, so it tells how the layers of a checkpoint are named."""
@@ -90,8 +92,7 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
     Returns:
         None if the command line says it, or no checkpoint records it.
     """
-    asked = (args.kha_preset, *(getattr(args, f"kha_{p}") for p in PROJECTIONS))
-    if not args.use_checkpoint_args or any(asked) or not (path := checkpoint_to_load(args)):
+    if not args.use_checkpoint_args or asked_kha(args) or not (path := checkpoint_to_load(args)):
         return None
     stored = _stored(path)[0]
     return stored and replace(stored, fold=args.kha_fold)
@@ -110,7 +111,7 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
     saved = stored or KHAConfig()
     if _made(saved) != _made(kha):
         remedy = "resume with the same --kha-* arguments, or start without --load"
-        if not saved.variants and saved.attention == kha.attention:
+        if not saved.mechanisms and saved.attention == kha.attention:
             remedy += ", or start a new run from it with --kha-upcycle"
         raise CheckpointError(
             f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
@@ -130,7 +131,7 @@ def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]]
         if "args" in folder.objects:  # of FSDP, which writes PyTorch's own format
             args = folder.read_object("args").state
             shapes = {key: tensor.shape for key, tensor in folder.tensors.items()}
-            return KHAConfig.from_entries(args), shapes
+            return KHAConfig.recorded(args), shapes
     checkpoint = MegatronCheckpoint.open(path)
     return checkpoint.kha, {key: info.shape for key, info in checkpoint.keys().items()}
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadSizes
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.training.arguments import (
     add_model_arguments,
     check_attention,
@@ -54,8 +56,8 @@ def use_arguments(args: argparse.Namespace) -> None:
         )
     kha = kha_from_args(args)
     check_attention(args, kha)
-    for projection in PROJECTIONS:
-        setattr(args, f"kha_{projection}", getattr(kha, projection))
+    for name, value in kha.to_dict().items():
+        setattr(args, f"kha_{name}", value)
     args.spec = SPEC
 
 
@@ -65,7 +67,7 @@ def resolved(args: argparse.Namespace) -> KHAConfig:
     Raises:
         ConfigError: there is none, as when a checkpoint names :data:`SPEC` and nothing else does.
     """
-    kha = KHAConfig.from_entries(vars(args))
+    kha = KHAConfig.recorded(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} without --kha-*: give --kha-preset NAME")
     return replace(kha, fold=args.kha_fold)
@@ -85,35 +87,31 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
-    """FLOPs that KHA adds to one attention layer (``KHAConfig.forward_flops_per_token``)."""
-    head_dim, value_dim = _dims(args)
-    return _kha(args).forward_flops_per_token(head_dim, *_heads(args), value_dim)
+    """FLOPs that KHA adds to one attention layer (``KHAConfig.flops``)."""
+    return _kha(args).flops(_sizes(args))
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
     """Parameters that KHA adds to one attention layer, replicated on tensor-parallel ranks."""
-    return _kha(args).parameters_per_layer(*_dims(args))
+    return _kha(args).parameters(_sizes(args))
 
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activations that KHA keeps in one layer of one rank for one microbatch, in 16-bit numbers."""
-    heads = [max(1, n // args.tensor_model_parallel_size) for n in _heads(args)]
-    head_dim, value_dim = _dims(args)
-    elements = _kha(args).saved_elements_per_token(head_dim, *heads, value_dim)
+    elements = _kha(args).saved(_sizes(args).on_rank(args.tensor_model_parallel_size))
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
-    return KHAConfig.from_entries(vars(args)) or KHAConfig()
+    return KHAConfig.recorded(vars(args)) or KHAConfig()
 
 
-def _dims(args: argparse.Namespace) -> tuple[int, int]:
-    """Knocked features of a query or key head, and of a value head."""
-    if args.multi_latent_attention:
-        return args.qk_head_dim, args.v_head_dim
-    return args.kv_channels, args.kv_channels
-
-
-def _heads(args: argparse.Namespace) -> tuple[int, int]:
+def _sizes(args: argparse.Namespace) -> HeadSizes:
     query = args.num_attention_heads
-    return query, args.num_query_groups if args.group_query_attention else query
+    latent = args.multi_latent_attention
+    return HeadSizes(
+        query_heads=query,
+        kv_heads=args.num_query_groups if args.group_query_attention else query,
+        head_dim=args.qk_head_dim if latent else args.kv_channels,
+        value_dim=args.v_head_dim if latent else None,
+    )

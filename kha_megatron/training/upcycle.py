@@ -36,7 +36,7 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     if not args.kha_upcycle:
         return None
     _check_restart(args)
-    if not kha.variants or kha.init != "identity":
+    if not kha.mechanisms or kha.init != "identity":
         raise ConfigError(
             f"--kha-upcycle with KHA on {kha}: the matrices that it adds start at the identity: "
             "choose another --kha-preset, and no --kha-init random"
@@ -45,7 +45,7 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
         return None
     path = checkpoint_to_load(args)
     found = MegatronCheckpoint.open(path).kha
-    if found and found.variants:
+    if found and found.mechanisms:
         raise CheckpointError(
             f"{path} was trained with KHA on {found} already: remove --kha-upcycle"
         )

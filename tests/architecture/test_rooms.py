@@ -11,8 +11,9 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors", "announcements"}
+EVERYONE = {"config", "errors", "heads", "announcements"}
 FREE = {
+    "heads",
     *("ops", "model", "checkpoint", "history", "mcore", "cpu", "data", "training", "hf"),
     *("conversion", "recipes", "plan", "compare", "bridge", "cli"),
 }
@@ -22,6 +23,7 @@ ARROWS = {
     "config": set(),
     "errors": set(),
     "announcements": set(),
+    "heads": set(),
     "patching": {"checkpoint"},
     "ops": set(),
     "model": set(),
@@ -44,6 +46,7 @@ OUTSIDE = {
     "config": set(),
     "errors": set(),
     "announcements": set(),
+    "heads": set(),
     "patching": set(),
     "ops": {"torch", "triton"},
     "model": set(),

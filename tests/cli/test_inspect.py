@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from kha_megatron import cli
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.cli import plots
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import MATRICES
 from tests.conversion.checkpoints import ITERATION, save_gpt
 
 D, LAYERS = 7, 5

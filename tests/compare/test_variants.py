@@ -36,7 +36,7 @@ def test_presets_the_ablation_and_own_ones():
         ("baseline,a=--lr 1", "--lr is none of its flags"),
         ("baseline,a=", "has no flags"),
         ("baseline,a=--kha-value swish", "unknown KHA variant 'swish'"),
-        ("baseline,a=--kha-value mlp --kha-init zero", "--kha-init zero"),
+        ("baseline,a=--kha-value mlp --kha-init zero", "variant a: unknown KHA init 'zero'"),
         ("baseline,a=--kha-value 'mlp", "variant a: No closing quotation"),
         ("baseline,a=kha_mlp", "unexpected argument"),
     ],

@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAModelConfig
 
 SIZES = {

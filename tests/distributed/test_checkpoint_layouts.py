@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kha_megatron.checkpoint.torch_dist import TorchDistFolder
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
 from tests.versions import needs_attention_family

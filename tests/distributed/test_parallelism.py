@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
 from tests.versions import needs_attention_family, needs_fsdp2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from kha_megatron.config import PROJECTIONS
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
 SIZES = {

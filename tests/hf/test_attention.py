@@ -8,9 +8,8 @@ from torch.nn.attention.flex_attention import flex_attention as FLEX
 from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 from transformers.integrations import flex_attention
 
-from kha_megatron.config import MATRICES, PROJECTIONS
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
 from kha_megatron.hf.attention_kha import KHAAttention, KHAKnock
-from kha_megatron.hf.configuration_kha import matrix_name
 from kha_megatron.ops import fold, knock, reference
 from tests.hf.conftest import SIZES, TOKENS, every_projection, make_config, make_model, tokens
 
@@ -42,7 +41,7 @@ def rotary(base: float, length: int, dim: int):
 def oracle(layer, hidden, kha):
     matrices = {
         p: [
-            getattr(layer, f"{p[0]}_knock").get_submodule(matrix_name(m)).weight.T
+            getattr(layer, f"{p[0]}_knock").get_submodule(module_name(m)).weight.T
             for m in MATRICES[v]
         ]
         for p, v in kha.items()
@@ -91,7 +90,7 @@ def test_knock_module_computes_what_ops_computes(variant):
     module = KHAKnock(variant, 10).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    stack = torch.stack([module.get_submodule(matrix_name(m)).weight.T for m in MATRICES[variant]])
+    stack = torch.stack([module.get_submodule(module_name(m)).weight.T for m in MATRICES[variant]])
     x = torch.randn(2, TOKENS, 3, 10, dtype=torch.float64)
     torch.testing.assert_close(module(x), knock(x, stack, variant), rtol=1e-12, atol=1e-12)
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from kha_megatron.config import MATRICES
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import MATRICES, module_name
 from kha_megatron.hf.attention_kha import attention_class
-from kha_megatron.hf.configuration_kha import matrix_name
 from kha_megatron.ops import reference
 from tests.hf.conftest import (
     FAMILY,
@@ -45,7 +44,7 @@ def oracle(layer, hidden):
     kha, config = layer.config.kha, layer.config
     matrices = {
         p: [
-            getattr(layer, f"{p[0]}_knock").get_submodule(matrix_name(m)).weight.T
+            getattr(layer, f"{p[0]}_knock").get_submodule(module_name(m)).weight.T
             for m in MATRICES[v]
         ]
         for p, v in kha.variants.items()

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from kha_megatron.heads import HeadSizes
 from kha_megatron.ops import fold
 from tests.hf.conftest import (
     MOE,
@@ -107,7 +108,9 @@ def test_a_step_costs_the_knock_of_one_token_more_and_the_cache_nothing(kha, moe
     knocked = make_model(kha, attention="eager", **moe)
     baseline = make_model(attention="eager", **moe)
     layers, heads, groups = 3, 6, 3
-    added = layers * knocked.config.kha.forward_flops_per_token(10, heads, groups)
+    added = layers * knocked.config.kha.flops(
+        HeadSizes(query_heads=heads, kv_heads=groups, head_dim=10)
+    )
     assert added > 0
     steps = {length: decoding_step(baseline, length) for length in (5, 40)}
     assert steps[40][0] > steps[5][0], "attention itself must be counted"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kha_megatron.config import MATRICES, PROJECTIONS
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modeling_kha import HeadSharedLinear
 from tests.hf.conftest import MOE, every_projection, make_config, make_model, tokens

@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import initial_weight, knock, knocking
 
 ROWS = {1: (1,), 7: (7,), 63: (21, 3), 129: (43, 3)}

@@ -16,7 +16,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops.fused_tilings import (
     HEAD_DIMS,
     SHARED_MEMORY,

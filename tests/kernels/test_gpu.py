@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import fused
 from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS
 from tests.kernels import cases

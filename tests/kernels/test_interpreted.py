@@ -7,7 +7,7 @@ it shows no races.
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS
 from tests.kernels import cases
 

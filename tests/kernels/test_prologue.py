@@ -8,7 +8,7 @@ that turn.
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES, PROJECTIONS
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS
 from tests.kernels.cases import relative_error, weight_of
 from tests.kernels.test_interpreted import TOLERANCE

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES, PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 
 EVERY_PLACE = [KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS]
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")

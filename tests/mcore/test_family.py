@@ -6,7 +6,8 @@ Rotary frequencies are float32 in Megatron: 1e-6 is their rounding, seen only th
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import MATRICES
 from tests.versions import needs_attention_family
 
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}

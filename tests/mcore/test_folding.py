@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kha_megatron.config import PROJECTIONS, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.ops.folding import fold_heads
 from tests.distributed.launcher import RankError
 from tests.distributed.parallelism import Case, Layout, train

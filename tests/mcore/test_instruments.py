@@ -7,8 +7,9 @@ from itertools import combinations
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import MATRICES
 from tests.distributed.parallelism import MICROBATCHES, Case, Layout
 from tests.distributed.test_parallelism import FOLDABLE, GLA, GTA, LATENT, MLA, TIED
 from tests.versions import needs_attention_family, needs_fsdp2, needs_hybrid_models

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops.diagnostics import diagnose
 from kha_megatron.ops.knocking import initial_weight
 

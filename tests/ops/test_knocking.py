@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import HeadSizes
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import fold, initial_weight, knock, reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
@@ -153,6 +155,7 @@ def test_flops_and_saved_elements_are_those_of_the_op(variant):
     """What ``KHAConfig`` says of one knocked tensor, counted on the op itself."""
     tokens, heads, head_dim = 5, 3, 7
     kha = KHAConfig(query=variant)
+    sizes = HeadSizes(query_heads=heads, kv_heads=1, head_dim=head_dim)
     x = torch.randn(tokens, heads, head_dim, requires_grad=True)
     weight = torch.randn(len(MATRICES[variant]), head_dim, head_dim, requires_grad=True)
     saved = {}
@@ -165,9 +168,9 @@ def test_flops_and_saved_elements_are_those_of_the_op(variant):
     with FlopCounterMode(display=False) as forward, keeping:
         y = knock(x, weight, variant)
     saved.pop(weight.untyped_storage().data_ptr())
-    expected = tokens * kha.forward_flops_per_token(head_dim, heads, 1)
+    expected = tokens * kha.flops(sizes)
     assert forward.get_total_flops() == expected
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     assert backward.get_total_flops() == 2 * expected
-    assert sum(saved.values()) == tokens * kha.saved_elements_per_token(head_dim, heads, 1)
+    assert sum(saved.values()) == tokens * kha.saved(sizes)

@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from kha_megatron.config import MATRICES, KHAConfig
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.layout import Batch, Layout, Model
 from kha_megatron.plan.memory import (
     Setup,

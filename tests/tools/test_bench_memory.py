@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from kha_megatron.config import SAVED
+from kha_megatron.heads.knock import SAVED
 from tests.tools.conftest import run_tool
 
 TOKENS, SEQUENCE = 12, 6

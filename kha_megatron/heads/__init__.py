@@ -1,0 +1,11 @@
+"""Head mechanisms on paper: what each is, holds, costs and refuses. Standard library only.
+
+A mechanism is one file here and one pure function in ``kha_megatron.ops.heads``;
+``kha_megatron.config.KHAConfig`` has a field for each. Every other room asks these descriptions and
+loops over their tensors.
+"""
+
+from kha_megatron.heads.knock import Knock
+from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Projection
+
+__all__ = ["HeadFacts", "HeadSizes", "HeadTensor", "Knock", "Mechanism", "Projection"]

@@ -1,0 +1,167 @@
+"""What every mechanism says of itself, and what of a model it needs to know for that."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+from kha_megatron.errors import ConfigError
+
+Projection = Literal["query", "key", "value"]
+Gradient = Literal["heads", "tokens", "whole"]
+Start = Literal["zeros", "ones", "identity", "normal"]
+Stage = Literal["qkv", "output"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Heads of one attention layer, of a rank or over all of them, and their features."""
+
+    query_heads: int
+    kv_heads: int
+    """Latent attention has as many as query heads."""
+    head_dim: int
+    """Of a query or key head; in latent attention those without position, which are knocked."""
+    value_dim: int | None = None
+    """Of a value head; None for as many as ``head_dim``."""
+
+    def heads(self, projection: Projection) -> int:
+        """How many heads a projected tensor has."""
+        return self.query_heads if projection == "query" else self.kv_heads
+
+    def on_rank(self, tp: int) -> Self:
+        """Those of one of ``tp`` tensor-parallel ranks; a head that several share is whole."""
+        return replace(
+            self,
+            query_heads=max(1, self.query_heads // tp),
+            kv_heads=max(1, self.kv_heads // tp),
+        )
+
+    def dim(self, projection: Projection) -> int:
+        """How many features one of them has."""
+        return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFacts:
+    """What of a model's attention a mechanism may be unable to honour."""
+
+    multi_latent: bool = False
+    """MLA or GLA."""
+    attention: str | None = None
+    """A kind that Megatron has no flag for: ``gta`` or ``gla``."""
+    qk_norm: bool = False
+    flash_decode: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTensor:
+    """A parameter of one layer: all that any room needs to know of it."""
+
+    name: str
+    """Of the module beside Megatron's attention whose ``weight`` it is."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, over all ranks."""
+    gradient: Gradient
+    """What a tensor-parallel rank computes of the gradient: a sum over its own ``heads`` only, over
+    its own ``tokens`` only (under sequence parallelism), or the ``whole``."""
+    heads: Projection
+    """Which projected tensor's heads it meets."""
+    starts: tuple[Start, ...] = ("zeros",)
+    """How it begins: one word, or one for each of ``matrices``."""
+    hf: str
+    """Module below ``self_attn`` of our transformers class."""
+    matrices: tuple[str, ...] = ()
+    """Modules below ``hf`` that hold one entry of the first dimension each, as ``nn.Linear`` does:
+    transposed. None of them: ``hf`` holds the tensor as it is."""
+    per_head: bool = False
+    """Whether the first dimension counts heads, and is cut over tensor-parallel ranks with them."""
+
+    @property
+    def key(self) -> str:
+        """In Megatron's checkpoints, below ``decoder.layers.{layer}.``."""
+        return f"self_attention.{self.name}.weight"
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """In our transformers class, below ``model.layers.{layer}.``, in the order of stacking."""
+        parts = [f"{self.hf}.{matrix}" for matrix in self.matrices] or [self.hf]
+        return tuple(f"self_attn.{part}.weight" for part in parts)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+    def ranks(self, tp: int) -> int:
+        """Over how many of ``tp`` tensor-parallel ranks it is cut; 1 where each has all of it.
+
+        Ranks that share a head have it whole, and their ``gradient`` is a sum over ``heads``.
+        """
+        return tp if self.per_head and self.shape[0] % tp == 0 else 1
+
+
+class Mechanism(ABC):
+    """One mechanism with its settings: a frozen dataclass of plain values, ``None`` where unset.
+
+    A child's fields are its flags (``--heads NAME.FIELD=VALUE``) and its JSON. It raises
+    :class:`~kha_megatron.errors.ConfigError` for values that it does not know.
+    """
+
+    name: ClassVar[str]
+    """Of its field in ``KHAConfig`` and its module in ``ops.heads``."""
+    stage: ClassVar[Stage] = "qkv"
+    """Where its function is called: ``qkv`` between split and QK-norm, ``output`` on what the core
+    attention gives."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Its named settings."""
+
+    @abstractmethod
+    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
+        """The parameters of one layer of these sizes, counted over all ranks."""
+
+    def flops(self, sizes: HeadSizes) -> int:
+        """FLOPs of its matrix products for one token in one layer, forward."""
+        return 0
+
+    def saved(self, sizes: HeadSizes) -> int:
+        """Elements for one token that one layer keeps for the backward pass, not recomputing."""
+        return 0
+
+    @property
+    def folds(self) -> bool:
+        """Whether it can be folded into the projections, leaving a stock model."""
+        return False
+
+    def refusal(self, facts: HeadFacts) -> str | None:
+        """Why such a model cannot have it, with the remedy; None if it can."""
+        return None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The mechanism whose :meth:`to_dict` this is.
+
+        Raises:
+            ConfigError: a setting that it does not have, or a value that is none.
+        """
+        assert is_dataclass(cls)
+        known = [f.name for f in fields(cls)]
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{cls.name}={values!r}: give an object of {', '.join(known)}")
+        if unknown := sorted(set(values) - set(known)):
+            raise ConfigError(
+                f"unknown setting {', '.join(unknown)} of {cls.name}: it has "
+                f"{', '.join(known) or 'none'}"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it is, as plain JSON values; without how it is run (fields that do not compare)."""
+        assert is_dataclass(self)
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+
+    def __str__(self) -> str:
+        """Short form for logs: ``name``, or ``name(setting=value)``."""
+        settings = ", ".join(f"{name}={value}" for name, value in self.to_dict().items())
+        return f"{self.name}({settings})" if settings else self.name
