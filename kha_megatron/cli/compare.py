@@ -17,6 +17,7 @@ from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.launch import MegatronArguments, report
 from kha_megatron.compare import runs
+from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import KHAError
 
@@ -62,6 +63,7 @@ def compare(
         --variants baseline,kha_mlp,kha_linear,kha_gate_v,random-init
       kha-megatron compare --variants "baseline,kv=--kha-key linear --kha-value mlp" ...
     """
+    require_matplotlib()
     chosen = recipes.get_recipe(recipe)
     planned = comparing.plan(
         chosen,

@@ -389,8 +389,8 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "tensorboard": _required("the loss history"),
     "matplotlib": partial(
         check_package,
-        present="`kha-megatron inspect` draws",
-        absent="`kha-megatron inspect` cannot draw",
+        present="`kha-megatron inspect` and `compare` draw",
+        absent="`kha-megatron inspect` and `compare` cannot draw",
         install="pip install 'kha-megatron[plots]'",
     ),
 }

@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kha_megatron.checkpoint.staging import staged_file
-from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.compare.charts import require_matplotlib
+from kha_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,19 +21,6 @@ VALIDATION_LOSS = "lm loss validation"
 
 _LOG_LINE = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|(.*)")
 _DPI = 160
-
-
-def require_matplotlib() -> Any:
-    """matplotlib's ``Figure`` class, which draws to files and needs no display.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("matplotlib", "drawing", "plots") from error
-    return Figure
 
 
 def matrix_grid(

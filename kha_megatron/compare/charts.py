@@ -1,12 +1,34 @@
 """Line charts as inline SVG, drawn for a phone's width; colours come from the page's style."""
 
-import math
+import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
+
+from kha_megatron.errors import MissingDependencyError
 
 WIDTH, HEIGHT = 380, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 40
+_FONT = 13
+_EDGE, _TEXT = "#d9dce1", "#1c1e21"
+"""Stand for the colours of the style that follow a reader's light or dark screen."""
+
+_GID = re.compile(r'<g id="(line|band) c(\d+)">')
+_OTHER_IDS = re.compile(r' (?:id="(?!p[0-9a-f]{10}")|xmlns(?::xlink)?=")[^"]*"')
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's ``Figure`` class, which draws to files and needs no display.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "drawing", "plots") from error
+    return Figure
 
 
 @dataclass(frozen=True)
@@ -34,59 +56,54 @@ def line_chart(
         title: what a screen reader says.
         identity: unique in the page.
         zero: also show a line at y = 0.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
     """
+    figure = require_matplotlib()(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
+    from matplotlib import rc_context
+
     last = max(x for line in lines for x, _, _ in line.points)
     low, high = _range([p for line in lines for p in line.points if p[0] >= last / 10], zero)
+    far = high - low  # a renderer may choke on coordinates that are further away
 
-    def at(x: float, y: float) -> str:
-        return f"{place_x(x):.1f},{min(max(place_y(y), -HEIGHT), 2 * HEIGHT):.1f}"
+    def near(y: float) -> float:
+        return min(max(y, low - far), high + far)
 
-    def place_x(x: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * x / last
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": identity, "font.size": _FONT}):
+        axis = figure.subplots()
+        axis.set(xlim=(0, last), ylim=(low, high), xlabel="iteration", ylabel=y_label)
+        axis.set_frame_on(False)
+        figure.patch.set_visible(False)
+        axis.grid(axis="y", color=_EDGE, linewidth=1)
+        axis.locator_params(axis="x", nbins=4, integer=True)
+        axis.ticklabel_format(axis="y", style="plain", useOffset=False)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.tick_params(length=0)
+        if zero:
+            axis.axhline(0, color=_TEXT, linewidth=1, dashes=(4, 3))
+        for line in lines:
+            banded = [(x, y, half) for x, y, half in line.points if half is not None]
+            corners = [(x, near(y + half)) for x, y, half in banded]
+            corners += [(x, near(y - half)) for x, y, half in reversed(banded)]
+            if corners:
+                axis.fill(*zip(*corners, strict=True), gid=f"band c{line.colour}")
+        for line in lines:
+            xs, ys, _ = zip(*line.points, strict=True)
+            axis.plot(xs, [near(y) for y in ys], linewidth=1.8, gid=f"line c{line.colour}")
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=nothing)
+    names = iter(line.name for line in lines)
 
-    def place_y(y: float) -> float:
-        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - y) / (high - low)
+    def named(group: re.Match[str]) -> str:
+        title = f"<title>{escape(next(names))}</title>" if group[1] == "line" else ""
+        return f'<g class="{group[1]} c{group[2]}">{title}'
 
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{identity}-title">'
-        f'<title id="{identity}-title">{escape(title)}</title>'
-        f'<clipPath id="{identity}-clip"><rect x="{_LEFT}" y="{_TOP}" '
-        f'width="{WIDTH - _LEFT - _RIGHT}" height="{HEIGHT - _TOP - _BOTTOM}"/></clipPath>'
-    ]
-    for y in ticks(low, high):
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" '
-            f'y1="{place_y(y):.1f}" y2="{place_y(y):.1f}"/>'
-            f'<text x="{_LEFT - 5}" y="{place_y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>'
-        )
-    for x in ticks(0, last, 5):
-        parts.append(
-            f'<text x="{place_x(x):.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
-            f"{_number(x)}</text>"
-        )
-    middle = _TOP + (HEIGHT - _TOP - _BOTTOM) / 2
-    parts.append(
-        f'<text x="{(WIDTH + _LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">iteration</text>'
-        f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>"
-    )
-    parts.append(f'<g clip-path="url(#{identity}-clip)">')
-    if zero:
-        y = f"{place_y(0):.1f}"
-        parts.append(f'<line class="zero" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-    for line in lines:
-        banded = [(x, y, half) for x, y, half in line.points if half is not None]
-        if banded:
-            corners = [at(x, y + half) for x, y, half in banded]
-            corners += [at(x, y - half) for x, y, half in reversed(banded)]
-            parts.append(f'<polygon class="band c{line.colour}" points="{" ".join(corners)}"/>')
-    for line in lines:
-        corners = " ".join(at(x, y) for x, y, _ in line.points)
-        parts.append(
-            f'<polyline class="line c{line.colour}" points="{corners}">'
-            f"<title>{escape(line.name)}</title></polyline>"
-        )
-    return "".join([*parts, "</g></svg>"])
+    svg = "<svg" + file.getvalue().partition("<svg")[2]
+    svg = _OTHER_IDS.sub("", _GID.sub(named, svg))
+    svg = svg.replace(_EDGE, "var(--edge)").replace(_TEXT, "var(--text)")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
 def _range(points: Sequence[tuple[float, float, float | None]], zero: bool) -> tuple[float, float]:
@@ -98,16 +115,3 @@ def _range(points: Sequence[tuple[float, float, float | None]], zero: bool) -> t
     top = max(y + (half or 0.0) for _, y, half in points)
     margin = 0.05 * span
     return min(low, max(bottom, low - span)) - margin, max(high, min(top, high + span)) + margin
-
-
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from ``low`` to ``high``."""
-    rough = (high - low) / about
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [round(i * step, 12) for i in range(first, last + 1)]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.6g}"

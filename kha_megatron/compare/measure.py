@@ -1,8 +1,8 @@
 """What a finished run is measured by: its checkpoint, its closed-form counts, its matrices."""
 
+import io
+import math
 import os
-import struct
-import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.words import Arguments, integer_of
@@ -20,10 +21,6 @@ from kha_megatron.recipes.recipe import Recipe
 
 _COLUMNS = 6
 _GAP = 2  # pixels between matrices
-_FIRE = ((0, 0, 4), (59, 15, 112), (140, 41, 129), (222, 73, 104), (254, 159, 109), (252, 253, 191))
-_BLUE_RED = ((5, 48, 97), (67, 147, 195), (247, 247, 247), (214, 96, 77), (103, 0, 31))
-_EMPTY = 255
-"""Palette entry of the gaps, and of values that are not finite: transparent."""
 
 
 def cost(recipe: Recipe, arguments: Arguments, vocab_size: int) -> dict[str, Any]:
@@ -100,47 +97,26 @@ def mosaic(layers: list[Tensor], *, diverging: bool) -> bytes:
     """``[D, D]`` matrices side by side, six a row, one pixel a weight, as a PNG.
 
     Clipped to 0..1 as in the paper's Fig. 3; with ``diverging`` from blue over white (0) to red,
-    up to the largest weight.
+    up to the largest weight. Gaps, and values that are not finite, are transparent.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
     """
-    size = len(layers[0])
-    columns = min(_COLUMNS, len(layers))
-    rows = -(-len(layers) // columns)
-    shape = (rows * (size + _GAP) - _GAP, columns * (size + _GAP) - _GAP)
-    canvas = torch.full(shape, _EMPTY, dtype=torch.uint8)
-    stack = torch.stack(layers)
+    require_matplotlib()
+    from matplotlib import colormaps
+    from matplotlib.image import imsave
+
+    stack = torch.stack(layers).float()
     finite = stack.isfinite()
-    if diverging:
-        limit = stack[finite].abs().max().item() if finite.any() else 0.0
-        stack = stack / (2 * limit or 1.0) + 0.5
-    pixels = (stack.clamp(0, 1) * (_EMPTY - 1)).round().nan_to_num(0).to(torch.uint8)
-    pixels[~finite] = _EMPTY
-    for i, image in enumerate(pixels):
-        y, x = (size + _GAP) * (i // columns), (size + _GAP) * (i % columns)
-        canvas[y : y + size, x : x + size] = image
-    return _png(canvas, _BLUE_RED if diverging else _FIRE)
-
-
-def _png(pixels: Tensor, anchors: tuple[tuple[int, int, int], ...]) -> bytes:
-    """An image of palette entries ``[height, width]``, its colours between ``anchors``."""
-    height, width = pixels.shape
-    palette = bytearray()
-    for i in range(_EMPTY):
-        place = i / (_EMPTY - 1) * (len(anchors) - 1)
-        left = min(int(place), len(anchors) - 2)
-        pairs = zip(anchors[left], anchors[left + 1], strict=True)
-        palette += bytes(round(a + (b - a) * (place - left)) for a, b in pairs)
-    palette += bytes(3)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + check
-
-    lines = b"".join(b"\0" + bytes(line.tolist()) for line in pixels)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0))
-        + chunk(b"PLTE", bytes(palette))
-        + chunk(b"tRNS", b"\xff" * _EMPTY + b"\0")
-        + chunk(b"IDAT", zlib.compress(lines, 9))
-        + chunk(b"IEND", b"")
-    )
+    largest = stack[finite].abs().max().item() if finite.any() else 0.0
+    low, high = (-(largest or 1.0), largest or 1.0) if diverging else (0.0, 1.0)
+    step, columns = len(layers[0]) + _GAP, min(_COLUMNS, len(layers))
+    canvas = torch.full((-(-len(layers) // columns) * step, columns * step), math.nan)
+    for i, image in enumerate(stack.masked_fill(~finite, math.nan)):
+        y, x = step * (i // columns), step * (i % columns)
+        canvas[y : y + len(image), x : x + len(image)] = image
+    colours = colormaps["RdBu_r" if diverging else "magma"].with_extremes(bad=(0, 0, 0, 0))
+    file = io.BytesIO()
+    shown = canvas[:-_GAP, :-_GAP].numpy()
+    imsave(file, shown, cmap=colours, vmin=low, vmax=high, format="png")
+    return file.getvalue()

@@ -56,7 +56,7 @@ OUTSIDE = {
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
     "plan": set(),
-    "compare": {"torch"},
+    "compare": {"torch", "matplotlib", "jinja2", "markupsafe"},
     "bridge": {"torch", "megatron", "transformer_engine"},
 }
 

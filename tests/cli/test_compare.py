@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kha_megatron.cli import app
 from kha_megatron.compare import parse_variants, plan, runs
 from kha_megatron.compare.statistics import final_loss
-from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, OutputError
 from kha_megatron.model.words import render
 from kha_megatron.recipes import get_recipe
 from tests.recipes.conftest import nemorun_home  # noqa: F401
@@ -45,6 +45,15 @@ def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["compare", *words])
     assert isinstance(result.exception, error)
     assert match in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_extra_is_named_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["compare", "--", "--mock-data"])
+    assert isinstance(result.exception, MissingDependencyError)
+    assert "kha-megatron[plots]" in str(result.exception)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,9 +1,10 @@
 """Pictures pixel by pixel, and counts against models that Megatron built."""
 
-import struct
-import zlib
+from io import BytesIO
 
+import pytest
 import torch
+from matplotlib.image import imread
 
 from kha_megatron.compare import parse_variants
 from kha_megatron.compare.measure import cost, mosaic
@@ -11,46 +12,37 @@ from kha_megatron.config import PRESETS
 from kha_megatron.recipes import get_recipe
 
 
-def pixels(png: bytes) -> tuple[list[list[int]], bytes, bytes]:
-    """Palette entries by row, the palette and its transparency; checks every chunk."""
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, place = {}, 8
-    while place < len(png):
-        length, kind = struct.unpack_from(">I4s", png, place)
-        data = png[place + 8 : place + 8 + length]
-        (check,) = struct.unpack_from(">I", png, place + 8 + length)
-        assert check == zlib.crc32(kind + data)
-        chunks[kind] = data
-        place += 12 + length
-    width, height, depth, colour = struct.unpack_from(">IIBB", chunks[b"IHDR"])
-    assert (depth, colour) == (8, 3)
-    raw = zlib.decompress(chunks[b"IDAT"])
-    assert len(raw) == height * (width + 1)
-    rows = [list(raw[y * (width + 1) + 1 : (y + 1) * (width + 1)]) for y in range(height)]
-    return rows, chunks[b"PLTE"], chunks[b"tRNS"]
+def pixels(png: bytes) -> list[list[tuple[int, ...]]]:
+    """Red, green, blue and opacity, row by row."""
+    return [[tuple(p) for p in row] for row in (imread(BytesIO(png)) * 255).round().astype(int)]
+
+
+DARK, LIGHT, GAP = (0, 0, 3, 255), (251, 252, 191, 255), (0, 0, 0, 0)
+BLUE, WHITE, RED = (5, 48, 97, 255), (247, 247, 247, 255), (103, 0, 31, 255)
 
 
 def test_weights_are_clipped_and_bad_ones_are_gaps():
     first = torch.tensor([[0.0, 1.0], [0.5, -3.0]])
     second = torch.tensor([[7.0, float("nan")], [float("inf"), 0.25]])
-    rows, palette, alpha = pixels(mosaic([first, second], diverging=False))
-    gap = [255, 255]
-    assert rows == [[0, 254, *gap, 254, 255], [127, 0, *gap, 255, 64]]
-    assert (palette[:3], palette[254 * 3 : 255 * 3]) == (bytes((0, 0, 4)), bytes((252, 253, 191)))
-    assert alpha == b"\xff" * 255 + b"\0"
+    above, below = pixels(mosaic([first, second], diverging=False))
+    assert above == [DARK, LIGHT, GAP, GAP, LIGHT, GAP]
+    assert below[1:5] == [DARK, GAP, GAP, GAP]
+    assert sum(DARK) < sum(below[5]) < sum(below[0]) < sum(LIGHT)  # 0, 0.25, 0.5, 1
 
 
 def test_gates_are_symmetric_about_zero():
-    rows, palette, _ = pixels(mosaic([torch.tensor([[-2.0, 2.0], [0.0, 1.0]])], diverging=True))
-    assert rows == [[0, 254], [127, 190]]
-    assert palette[127 * 3 : 128 * 3] == bytes((247, 247, 247))
-    assert pixels(mosaic([torch.zeros(2, 2)], diverging=True))[0] == [[127, 127]] * 2
+    ((left, right), (zero, _)) = pixels(
+        mosaic([torch.tensor([[-2.0, 2.0], [0.0, 1.0]])], diverging=True)
+    )
+    assert (left, right) == (BLUE, RED)
+    for middle in (zero, *pixels(mosaic([torch.zeros(1, 1)], diverging=True))[0]):
+        assert middle == pytest.approx(WHITE, abs=3)
 
 
 def test_layers_go_six_a_row():
-    rows, *_ = pixels(mosaic([torch.eye(3)] * 7, diverging=False))
+    rows = pixels(mosaic([torch.eye(3)] * 7, diverging=False))
     assert (len(rows), len(rows[0])) == (3 + 2 + 3, 6 * 5 - 2)
-    assert rows[5][:6] == [254, 0, 0, 255, 255, 255]
+    assert rows[5][:6] == [LIGHT, DARK, DARK, GAP, GAP, GAP]
 
 
 def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():
