@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import fold, to_hf, upcycle
+from kha_megatron.conversion import to_hf
 from kha_megatron.recipes.paper import SHAPES, VOCAB_SIZE, Shape
 
 EXAMPLE = """example:
@@ -97,8 +97,8 @@ def save_models(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Path]:
     save_baseline(name, dtype, folders[BASELINE])
     for contender in ("mlp", "linear"):
         kha = KHAConfig.from_preset(f"kha_{contender}")
-        to_hf.convert(upcycle.plan_hf(folders[BASELINE], kha), folders[contender])
-    to_hf.convert(fold.plan(folders["linear"]), folders["folded"])
+        to_hf.plan(folders[BASELINE], upcycle=kha).write(folders[contender])
+    to_hf.plan(folders["linear"], fold=True).write(folders["folded"])
     return folders
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.functional import silu
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.hf_expression import to_hf_config
+from kha_megatron.conversion.hf_configs import to_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.knock import PROJECTIONS

@@ -1,8 +1,8 @@
 """``kha-megatron convert``: checkpoints between Megatron and Hugging Face, four ways."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,8 +25,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
-    from kha_megatron.conversion.to_hf import Conversion, HFPlan
-    from kha_megatron.conversion.to_megatron import MegatronPlan
+    from kha_megatron.conversion.engine import Conversion, Plan
     from kha_megatron.conversion.verify import Verification
 
 app = typer.Typer(name="convert", help="Convert checkpoints.", no_args_is_help=True)
@@ -149,7 +148,7 @@ def to_megatron(
         divisible_by=divisible_by,
         tensor_parallel=tensor_parallel,
     )
-    _finish(_write_megatron(model, planned, out, workers, verify), as_json)
+    _finish(_write(model, planned, out, workers, verify), as_json)
 
 
 @app.command()
@@ -180,14 +179,18 @@ def fold(
       kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
       kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
     """
-    from kha_megatron.conversion import fold as conversion
+    from kha_megatron.conversion import to_hf as conversion
 
     _check(out, _HF_MARK, overwrite, verify)
     planned = conversion.plan(
-        checkpoint, architecture=architecture, dtype=dtype, tokenizer=tokenizer
+        checkpoint,
+        architecture=architecture,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        fold=True,
+        max_shard_bytes=_bytes(max_shard_size),
     )
-    size = _bytes(max_shard_size)
-    _finish(_write_hf(checkpoint, planned, out, size, workers, verify), as_json)
+    _finish(_write(checkpoint, planned, out, workers, verify), as_json)
 
 
 @app.command()
@@ -196,9 +199,11 @@ def upcycle(
     out: Out,
     to: Annotated[str, typer.Option(help="megatron or hf.")] = "megatron",
     kha_preset: Annotated[str | None, typer.Option(help="Such as kha_mlp or kha_linear.")] = None,
-    kha_query: Annotated[str | None, typer.Option(help="linear, mlp, gate or none.")] = None,
-    kha_key: Annotated[str | None, typer.Option(help="The same; overrides the preset.")] = None,
-    kha_value: Annotated[str | None, typer.Option(help="The same.")] = None,
+    kha_query: Annotated[
+        str | None, typer.Option(help="linear, mlp, gate or none, over the preset.")
+    ] = None,
+    kha_key: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
+    kha_value: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
     dtype: Dtype = None,
     tokenizer: Tokenizer = None,
     divisible_by: DivisibleBy = 128,
@@ -219,7 +224,8 @@ def upcycle(
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
     """
-    from kha_megatron.conversion import upcycle as conversion
+    from kha_megatron.conversion import to_hf as hf
+    from kha_megatron.conversion import to_megatron as megatron
 
     if to not in ("megatron", "hf"):
         raise ConfigError(f"--to {to!r}: choose megatron or hf")
@@ -232,19 +238,21 @@ def upcycle(
         )
     size = _bytes(max_shard_size)
     _check(out, _HF_MARK if to == "hf" else _MEGATRON_MARK, overwrite, verify)
+    planned: Plan
     if to == "hf":
-        folder = conversion.plan_hf(model, kha, dtype=dtype, tokenizer=tokenizer)
-        _finish(_write_hf(model, folder, out, size, workers, verify), as_json)
-        return
-    planned = conversion.plan_megatron(
-        model,
-        kha,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        divisible_by=divisible_by,
-        tensor_parallel=tensor_parallel,
-    )
-    _finish(_write_megatron(model, planned, out, workers, verify), as_json)
+        planned = hf.plan(
+            model, dtype=dtype, tokenizer=tokenizer, upcycle=kha, max_shard_bytes=size
+        )
+    else:
+        planned = megatron.plan(
+            model,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            upcycle=kha,
+            divisible_by=divisible_by,
+            tensor_parallel=tensor_parallel,
+        )
+    _finish(_write(model, planned, out, workers, verify), as_json)
 
 
 def convert(
@@ -263,10 +271,17 @@ def convert(
     _check(out, _HF_MARK, overwrite, check)
     from kha_megatron.conversion import to_hf
 
-    planned = to_hf.plan(checkpoint, architecture=architecture, dtype=dtype, tokenizer=tokenizer)
-    result = _write_hf(checkpoint, planned, out, max_shard_bytes, workers, check)
-    loaded = planned.companions.loaded
-    if planned.companions.origin is None:
+    planned = to_hf.plan(
+        checkpoint,
+        architecture=architecture,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
+    )
+    result = _write(checkpoint, planned, out, workers, check)
+    companions = planned.source.companions
+    loaded = companions.loaded
+    if companions.origin is None:
         console.log.print("no tokenizer written: the run did not use a Hugging Face tokenizer")
     elif loaded is not None and (rows := planned.config.vocab_size) > (entries := len(loaded)):
         console.log.print(
@@ -282,48 +297,22 @@ def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:
         check_training_version()
 
 
-def _write_hf(
-    source: Path, planned: "HFPlan", out: Path, size: int, workers: int | None, check: bool
+def _write(
+    source: Path, planned: "Plan", out: Path, workers: int | None, check: bool
 ) -> "tuple[Conversion, Verification | None]":
-    from kha_megatron.conversion import to_hf
-
-    written = with_progress(
-        "converting",
-        planned.size,
-        lambda on_bytes: to_hf.convert(
-            planned, out, max_shard_bytes=size, workers=workers, on_bytes=on_bytes
-        ),
-    )
-    return written, report(source, out, workers) if check else None
-
-
-def _write_megatron(
-    source: Path, planned: "MegatronPlan", out: Path, workers: int | None, check: bool
-) -> "tuple[Conversion, Verification | None]":
-    from kha_megatron.conversion import to_megatron as conversion
-
-    written = with_progress(
-        "converting",
-        planned.size,
-        lambda on_bytes: conversion.convert(planned, out, workers=workers, on_bytes=on_bytes),
-    )
-    return written, report(source, out, workers) if check else None
-
-
-def with_progress[Result](
-    what: str, total: int, work: Callable[[Callable[[int], None]], Result]
-) -> Result:
-    """Run ``work`` under a bar of bytes, with rate and time left; it gets what advances it."""
+    """Write what was planned under a bar of bytes, with rate and time left, then verify it."""
     columns = (
-        TextColumn(what),
+        TextColumn("converting"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console.log, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        return work(lambda count: progress.advance(task, count))
+        task = progress.add_task("", total=planned.size)
+        advance = partial(progress.advance, task)
+        written = planned.write(out, workers=workers, on_bytes=advance)
+    return written, report(source, out, workers) if check else None
 
 
 def _finish(result: "tuple[Conversion, Verification | None]", as_json: bool) -> None:

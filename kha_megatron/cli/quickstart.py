@@ -23,7 +23,7 @@ from kha_megatron.cli.launch import MegatronArguments, report, training_progress
 from kha_megatron.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from kha_megatron.conversion.to_hf import Conversion
+    from kha_megatron.conversion.engine import Conversion
     from kha_megatron.conversion.verify import Verification
     from kha_megatron.recipes import LaunchResult
 

@@ -5,31 +5,80 @@ is bounded in bytes, so that many small tensors go side by side and large ones o
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import give_back_freed_memory
 from kha_megatron.conversion.sources import Source
-from kha_megatron.conversion.table import Place, places
+from kha_megatron.conversion.table import Place
 
 OnBytes = Callable[[int], None]
 Put = Callable[[Place, list[Tensor]], None]
 
 _COPIES = 2
-"""Times the bytes of a place that moving it holds: as read, and cast or in the other layout."""
+"""Times the bytes of a place that moving it holds: as read, and cast or in the other packing."""
 _BESIDE = 256 * 2**20
 """Bytes in flight besides the largest place, so that nobody waits for the one that moves it."""
 
 
-def default_workers() -> int:
-    """One thread for each core that this process may use."""
-    return len(os.sched_getaffinity(0))
+@dataclass(frozen=True)
+class Conversion:
+    """What was written."""
+
+    path: Path
+    architecture: str
+    """``model_type`` of a Hugging Face folder, ``megatron`` otherwise."""
+    tensors: int
+    parameters: int
+    size: int
+    """Bytes of all tensors."""
+    shards: int
+    dtype: str
+    tokenizer: str | None
+    """Where the tokenizer came from; None if the source had none that can be saved."""
+    arguments: list[str] = field(default_factory=list)
+    """Of a Megatron checkpoint: what a training from it needs on its command line."""
+
+
+@dataclass(frozen=True)
+class Plan(ABC):
+    """Everything checked and read but the tensors: nothing has been written yet."""
+
+    source: Source
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors to write."""
+        return sum(sum(entry.nbytes for entry in held) for _, held in self.source.entries())
+
+    @abstractmethod
+    def write(
+        self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
+    ) -> Conversion:
+        """Write the folder.
+
+        Args:
+            target: a folder; it is replaced at the end, all at once.
+            workers: threads; None for one a core.
+            on_bytes: called with the bytes of each tensor written.
+
+        Raises:
+            CheckpointError: a shard of the source is damaged.
+            OutputError: the disk refuses; what was at ``target`` is still there.
+        """
 
 
 def transfer(
-    source: Source, put: Put, *, workers: int, on_bytes: OnBytes = lambda count: None
+    source: Source,
+    put: Put,
+    *,
+    workers: int | None = None,
+    on_bytes: OnBytes = lambda count: None,
 ) -> None:
     """Call ``put`` with the tensors of every place, from several threads, the largest first.
 
@@ -40,14 +89,15 @@ def transfer(
     Args:
         source: the tensors.
         put: writes the tensors of a place.
-        workers: threads.
+        workers: threads; None for one for each core that this process may use.
         on_bytes: called in this thread with the bytes of each place that is done.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     give_back_freed_memory()
-    sizes = {place: source.nbytes(place) for place in places(source.model)}
+    workers = workers or len(os.sched_getaffinity(0))
+    sizes = {place: sum(entry.nbytes for entry in held) for place, held in source.entries()}
     # a large one that came last would keep one thread busy while the others have nothing to do
     waiting = sorted(sizes, key=sizes.__getitem__, reverse=True)[::-1]  # taken from the end
     free = _COPIES * sizes[waiting[-1]] + _BESIDE

@@ -9,8 +9,8 @@ of all tensors: what disagrees is refused before anything is written.
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,30 +20,44 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint
 from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
+from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.companions import Companions
 from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, ConfigError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _ATTENTION = ("self_attention.", "input_layernorm.")
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old transformers saved and that follow from the configuration."""
 
+_PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+
 
 class Source(ABC):
     """Tensors of a model, place by place. Reading is safe from several threads.
 
     Attributes:
+        checkpoint: the open folder that they come from.
+        companions: what travels along.
         model: what the tensors are.
-        path: the folder.
+        padding_arguments: those that explain the padding of a Megatron vocabulary, if it was kept.
     """
 
-    model: Architecture
-    path: Path
+    padding_arguments: Mapping[str, Any] = {}
+
+    def __init__(
+        self,
+        checkpoint: HFCheckpoint | MegatronCheckpoint,
+        companions: Companions,
+        model: Architecture,
+    ) -> None:
+        self.checkpoint, self.companions, self.model = checkpoint, companions, model
 
     @abstractmethod
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
@@ -57,39 +71,61 @@ class Source(ABC):
             CheckpointError: a file is damaged.
         """
 
-    @abstractmethod
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.checkpoint.path
+
     def identity(self) -> dict[str, Any]:
         """Which checkpoint this is, for manifests."""
+        return self.checkpoint.identity()
 
     def verifying(self) -> AbstractContextManager[None]:
         """Around reading all: whatever is not checked as it is read is checked at its end."""
-        return nullcontext()
+        return self.checkpoint.verifying()
 
-    def nbytes(self, place: Place) -> int:
-        """Bytes of a place's tensors."""
-        return sum(tensor.nbytes for tensor in self.read(place, meta=True))
+    def entries(self) -> Iterator[tuple[Place, list[TensorEntry]]]:
+        """Every place with the names, dtypes and shapes of its tensors, in the model's order."""
+        for place in places(self.model):
+            names, parts = place.hf_names(self.model), self.read(place, meta=True)
+            yield (
+                place,
+                [
+                    TensorEntry(name, part.dtype, tuple(part.shape))
+                    for name, part in zip(names, parts, strict=True)
+                ],
+            )
 
 
 class MegatronSource(Source):
     """A ``torch_dist`` checkpoint, of a GPTModel or a HybridModel of the same layers.
 
     Args:
-        checkpoint: opened.
-        vocab_size: entries, without padding; None for all rows of the embedding.
+        path: a ``--save`` folder or one iteration of it.
+        tokenizer: a tokenizer folder instead of the run's own.
+        padded: keep the padding of the vocabulary.
 
     Raises:
-        CheckpointError: its arguments cannot be expressed, or call for other tensors than it holds.
+        CheckpointError: it is damaged; its arguments cannot be expressed, or call for other tensors
+            than it holds; the tokenizer has more entries than the embedding has rows.
+        ConfigError: the tokenizer cannot be loaded.
     """
 
-    def __init__(self, checkpoint: MegatronCheckpoint, vocab_size: int | None = None) -> None:
-        self.checkpoint, self.path = checkpoint, checkpoint.path
-        self._infos = held = checkpoint.keys()
+    def __init__(self, path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> None:
+        checkpoint = MegatronCheckpoint.open(path)
+        args, held = checkpoint.args, checkpoint.keys()
+        companions = Companions.of_megatron(args, tokenizer)
         if EMBEDDING not in held:
-            raise CheckpointError(f"{self.path} lacks {EMBEDDING}: it holds no GPTModel")
+            raise CheckpointError(f"{checkpoint.path} lacks {EMBEDDING}: it holds no GPTModel")
         rows = held[EMBEDDING].shape[0]
-        model = from_arguments(checkpoint.args, checkpoint.kha or KHAConfig(), rows)
-        self.model = replace(model, vocab_size=vocab_size or rows)
-        self._step = 2 if hybrid_layers(checkpoint.args) else 1
+        model = from_arguments(args, checkpoint.kha or KHAConfig(), rows)
+        if padded:
+            self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
+        else:
+            model = replace(model, vocab_size=_without_padding(args, rows, companions))
+        super().__init__(checkpoint, companions, model)
+        self._infos = held
+        self._step = 2 if hybrid_layers(args) else 1
         self._keys: dict[Place, tuple[str, tuple[int, ...]]] = {}
         self._find_keys()
 
@@ -101,15 +137,7 @@ class MegatronSource(Source):
             tensor = torch.empty(place.row.shape(self.model), dtype=dtype, device="meta")
         else:
             tensor = self.checkpoint.tensor(key, index)
-        return place.row.layout.split(tensor, self.model)
-
-    def verifying(self) -> AbstractContextManager[None]:
-        """See :class:`Source`."""
-        return self.checkpoint.verifying()
-
-    def identity(self) -> dict[str, Any]:
-        """See :class:`Source`."""
-        return self.checkpoint.identity()
+        return place.row.packing.split(tensor, self.model)
 
     def _find_keys(self) -> None:
         """Find each place's tensor; refuse tensors without a place and places without a tensor."""
@@ -169,36 +197,38 @@ class HFSource(Source):
     """A Hugging Face model folder.
 
     Args:
-        checkpoint: opened.
+        path: the folder.
+        tokenizer: a tokenizer folder instead of it.
 
     Raises:
-        CheckpointError: ``config.json`` cannot be expressed, or calls for other tensors than the
-            folder holds.
+        CheckpointError: it is damaged; ``config.json`` cannot be expressed, or calls for other
+            tensors than the folder holds.
+        ConfigError: there is no folder ``tokenizer``.
     """
 
-    def __init__(self, checkpoint: HFCheckpoint) -> None:
-        self.checkpoint, self.path = checkpoint, checkpoint.path
-        self.model = from_hf_config(checkpoint.config)
-        self._infos: dict[str, Any] = {}
+    def __init__(self, path: Path, *, tokenizer: Path | None = None) -> None:
+        checkpoint = HFCheckpoint.open(path)
+        config = checkpoint.config
+        super().__init__(
+            checkpoint, Companions.of_hf(path, config, tokenizer), from_hf_config(config)
+        )
         held = {key for key in sorted(checkpoint.keys()) if not key.endswith(_RECOMPUTED)}
         wanted: dict[str, tuple[int, ...]] = {}
         for place in places(self.model):
-            shape = place.row.shape(self.model)
-            parts = place.row.layout.split(torch.empty(shape, device="meta"), self.model)
+            whole = torch.empty(place.row.shape(self.model), device="meta")
+            parts = place.row.packing.split(whole, self.model)
             names = place.hf_names(self.model)
             wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
         _refuse(
             held - wanted.keys() - self._copy_of_the_embedding(held) - self._without_elements(held),
-            f"{self.path} holds {{}} tensors that its {CONFIG} has no place for",
+            f"{path} holds {{}} tensors that its {CONFIG} has no place for",
         )
-        _refuse(wanted.keys() - held, f"{self.path} lacks {{}} tensors that its {CONFIG} calls for")
+        _refuse(wanted.keys() - held, f"{path} lacks {{}} tensors that its {CONFIG} calls for")
+        self._infos = {name: checkpoint.info(name) for name in wanted}
         for name, shape in wanted.items():
-            self._infos[name] = info = checkpoint.info(name)
-            if info.shape != shape:
-                raise CheckpointError(
-                    f"{self.path}: {name} is {info.shape}, its {CONFIG} calls for {shape}"
-                )
-            _check_dtype(self.path, name, info.dtype)
+            if (found := self._infos[name].shape) != shape:
+                raise CheckpointError(f"{path}: {name} is {found}, its {CONFIG} calls for {shape}")
+            _check_dtype(path, name, self._infos[name].dtype)
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
@@ -207,10 +237,6 @@ class HFSource(Source):
             return [self.checkpoint.tensor(name) for name in names]
         infos = [self._infos[name] for name in names]
         return [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
-
-    def identity(self) -> dict[str, Any]:
-        """See :class:`Source`."""
-        return self.checkpoint.identity()
 
     def _copy_of_the_embedding(self, held: set[str]) -> set[str]:
         """Some tied models are saved with an output layer all the same."""
@@ -229,13 +255,45 @@ class HFSource(Source):
         return {name for name in shared if math.prod(self.checkpoint.info(name).shape) == 0}
 
 
-def is_hf_folder(path: str | Path) -> bool:
-    """Whether a path is a Hugging Face model folder, and not a Megatron checkpoint."""
-    return (Path(path) / CONFIG).is_file()
+def open_source(path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> Source:
+    """A Hugging Face folder (it has a ``config.json``), or a Megatron checkpoint.
+
+    For arguments and errors see :class:`HFSource` and :class:`MegatronSource`.
+    """
+    if (path / CONFIG).is_file():
+        return HFSource(path, tokenizer=tokenizer)
+    return MegatronSource(path, tokenizer=tokenizer, padded=padded)
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a name; None for None.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is not None and name not in DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES.get(name)
+
+
+def _without_padding(args: Mapping[str, Any], rows: int, companions: Companions) -> int:
+    """Rows of a Megatron embedding without its padding; all if padding does not explain them."""
+    multiple = math.prod(args.get(name) or 1 for name in _PADDING)
+    entries = len(companions.loaded) if companions.loaded is not None else 0
+    if entries > rows:
+        raise CheckpointError(
+            f"the tokenizer {companions.origin} has {entries} entries, the embedding {rows} rows: "
+            "name the tokenizer of this run with --tokenizer"
+        )
+    # the argument says more than the tokenizer, which may have fewer entries than the model
+    for size in (args.get("vocab_size"), entries):
+        if size and entries <= size <= rows < size + multiple:
+            return size
+    return rows
 
 
 def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in DTYPES.values():
         raise CheckpointError(
             f"{path}: {name} is {dtype}: a quantised model cannot be converted, save it in "
             "bfloat16 or float32"

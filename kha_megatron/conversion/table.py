@@ -1,16 +1,59 @@
 """Which Megatron tensor is which Hugging Face tensors: the whole conversion as data.
 
-Adding an architecture is adding rows. A tensor without a row is an error, never dropped; so is a
-row without its tensor. All Hugging Face architectures that we know share these names.
+Adding an architecture or a kind of attention is adding rows. A tensor without a row is an error,
+never dropped; so is a row without its tensor. All Hugging Face architectures that we know share
+these names. Every row says which of its tensor's rows a projection knocks; that is all that
+folding needs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kha_megatron.conversion.architecture import Architecture, Experts
-from kha_megatron.conversion.attention_rows import ATTENTION
-from kha_megatron.conversion.layouts import GateUp, Same, Vocabulary
-from kha_megatron.conversion.rows import Row, When, hidden, is_latent, tensor_row
+from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.packing import (
+    InterleavedHeads,
+    LatentHeads,
+    Packing,
+    SharedMatrices,
+    Vocabulary,
+)
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES
+
+Shape = Callable[[Architecture], tuple[int, ...]]
+When = Callable[[Architecture, int], bool]
+
+
+class Knocked(NamedTuple):
+    """What a projection knocks of a tensor's rows: ``knocked_dim`` of each head's, from ``start``.
+
+    A linear knock folds into them.
+    """
+
+    projection: Projection
+    head_rows: int
+    start: int = 0
+
+
+KnockedRows = Callable[[Architecture], Sequence[Sequence[Knocked]]]
+
+
+class Row(NamedTuple):
+    """A tensor of one layer, or of one expert, or of the model as a whole."""
+
+    packing: Packing
+    names: tuple[str, ...]
+    """In Megatron checkpoints. Transformer Engine fuses norms into the linear layer behind them, so
+    some have two; the first is the one to write."""
+    shape: Shape
+    """Of the Megatron tensor."""
+    when: When = lambda model, layer: True
+    """Whether layer ``i`` (from 0) of a model has it."""
+    both: bool = False
+    """Write it under all its names: Megatron's two backends ask for different ones."""
+    per_expert: bool = False
+    knocked: KnockedRows = lambda model: ()
+    """For each of its Hugging Face tensors, what knocks it."""
 
 
 class Place(NamedTuple):
@@ -25,7 +68,7 @@ class Place(NamedTuple):
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
         if self.expert is not None:
             prefix += f"mlp.experts.{self.expert}."
-        return [prefix + name for name in self.row.layout.names(model)]
+        return [prefix + name for name in self.row.packing.names(model)]
 
 
 def places(model: Architecture) -> Iterator[Place]:
@@ -43,118 +86,312 @@ def places(model: Architecture) -> Iterator[Place]:
     yield from last
 
 
-def _dense(model: Architecture, layer: int) -> bool:
-    return not model.is_sparse(layer)
+def _latent(model: Architecture, layer: int) -> bool:
+    return model.latent is not None
+
+
+def _tied(model: Architecture, layer: int) -> bool:
+    return model.is_tied
+
+
+def _grouped(model: Architecture, layer: int) -> bool:
+    return model.latent is None and not model.is_tied
+
+
+def _compressed_queries(model: Architecture, layer: int) -> bool:
+    return model.latent is not None and model.latent.query_rank is not None
+
+
+def _normed_heads(model: Architecture, layer: int) -> bool:
+    return model.qk_norm and model.latent is None
 
 
 def _sparse(model: Architecture, layer: int) -> bool:
     return model.is_sparse(layer)
 
 
-def _experts(when: Callable[[Experts], bool]) -> When:
-    return lambda model, layer: model.is_sparse(layer) and when(model.experts)
+def _dense(model: Architecture, layer: int) -> bool:
+    return not model.is_sparse(layer)
 
 
-EXPERT_BIAS = tensor_row(
-    Same("mlp.gate.e_score_correction_bias"),
+def _shared_expert(model: Architecture, layer: int) -> bool:
+    return model.is_sparse(layer) and model.experts.shared_size > 0
+
+
+def _hidden(model: Architecture) -> tuple[int, ...]:
+    """The shape of a norm in the residual stream."""
+    return (model.hidden_size,)
+
+
+def _vocabulary(model: Architecture) -> tuple[int, ...]:
+    return (model.padded_vocab_size, model.hidden_size)
+
+
+def _qkv(model: Architecture) -> int:
+    return (model.heads + 2 * model.kv_heads) * model.head_dim
+
+
+def _query_rows(model: Architecture) -> int:
+    return model.latent.plain_dim + model.latent.rotary_dim
+
+
+def _key_value_rows(model: Architecture) -> int:
+    return model.latent.plain_dim + model.latent.value_dim
+
+
+def _whole_heads(*projections: Projection) -> KnockedRows:
+    return lambda m: [[Knocked(projection, m.head_dim)] for projection in projections]
+
+
+def _latent_queries(model: Architecture) -> list[list[Knocked]]:
+    return [[Knocked("query", _query_rows(model))]]
+
+
+def _expanded(model: Architecture) -> list[list[Knocked]]:
+    rows = _key_value_rows(model)
+    heads = [Knocked("key", rows), Knocked("value", rows, start=model.latent.plain_dim)]
+    return [heads] * model.latent_heads
+
+
+def _knock(projection: Projection) -> Row:
+    return Row(
+        SharedMatrices("self_attn.{}", projection=projection),
+        (f"self_attention.knock_{projection}.weight",),
+        lambda m: (len(MATRICES[m.kha.variants[projection]]), *[m.knocked_dim(projection)] * 2),
+        when=lambda model, layer: projection in model.kha.variants,
+    )
+
+
+KNOCKS: dict[Projection, Row] = {p: _knock(p) for p in ("query", "key", "value")}
+"""The head-shared matrices."""
+
+_GROUPED: tuple[Row, ...] = (
+    Row(
+        InterleavedHeads("self_attn.{}_proj.weight"),
+        ("self_attention.linear_qkv.weight",),
+        lambda m: (_qkv(m), m.hidden_size),
+        when=_grouped,
+        knocked=_whole_heads("query", "key", "value"),
+    ),
+    Row(
+        InterleavedHeads("self_attn.{}_proj.bias"),
+        ("self_attention.linear_qkv.bias",),
+        lambda m: (_qkv(m),),
+        when=lambda model, layer: model.qkv_bias,
+        knocked=_whole_heads("query", "key", "value"),
+    ),
+)
+"""Multi-head, multi-query and grouped-query attention."""
+
+_TIED: tuple[Row, ...] = (
+    Row(
+        InterleavedHeads("self_attn.{}_proj.weight", ("q", "kv")),
+        ("self_attention.linear_qkv.weight",),
+        lambda m: ((m.heads + m.kv_heads) * m.head_dim, m.hidden_size),
+        when=_tied,
+        knocked=_whole_heads("query", "value"),
+    ),
+    Row(
+        Packing("self_attn.k_rope_proj.weight"),
+        ("self_attention.linear_k_rope.weight",),
+        lambda m: (m.head_dim // 2, m.hidden_size),
+        when=_tied,
+    ),
+)
+"""Grouped-tied attention. Both sides have the rotary half of a head first."""
+
+_LATENT: tuple[Row, ...] = (
+    Row(
+        Packing("self_attn.q_proj.weight"),
+        ("self_attention.linear_q_proj.weight",),
+        lambda m: (m.heads * _query_rows(m), m.hidden_size),
+        when=lambda model, layer: model.latent is not None and model.latent.query_rank is None,
+        knocked=_latent_queries,
+    ),
+    Row(
+        Packing("self_attn.q_a_proj.weight"),
+        ("self_attention.linear_q_down_proj.weight",),
+        lambda m: (m.latent.query_rank, m.hidden_size),
+        when=_compressed_queries,
+    ),
+    Row(
+        Packing("self_attn.q_a_layernorm.weight"),
+        (
+            "self_attention.linear_q_up_proj.layer_norm_weight",
+            "self_attention.q_layernorm.weight",
+        ),
+        lambda m: (m.latent.query_rank,),
+        when=lambda model, layer: _compressed_queries(model, layer) and model.qk_norm,
+        both=True,
+    ),
+    Row(
+        Packing("self_attn.q_b_proj.weight"),
+        ("self_attention.linear_q_up_proj.weight",),
+        lambda m: (m.heads * _query_rows(m), m.latent.query_rank),
+        when=_compressed_queries,
+        knocked=_latent_queries,
+    ),
+    Row(
+        Packing("self_attn.kv_a_proj_with_mqa.weight"),
+        ("self_attention.linear_kv_down_proj.weight",),
+        lambda m: (m.latent.kv_rank + m.latent.rotary_dim, m.hidden_size),
+        when=_latent,
+    ),
+    Row(
+        Packing("self_attn.kv_a_layernorm.weight"),
+        (
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+            "self_attention.kv_layernorm.weight",
+        ),
+        lambda m: (m.latent.kv_rank,),
+        when=lambda model, layer: _latent(model, layer) and model.qk_norm,
+        both=True,
+    ),
+    Row(
+        LatentHeads("self_attn.kv_b_proj{}.weight"),
+        ("self_attention.linear_kv_up_proj.weight",),
+        lambda m: (m.heads * _key_value_rows(m), m.latent.kv_rank // m.latent_heads),
+        when=_latent,
+        knocked=_expanded,
+    ),
+)
+"""Multi-latent attention and grouped latent attention. Per head both sides hold the part without
+position, then the rotary part or the value, and both rotate neighbouring features."""
+
+ATTENTION_OUTPUT = Row(
+    Packing("self_attn.o_proj.weight"),
+    ("self_attention.linear_proj.weight",),
+    lambda m: (m.hidden_size, m.heads * (m.latent.value_dim if m.latent else m.head_dim)),
+)
+
+_ATTENTION: tuple[Row, ...] = (
+    Row(
+        Packing("input_layernorm.weight"),
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        _hidden,
+        when=_grouped,
+    ),
+    Row(
+        Packing("input_layernorm.weight"),
+        ("input_layernorm.weight", "self_attention.linear_qkv_down_proj.layer_norm_weight"),
+        _hidden,
+        when=lambda model, layer: not _grouped(model, layer),
+    ),
+    *_GROUPED,
+    *_TIED,
+    *KNOCKS.values(),
+    Row(
+        Packing("self_attn.q_norm.weight"),
+        ("self_attention.q_layernorm.weight",),
+        lambda m: (m.head_dim,),
+        when=_normed_heads,
+    ),
+    Row(
+        Packing("self_attn.k_norm.weight"),
+        ("self_attention.k_layernorm.weight",),
+        lambda m: (m.head_dim,),
+        when=_normed_heads,
+    ),
+    *_LATENT,
+    ATTENTION_OUTPUT,
+)
+"""Tensors of one layer's attention, with the norm before it."""
+
+EXPERT_BIAS = Row(
+    Packing("mlp.gate.e_score_correction_bias"),
+    ("mlp.router.expert_bias",),
     lambda m: (m.experts.count,),
-    "mlp.router.expert_bias",
-    when=_experts(lambda experts: experts.bias),
+    when=lambda model, layer: model.is_sparse(layer) and model.experts.bias,
 )
 """Keeps float32 whatever dtype is asked for."""
 
 SHARED_EXPERT: tuple[Row, ...] = (
-    tensor_row(
-        GateUp("mlp.shared_experts.{}_proj.weight"),
+    Row(
+        Packing("mlp.shared_experts.{}_proj.weight", ("gate", "up")),
+        ("mlp.shared_experts.linear_fc1.weight",),
         lambda m: (2 * m.experts.shared_size, m.hidden_size),
-        "mlp.shared_experts.linear_fc1.weight",
-        when=_experts(lambda experts: experts.shared_size > 0),
+        when=_shared_expert,
     ),
-    tensor_row(
-        Same("mlp.shared_experts.down_proj.weight"),
+    Row(
+        Packing("mlp.shared_experts.down_proj.weight"),
+        ("mlp.shared_experts.linear_fc2.weight",),
         lambda m: (m.hidden_size, m.experts.shared_size),
-        "mlp.shared_experts.linear_fc2.weight",
-        when=_experts(lambda experts: experts.shared_size > 0),
+        when=_shared_expert,
     ),
 )
 
 MODEL: tuple[Row, ...] = (
-    tensor_row(
-        Vocabulary("model.embed_tokens.weight"),
-        lambda m: (m.padded_vocab_size, m.hidden_size),
-        "embedding.word_embeddings.weight",
+    Row(
+        Vocabulary("model.embed_tokens.weight"), ("embedding.word_embeddings.weight",), _vocabulary
     ),
-    tensor_row(
-        Same("model.norm.weight"),
-        hidden,
-        "decoder.final_layernorm.weight",
-        "decoder.final_norm.weight",
+    Row(
+        Packing("model.norm.weight"),
+        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+        _hidden,
     ),
-    tensor_row(
+    Row(
         Vocabulary("lm_head.weight"),
-        lambda m: (m.padded_vocab_size, m.hidden_size),
-        "output_layer.weight",
+        ("output_layer.weight",),
+        _vocabulary,
         when=lambda model, layer: not model.tied,
     ),
 )
 """Tensors outside of the layers."""
 
 LAYER: tuple[Row, ...] = (
-    *ATTENTION,
-    tensor_row(
-        Same("post_attention_layernorm.weight"),
-        hidden,
-        "mlp.linear_fc1.layer_norm_weight",
-        "pre_mlp_layernorm.weight",
-        when=lambda model, layer: _dense(model, layer) and not is_latent(model, layer),
+    *_ATTENTION,
+    Row(
+        Packing("post_attention_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        _hidden,
+        when=lambda model, layer: _dense(model, layer) and model.latent is None,
     ),
-    tensor_row(
-        Same("post_attention_layernorm.weight"),
-        hidden,
-        "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        when=lambda model, layer: _sparse(model, layer) or is_latent(model, layer),
+    Row(
+        Packing("post_attention_layernorm.weight"),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        _hidden,
+        when=lambda model, layer: _sparse(model, layer) or model.latent is not None,
         both=True,
     ),
-    tensor_row(
-        GateUp("mlp.{}_proj.weight"),
+    Row(
+        Packing("mlp.{}_proj.weight", ("gate", "up")),
+        ("mlp.linear_fc1.weight",),
         lambda m: (2 * m.ffn_size, m.hidden_size),
-        "mlp.linear_fc1.weight",
         when=_dense,
     ),
-    tensor_row(
-        Same("mlp.down_proj.weight"),
+    Row(
+        Packing("mlp.down_proj.weight"),
+        ("mlp.linear_fc2.weight",),
         lambda m: (m.hidden_size, m.ffn_size),
-        "mlp.linear_fc2.weight",
         when=_dense,
     ),
-    tensor_row(
-        Same("mlp.gate.weight"),
+    Row(
+        Packing("mlp.gate.weight"),
+        ("mlp.router.weight",),
         lambda m: (m.experts.count, m.hidden_size),
-        "mlp.router.weight",
         when=_sparse,
     ),
     EXPERT_BIAS,
-    tensor_row(
-        GateUp("{}_proj.weight"),
+    Row(
+        Packing("{}_proj.weight", ("gate", "up")),
+        ("mlp.experts.experts.linear_fc1.weight",),
         lambda m: (2 * m.experts.size, m.hidden_size),
-        "mlp.experts.experts.linear_fc1.weight",
         when=_sparse,
         per_expert=True,
     ),
-    tensor_row(
-        Same("down_proj.weight"),
+    Row(
+        Packing("down_proj.weight"),
+        ("mlp.experts.experts.linear_fc2.weight",),
         lambda m: (m.hidden_size, m.experts.size),
-        "mlp.experts.experts.linear_fc2.weight",
         when=_sparse,
         per_expert=True,
     ),
     *SHARED_EXPERT,
-    tensor_row(
-        Same("mlp.shared_expert_gate.weight"),
+    Row(
+        Packing("mlp.shared_expert_gate.weight"),
+        ("mlp.shared_experts.gate_weight",),
         lambda m: (1, m.hidden_size),
-        "mlp.shared_experts.gate_weight",
-        when=_experts(lambda experts: experts.shared_size > 0 and experts.shared_gate),
+        when=lambda model, layer: _shared_expert(model, layer) and model.experts.shared_gate,
     ),
 )
 """Tensors of one decoder layer, below ``decoder.layers.{i}.`` and ``model.layers.{i}.``; those of

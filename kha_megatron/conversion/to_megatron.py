@@ -17,14 +17,12 @@ from torch import Tensor
 from kha_megatron.checkpoint.megatron import LAYERS, TRACKER
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
-from kha_megatron.conversion.companions import Companions
-from kha_megatron.conversion.engine import OnBytes, default_workers, transfer
-from kha_megatron.conversion.megatron_command_line import command_line, to_arguments
-from kha_megatron.conversion.opening import Opened, open_checkpoint, parse_dtype
-from kha_megatron.conversion.sources import Source
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
+from kha_megatron.conversion.megatron_arguments import command_line, to_arguments
+from kha_megatron.conversion.sources import Source, open_source, parse_dtype
 from kha_megatron.conversion.table import Place, places
-from kha_megatron.conversion.to_hf import Conversion
-from kha_megatron.conversion.transforms import Cast, Padded
+from kha_megatron.conversion.transforms import Cast, Padded, Upcycled
 from kha_megatron.errors import ConfigError
 
 RELEASE = "release"
@@ -35,64 +33,86 @@ _CORE_ATTENTION = "self_attention.core_attention"
 
 
 @dataclass(frozen=True)
-class MegatronPlan:
-    """Everything checked and read but the tensors: nothing has been written yet."""
+class MegatronPlan(Plan):
+    """A model with the arguments that Megatron would have saved."""
 
-    source: Source
-    companions: Companions
     args: dict[str, Any]
 
-    @property
-    def size(self) -> int:
-        """Bytes of the tensors to write."""
-        return sum(self.source.nbytes(place) for place in places(self.source.model))
+    def write(
+        self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
+    ) -> Conversion:
+        """``release/``, the tracker file that names it, and ``tokenizer/``; see ``Plan``."""
+        source, args = self.source, dict(self.args)
+        with staged_folder(target) as folder:
+            if source.companions.write_tokenizer(folder / "tokenizer"):
+                args["tokenizer_type"] = "HuggingFaceTokenizer"
+                args["tokenizer_model"] = str(target.resolve() / "tokenizer")
+            release = folder / RELEASE
+            release.mkdir()
+            with TorchDistWriter(release) as writer:
+                put = _Put(source, writer)
+                transfer(source, put, workers=workers, on_bytes=on_bytes)
+                put.extra_states()
+                common = {"args": Namespace(**args), "iteration": 0, "checkpoint_version": 3.0}
+                writer.close(common, source.identity())
+            (folder / TRACKER).write_text(RELEASE)
+            shards = len(list(release.glob("*.distcp")))
+        entries = [entry for _, held in source.entries() for entry in held]
+        return Conversion(
+            path=target,
+            architecture="megatron",
+            tensors=len(entries),
+            parameters=sum(math.prod(entry.shape) for entry in entries),
+            size=sum(entry.nbytes for entry in entries),
+            shards=shards,
+            dtype=str(args["params_dtype"]).removeprefix("torch."),
+            tokenizer=source.companions.origin,
+            arguments=command_line(args, str(target)),
+        )
 
 
 def plan(
-    source: Path,
+    path: Path,
     *,
     dtype: str | None = None,
     tokenizer: Path | None = None,
+    upcycle: KHAConfig | None = None,
     divisible_by: int = DIVISIBLE_BY,
     tensor_parallel: int = 1,
 ) -> MegatronPlan:
     """Open a checkpoint and decide what the Megatron checkpoint will hold.
 
     Args:
-        source: a checkpoint of either side.
-        dtype: a key of ``opening.DTYPES``; None keeps each tensor's own.
+        path: a checkpoint of either side; the padding of a Megatron vocabulary is kept.
+        dtype: a key of ``sources.DTYPES``; None keeps each tensor's own.
         tokenizer: a tokenizer folder instead of the model's own.
+        upcycle: what to knock of a model without knocking heads, from the identity: the logits stay
+            the same bit for bit.
         divisible_by: the training's ``--make-vocab-size-divisible-by``.
         tensor_parallel: the training's tensor-parallel size: the padding of the vocabulary is a
             multiple of both. Megatron loads it with any other size as well.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or Megatron cannot express it.
-        ConfigError: the dtype or the tokenizer folder does not exist.
+        CheckpointError: the checkpoint is damaged, or Megatron cannot express it, or it has
+            knocking heads already.
+        ConfigError: the dtype or the tokenizer folder does not exist; nothing would be knocked, or
+            not from the identity, or with a variant that the model's attention cannot carry.
     """
-    parse_dtype(dtype)
+    asked = parse_dtype(dtype)
     if min(divisible_by, tensor_parallel) < 1:
         raise ConfigError(
             f"the vocabulary is padded to a multiple of {divisible_by} x {tensor_parallel}: both "
             "must be at least 1"
         )
-    opened = open_checkpoint(source, tokenizer=tokenizer, padded=True)
-    return plan_for(opened, dtype, divisible_by, tensor_parallel)
-
-
-def plan_for(
-    opened: Opened,
-    dtype: str | None,
-    divisible_by: int = DIVISIBLE_BY,
-    tensor_parallel: int = 1,
-) -> MegatronPlan:
-    """The same for an open source, which may be transformed."""
-    source, companions, vocabulary = opened
+    source = open_source(path, tokenizer=tokenizer, padded=True)
+    vocabulary = source.padding_arguments
+    if upcycle is not None:
+        source = Upcycled(source, upcycle)
     multiple = 1 if vocabulary else divisible_by * tensor_parallel
     source = Padded(source, math.ceil(source.model.vocab_size / multiple) * multiple)
-    if dtype is not None:
-        source = Cast(source, parse_dtype(dtype))
-    embedding = source.read(next(places(source.model)), meta=True)[0]
+    if asked is not None:
+        source = Cast(source, asked)
+    _, (embedding, *_) = next(source.entries())
     args = to_arguments(source.model) | {
         "params_dtype": embedding.dtype,
         "bf16": embedding.dtype == torch.bfloat16,
@@ -107,59 +127,7 @@ def plan_for(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
-    args |= vocabulary or {}
-    return MegatronPlan(source, companions, args)
-
-
-def convert(
-    planned: MegatronPlan,
-    target: Path,
-    *,
-    workers: int | None = None,
-    on_bytes: OnBytes = lambda count: None,
-) -> Conversion:
-    """Write the folder: ``release/``, the tracker file that names it, and ``tokenizer/``.
-
-    Args:
-        planned: from :func:`plan`.
-        target: a folder; it is replaced at the end, all at once.
-        workers: threads; None for one a core.
-        on_bytes: called with the bytes of each tensor written.
-
-    Raises:
-        CheckpointError: a shard of the source is damaged.
-        OutputError: the disk refuses; what was at ``target`` is still there.
-    """
-    source, args = planned.source, dict(planned.args)
-    total = {"tensors": 0, "parameters": 0, "size": 0}
-    with staged_folder(target) as folder:
-        if planned.companions.write_tokenizer(folder / "tokenizer"):
-            args["tokenizer_type"] = "HuggingFaceTokenizer"
-            args["tokenizer_model"] = str(target.resolve() / "tokenizer")
-        release = folder / RELEASE
-        release.mkdir()
-        with TorchDistWriter(release) as writer:
-            put = _Put(source, writer)
-            transfer(source, put, workers=workers or default_workers(), on_bytes=on_bytes)
-            put.extra_states()
-            common = {"args": Namespace(**args), "iteration": 0, "checkpoint_version": 3.0}
-            writer.close(common, source.identity())
-        (folder / TRACKER).write_text(RELEASE)
-        shards = len(list(release.glob("*.distcp")))
-    for place in places(source.model):
-        parts = source.read(place, meta=True)
-        total["tensors"] += len(parts)
-        total["parameters"] += sum(part.numel() for part in parts)
-        total["size"] += sum(part.nbytes for part in parts)
-    return Conversion(
-        path=target,
-        architecture="megatron",
-        **total,
-        shards=shards,
-        dtype=str(args["params_dtype"]).removeprefix("torch."),
-        tokenizer=planned.companions.origin,
-        arguments=command_line(args, str(target)),
-    )
+    return MegatronPlan(source, args | vocabulary)
 
 
 class _Put:
@@ -174,7 +142,7 @@ class _Put:
         whole = (*grid, *row.shape(model))
         for name in row.names if row.both else row.names[:1]:
             start = 0
-            for block in row.layout.join(parts, model):
+            for block in row.packing.join(parts, model):
                 offsets = (*position, start, *(0 for _ in block.shape[1:]))
                 chunk = block[(None,) * len(grid)]
                 self._writer.write(prefix + name, chunk, shape=whole, offsets=offsets)

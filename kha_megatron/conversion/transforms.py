@@ -1,19 +1,22 @@
 """Sources around sources: what a conversion does to a model besides moving it."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.attention_rows import ATTENTION_OUTPUT, KNOCKS
-from kha_megatron.conversion.rows import Knocked
 from kha_megatron.conversion.sources import Source
-from kha_megatron.conversion.table import EXPERT_BIAS, SHARED_EXPERT, Place
+from kha_megatron.conversion.table import (
+    ATTENTION_OUTPUT,
+    EXPERT_BIAS,
+    KNOCKS,
+    SHARED_EXPERT,
+    Knocked,
+    Place,
+)
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import HeadFacts
 from kha_megatron.ops.knocking import fold, initial_weight
@@ -24,19 +27,12 @@ KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
 
 class _Around(Source):
     def __init__(self, source: Source, model: Architecture) -> None:
-        self.source, self.path, self.model = source, source.path, model
+        super().__init__(source.checkpoint, source.companions, model)
+        self.source = source
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
         return self.source.read(place, meta=meta)
-
-    def identity(self) -> dict[str, Any]:
-        """See :class:`Source`."""
-        return self.source.identity()
-
-    def verifying(self) -> AbstractContextManager[None]:
-        """See :class:`Source`."""
-        return self.source.verifying()
 
 
 class Cast(_Around):
@@ -133,12 +129,12 @@ class Upcycled(_Around):
         if not meta:
             variant = self.model.kha.variants[knocked]
             weight = initial_weight(torch.empty_like(weight, device="cpu"), variant)
-        return place.row.layout.split(weight, self.model)
+        return place.row.packing.split(weight, self.model)
 
 
 class Expressed(_Around):
     """As another architecture has the same model: with zeros for the expert biases and the shared
-    expert that the source does without (``hf_expression.expressed``)."""
+    expert that the source does without (``hf_configs.expressed``)."""
 
     def __init__(self, source: Source, model: Architecture) -> None:
         super().__init__(source, model)
@@ -151,7 +147,7 @@ class Expressed(_Around):
         dtype = torch.float32 if is_bias else _weights_dtype(self.source, place)
         shape = place.row.shape(self.model)
         zeros = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
-        return place.row.layout.split(zeros, self.model)
+        return place.row.packing.split(zeros, self.model)
 
     def _added(self, place: Place) -> bool:
         return place.row in (EXPERT_BIAS, *SHARED_EXPERT) and not place.row.when(

@@ -5,6 +5,7 @@ tokens: Megatron's own, loaded by Megatron's own loader, and transformers' own, 
 the conversion is trusted.
 """
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,17 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from kha_megatron.conversion import megatron_model
-from kha_megatron.conversion.engine import OnBytes, default_workers, transfer
+from kha_megatron.conversion.engine import OnBytes, transfer
 from kha_megatron.conversion.megatron_model import Run, record_layers
-from kha_megatron.conversion.opening import open_checkpoint
-from kha_megatron.conversion.sources import MegatronSource, Source
-from kha_megatron.conversion.table import Place, places
+from kha_megatron.conversion.sources import MegatronSource, Source, open_source
+from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import Expressed, Folded, Upcycled
 from kha_megatron.errors import CheckpointError
 
 BATCH, LENGTH = 2, 64
 TOLERANCE = 1e-4
 """Largest difference of a logit in float32 that rounding explains."""
+_ORDER = ("first", "second")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Pair:
         Raises:
             CheckpointError: one is damaged, or its configuration and its tensors disagree.
         """
-        first, second = (open_checkpoint(path).source for path in (one, other))
+        first, second = (open_source(path) for path in (one, other))
         for source, beside in ((first, second), (second, first)):
             size = min(source.model.vocab_size, beside.model.vocab_size)
             if isinstance(source, MegatronSource):  # who knows the padding shall tell
@@ -118,11 +119,7 @@ class Pair:
     @property
     def needed_bytes(self) -> int:
         """Memory of both models in float32, with some room to work."""
-        parameters = sum(
-            part.numel()
-            for place in places(self.one.model)
-            for part in self.one.read(place, meta=True)
-        )
+        parameters = sum(math.prod(entry.shape) for _, held in self.one.entries() for entry in held)
         return int(parameters * 4 * 2.5)
 
     @property
@@ -130,38 +127,20 @@ class Pair:
         """Whether :func:`compare_logits` can run on this machine now."""
         return self.needed_bytes < psutil.virtual_memory().available
 
-    @property
-    def size(self) -> int:
-        """Bytes of the first, which :func:`compare_tensors` counts."""
-        return sum(self.one.nbytes(place) for place in places(self.one.model))
-
 
 def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
     """Fold or upcycle one of two models if only the other has no knocking heads."""
-    ours, theirs = one.model.kha.variants, other.model.kha.variants
-    if bool(ours) == bool(theirs):
+    pair = [one, other]
+    knocked = [bool(source.model.kha.variants) for source in pair]
+    if all(knocked) or not any(knocked):
         return one, other, "as they are", False
-    if set((ours or theirs).values()) == {"linear"}:
-        return (
-            (Folded(one), other, "the first folded", True)
-            if ours
-            else (one, Folded(other), "the second folded", True)
-        )
-    return (
-        (
-            one,
-            Upcycled(other, replace(one.model.kha, init="identity")),
-            "the second upcycled",
-            False,
-        )
-        if ours
-        else (
-            Upcycled(one, replace(other.model.kha, init="identity")),
-            other,
-            "the first upcycled",
-            False,
-        )
-    )
+    at = knocked.index(True)
+    kha = pair[at].model.kha
+    if set(kha.variants.values()) == {"linear"}:
+        pair[at] = Folded(pair[at])
+        return (*pair, f"the {_ORDER[at]} folded", True)
+    pair[1 - at] = Upcycled(pair[1 - at], replace(kha, init="identity"))
+    return (*pair, f"the {_ORDER[1 - at]} upcycled", False)
 
 
 def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
@@ -222,10 +201,10 @@ def compare_tensors(
                 with lock:
                     different.append(name)
 
-    transfer(pair.one, put, workers=workers or default_workers(), on_bytes=on_bytes)
+    transfer(pair.one, put, workers=workers, on_bytes=on_bytes)
     return TensorComparison(
         tensors=len(both),
-        parameters=tuple(sum(shape.numel() for *_, shape in n.values()) for n in (ours, theirs)),
+        parameters=tuple(sum(math.prod(shape) for *_, shape in n.values()) for n in (ours, theirs)),
         missing=sorted(ours.keys() - theirs.keys()),
         unexpected=sorted(theirs.keys() - ours.keys()),
         mismatched=sorted(mismatched),
@@ -234,14 +213,12 @@ def compare_tensors(
     )
 
 
-def _names(source: Source) -> Mapping[str, tuple[Place, int, torch.Size]]:
+def _names(source: Source) -> Mapping[str, tuple[Place, int, tuple[int, ...]]]:
     """Place, number in it and shape of every tensor."""
     return {
-        name: (place, number, part.shape)
-        for place in places(source.model)
-        for number, (name, part) in enumerate(
-            zip(place.hf_names(source.model), source.read(place, meta=True), strict=True)
-        )
+        entry.name: (place, number, entry.shape)
+        for place, held in source.entries()
+        for number, entry in enumerate(held)
     }
 
 
@@ -265,8 +242,7 @@ def compare_logits(pair: Pair) -> Agreement:
         (BATCH, min(LENGTH, *(model.max_positions for model in models))),
         generator=torch.Generator().manual_seed(0),
     )
-    first = next(places(models[0]))
-    dtypes = [source.read(first, meta=True)[0].dtype for source in (pair.one, pair.other)]
+    dtypes = [next(source.entries())[1][0].dtype for source in (pair.one, pair.other)]
     smaller = min(dtypes[::-1], key=lambda dtype: dtype.itemsize)
     runs = [run_model(path, tokens, smaller) for path in pair.paths]
     agreement = compare(*runs)

@@ -126,7 +126,7 @@ def test_casts_and_shards_as_told(run, sparse, tmp_path):
 
 @pytest.mark.parametrize("factor", [0.99, float("nan")])
 def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):
-    original = to_hf.convert
+    original = to_hf.HFPlan.write
 
     def mistaken(planned, target, **options):
         written = original(planned, target, **options)
@@ -136,7 +136,7 @@ def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):
         (target / "manifest.json").unlink()  # it would tell before anything is compared
         return written
 
-    monkeypatch.setattr(to_hf, "convert", mistaken)
+    monkeypatch.setattr(to_hf.HFPlan, "write", mistaken)
     code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
     assert code == 1
     assert "not the same model: 1 tensors different, model.norm.weight for one; logits" in stderr

@@ -4,7 +4,7 @@ import pytest
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.hf_expression import to_hf_config
+from kha_megatron.conversion.hf_configs import to_hf_config
 from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
 from kha_megatron.mcore.compat import installed_version, training_refusal

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 from kha_megatron.conversion.architecture import Architecture, Rope
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.sources import Source
-from kha_megatron.conversion.table import places
 
 MODEL = Architecture(
     vocab_size=200_003,
@@ -31,15 +31,17 @@ BESIDE = 256 * 2**20
 class Described(Source):
     """A model that has shapes only: an embedding and an output layer of 800 MB each."""
 
-    model = MODEL
+    def __init__(self):
+        self.model = MODEL
 
     def read(self, place, *, meta=False):
         """Meta tensors."""
-        return [torch.empty(place.row.shape(self.model), device="meta")]
+        whole = torch.empty(place.row.shape(self.model), device="meta")
+        return place.row.packing.split(whole, self.model)
 
-    def identity(self):
-        """None is asked for."""
-        raise NotImplementedError
+    def verifying(self):
+        """Nothing: no file is read."""
+        return nullcontext()
 
 
 class Put:
@@ -50,21 +52,21 @@ class Put:
         self._fails_at, self._during, self._lock = fails_at, during, threading.Lock()
 
     def __call__(self, place, parts):
-        (part,) = parts
+        size = sum(part.nbytes for part in parts)
         with self._lock:
             self.begun.append(place)
-            self.held += 2 * part.nbytes
+            self.held += 2 * size
             self.most = max(self.most, self.held)
         if place == self._fails_at:
             raise OSError("full")
         self._during(place)
         with self._lock:
-            self.held -= 2 * part.nbytes
+            self.held -= 2 * size
 
 
 @pytest.fixture(scope="module")
 def sizes():
-    return {place: Described().nbytes(place) for place in places(MODEL)}
+    return {place: sum(e.nbytes for e in held) for place, held in Described().entries()}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])

@@ -8,10 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.conversion.hf_configs import FAMILIES, from_hf_config
-from kha_megatron.conversion.hf_expression import to_hf_config
-from kha_megatron.conversion.megatron_arguments import from_arguments
-from kha_megatron.conversion.megatron_command_line import to_arguments
+from kha_megatron.conversion.hf_configs import FAMILIES, from_hf_config, to_hf_config
+from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
 from tests.conversion.models import CONFIGS, YARN, make
 

@@ -55,7 +55,7 @@ def _renaming(names):
 def model(request, tmp_path):
     """A model's configuration, its folder, and a Megatron checkpoint of it."""
     make(CONFIGS[request.param]).save_pretrained(tmp_path / "hf")
-    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     return CONFIGS[request.param], tmp_path
 
 
@@ -89,15 +89,15 @@ def test_either_backends_names_are_read(model, backend):
 
     rewritten = rewrite(folder / "save", folder / "iter_0000001", rename)
     assert len(MegatronCheckpoint.open(rewritten).keys()) < len(held) or family == "kha"
-    to_hf.convert(to_hf.plan(rewritten, architecture=family), folder / "back")
+    to_hf.plan(rewritten, architecture=family).write(folder / "back")
     _equal(folder / "hf", folder / "back")
 
 
 def test_names_of_unmapped_local_modules_are_read(tmp_path):
     make(CONFIGS["kha"]).save_pretrained(tmp_path / "hf")
-    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     rewrite(tmp_path / "save", tmp_path / "iter_0000001", _renaming(LOCAL))
-    to_hf.convert(to_hf.plan(tmp_path / "iter_0000001"), tmp_path / "back")
+    to_hf.plan(tmp_path / "iter_0000001").write(tmp_path / "back")
     _equal(tmp_path / "hf", tmp_path / "back")
 
 
@@ -105,7 +105,7 @@ def test_names_of_unmapped_local_modules_are_read(tmp_path):
 def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
     """Its attention and its MLPs are layers of their own, its last norm has another name."""
     make(CONFIGS[name]).save_pretrained(tmp_path / "hf")
-    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     checkpoint = MegatronCheckpoint.open(tmp_path / "save")
     layers = CONFIGS[name].num_hidden_layers
     kinds = getattr(CONFIGS[name], "mlp_layer_types", ["dense"] * layers)
@@ -135,7 +135,7 @@ def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
         writer.close(common | {"checkpoint_version": 3.0}, checkpoint.identity())
 
     planned = to_hf.plan(target, architecture=CONFIGS[name].model_type)
-    to_hf.convert(planned, tmp_path / "back")
+    planned.write(tmp_path / "back")
     _equal(tmp_path / "hf", tmp_path / "back")
 
 
@@ -159,10 +159,10 @@ def test_layouts_of_ranks_give_the_same_model(ranks, tmp_path):
         folder = tmp_path / f"save{number}"
         world = 2 if layout else 1
         ranks(save_gpt, world, str(folder), KHAConfig(value="mlp"), layout, config, {})
-        to_hf.convert(to_hf.plan(folder), tmp_path / f"hf{number}")
+        to_hf.plan(folder).write(tmp_path / f"hf{number}")
         # and back: Megatron -> Hugging Face -> Megatron -> Hugging Face
         planned = to_megatron.plan(tmp_path / f"hf{number}", divisible_by=8)
-        to_megatron.convert(planned, tmp_path / f"again{number}")
+        planned.write(tmp_path / f"again{number}")
         before, after = (
             MegatronCheckpoint.open(tmp_path / f"{kind}{number}") for kind in ("save", "again")
         )

@@ -9,9 +9,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kha_megatron.conversion.architecture import Experts
-from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.hf_expression import expressed, to_hf_config
-from kha_megatron.conversion.megatron_command_line import to_arguments
+from kha_megatron.conversion.hf_configs import expressed, from_hf_config, to_hf_config
+from kha_megatron.conversion.megatron_arguments import to_arguments
 from kha_megatron.hf.modeling_kha import KHARouter
 from tests.conversion.models import SIZES
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import opening, to_hf
-from kha_megatron.conversion.opening import DTYPES
+from kha_megatron.conversion import sources, to_hf
+from kha_megatron.conversion.sources import DTYPES
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.hf import KHAForCausalLM
 from tests.conversion.checkpoints import ITERATION, VOCAB, save_and_run, tokens
@@ -181,7 +181,7 @@ def test_logits_are_those_of_the_sharded_model(ranks, tmp_path, case):
     logits = ranks(save_and_run, world, save, kha, layout, config, args)[-1][1]
     planned = to_hf.plan(tmp_path / "save")
     read = []
-    written = to_hf.convert(planned, tmp_path / "hf", on_bytes=read.append)
+    written = planned.write(tmp_path / "hf", on_bytes=read.append)
     _assert_same_logits(tmp_path / "hf", logits)
 
     stored = _tensors(tmp_path / "hf")
@@ -197,7 +197,7 @@ def test_logits_are_those_of_the_sharded_model(ranks, tmp_path, case):
 
 def test_tensors_of_plain_layout_are_equal(dense, tmp_path):
     folder, parts = dense
-    to_hf.convert(to_hf.plan(folder), tmp_path / "hf")
+    to_hf.plan(folder).write(tmp_path / "hf")
     stored = _tensors(tmp_path / "hf")
     for layer in range(3):
         ours, theirs = f"model.layers.{layer}.", f"decoder.layers.{layer}."
@@ -230,9 +230,9 @@ def bf16(ranks, tmp_path_factory):
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32"])
 def test_dtype_casts_everything_but_expert_biases(bf16, tmp_path, dtype):
     original = tmp_path / "original"
-    to_hf.convert(to_hf.plan(bf16), original)
+    to_hf.plan(bf16).write(original)
     kept = _tensors(original)
-    written = to_hf.convert(to_hf.plan(bf16, dtype=dtype), tmp_path / "hf")
+    written = to_hf.plan(bf16, dtype=dtype).write(tmp_path / "hf")
     expected = DTYPES[dtype or "bfloat16"]
     assert written.dtype == str(expected).removeprefix("torch.")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == written.dtype
@@ -246,7 +246,7 @@ def test_dtype_casts_everything_but_expert_biases(bf16, tmp_path, dtype):
 def test_small_shards_have_an_index_and_load_to_the_same(sparse, tmp_path):
     folder, logits = sparse
     limit = 9000
-    written = to_hf.convert(to_hf.plan(folder), tmp_path / "hf", max_shard_bytes=limit)
+    written = to_hf.plan(folder, max_shard_bytes=limit).write(tmp_path / "hf")
     files = sorted(file.name for file in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) == written.shards > 3
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -261,7 +261,7 @@ def test_small_shards_have_an_index_and_load_to_the_same(sparse, tmp_path):
 
 
 def test_tokenizer_and_special_tokens_go_along(sparse, tokenizer, tmp_path):
-    written = to_hf.convert(to_hf.plan(sparse[0]), tmp_path / "hf")
+    written = to_hf.plan(sparse[0]).write(tmp_path / "hf")
     assert written.tokenizer == str(tokenizer)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert loaded("w7 w9")["input_ids"] == [7, 9]
@@ -321,7 +321,7 @@ def _plan_with(sparse, monkeypatch, edit, **args):
     checkpoint = MegatronCheckpoint.open(sparse[0])
     edit(checkpoint._folder.tensors)
     checkpoint.__dict__["args"] = checkpoint.args | args
-    monkeypatch.setattr(opening.MegatronCheckpoint, "open", lambda path: checkpoint)
+    monkeypatch.setattr(sources.MegatronCheckpoint, "open", lambda path: checkpoint)
     return to_hf.plan(sparse[0])
 
 
@@ -377,7 +377,7 @@ def test_arguments_and_tensors_must_agree(dense, sparse, monkeypatch):
 def test_a_damaged_shard_leaves_nothing(sparse, tmp_path, monkeypatch):
     planned = to_hf.plan(sparse[0])
     target = tmp_path / "hf"
-    to_hf.convert(planned, target)
+    planned.write(target)
     before = {file.name: file.read_bytes() for file in target.iterdir()}
 
     def broken(self, key, index=()):
@@ -385,7 +385,7 @@ def test_a_damaged_shard_leaves_nothing(sparse, tmp_path, monkeypatch):
 
     monkeypatch.setattr(MegatronCheckpoint, "tensor", broken)
     with pytest.raises(CheckpointError, match="is damaged"):
-        to_hf.convert(planned, target)
+        planned.write(target)
     monkeypatch.undo()
 
     def full(self, name, tensor):
@@ -393,7 +393,7 @@ def test_a_damaged_shard_leaves_nothing(sparse, tmp_path, monkeypatch):
 
     monkeypatch.setattr(to_hf.HFWriter, "write", full)
     with pytest.raises(OutputError, match=r"cannot write .*hf: No space left on device"):
-        to_hf.convert(planned, target)
+        planned.write(target)
     assert {file.name: file.read_bytes() for file in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert planned.source.path.name == f"iter_{ITERATION:07d}"

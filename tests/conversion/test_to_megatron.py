@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.conversion.megatron_command_line import command_line
+from kha_megatron.conversion.megatron_arguments import command_line
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.versions import needs_attention_family, needs_training_package
@@ -57,7 +57,7 @@ def converted(models, tmp_path_factory):
         if name not in made:
             made[name] = tmp_path_factory.mktemp("megatron") / "save"
             planned = to_megatron.plan(models(name)[0], divisible_by=8)
-            to_megatron.convert(planned, made[name], workers=3)
+            planned.write(made[name], workers=3)
         return made[name]
 
     return get
@@ -66,7 +66,7 @@ def converted(models, tmp_path_factory):
 def back(save, name, folder):
     """A Megatron checkpoint as a folder of the architecture that it was made from."""
     planned = to_hf.plan(save, architecture=CONFIGS[name].model_type)
-    to_hf.convert(planned, folder / "hf", workers=3)
+    planned.write(folder / "hf", workers=3)
     return folder / "hf"
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import fold, to_hf, to_megatron, upcycle
+from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import save_and_run
@@ -100,7 +100,7 @@ def folded(tmp_path_factory):
         with torch.no_grad():
             expected[case] = model(tokens()).logits
         target = base / f"stock{number}"
-        to_hf.convert(fold.plan(base / f"kha{number}"), target)
+        to_hf.plan(base / f"kha{number}", fold=True).write(target)
         words += [target, base / f"logits{number}.pt"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_US, base / "tokens.pt", *words],
@@ -129,7 +129,7 @@ def test_a_folded_model_is_stock_and_computes_the_same(folded, case):
 def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
     kha, layout = KHAConfig.from_preset("kha_linear"), {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, {"num_layers": 3}, {})
-    written = to_hf.convert(fold.plan(tmp_path / "save"), tmp_path / "qwen3")
+    written = to_hf.plan(tmp_path / "save", fold=True).write(tmp_path / "qwen3")
     assert written.architecture == "qwen3"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3", dtype=torch.float32)
     from tests.conversion import checkpoints
@@ -158,7 +158,7 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
 def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
     make(KHAModelConfig(**SIZES | changes)).save_pretrained(tmp_path / "kha")
     with pytest.raises(CheckpointError, match=message):
-        fold.plan(tmp_path / "kha")
+        to_hf.plan(tmp_path / "kha", fold=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,7 +183,7 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
         kha = KHAConfig.from_preset("kha_linear")
     if "gta" in name:
         kha = KHAConfig(query="linear", value="mlp", attention="gta")
-    to_hf.convert(upcycle.plan_hf(tmp_path / "stock", kha), tmp_path / "kha")
+    to_hf.plan(tmp_path / "stock", upcycle=kha).write(tmp_path / "kha")
     # eager experts, because torch's grouped product takes no rows of 36 bfloat16
     upcycled, stock = (
         AutoModelForCausalLM.from_pretrained(
@@ -204,13 +204,13 @@ def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path,
         needs_attention_family()
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
-    to_megatron.convert(to_megatron.plan(stock, dtype=dtype, divisible_by=8), tmp_path / "plain")
+    to_megatron.plan(stock, dtype=dtype, divisible_by=8).write(tmp_path / "plain")
     runs, presets = [], ["kha_linear", "kha_linear_v" if name == "deepseek_v3" else "kha_mlp"]
     for preset in presets:
-        planned = upcycle.plan_megatron(
-            stock, KHAConfig.from_preset(preset), dtype=dtype, divisible_by=8
+        planned = to_megatron.plan(
+            stock, upcycle=KHAConfig.from_preset(preset), dtype=dtype, divisible_by=8
         )
-        to_megatron.convert(planned, tmp_path / preset)
+        planned.write(tmp_path / preset)
     for folder in ("plain", *presets):
         found = ranks(load_and_run, 1, str(tmp_path / folder), tokens().tolist(), {}, dtype)[0]
         runs.append(found)
@@ -224,14 +224,14 @@ def test_a_plain_megatron_checkpoint_is_upcycled_with_its_padding(ranks, tmp_pat
     layout = {"pipeline_model_parallel_size": 2}
     logits = ranks(save_and_run, 2, str(tmp_path / "save"), None, layout, {}, {})[-1][1]
     kha = KHAConfig.from_preset("kha_mlp")
-    to_megatron.convert(upcycle.plan_megatron(tmp_path / "save", kha), tmp_path / "kha")
+    to_megatron.plan(tmp_path / "save", upcycle=kha).write(tmp_path / "kha")
     from tests.conversion import checkpoints
 
     ids = checkpoints.tokens().tolist()
     found = ranks(load_and_run, 1, str(tmp_path / "kha"), ids, {})[0]
     np.testing.assert_allclose(found, logits, rtol=0, atol=1e-5)
-    before = to_hf.convert(to_hf.plan(tmp_path / "save"), tmp_path / "a")
-    after = to_hf.convert(to_hf.plan(tmp_path / "kha"), tmp_path / "b")
+    before = to_hf.plan(tmp_path / "save").write(tmp_path / "a")
+    after = to_hf.plan(tmp_path / "kha").write(tmp_path / "b")
     one, other = (load_file(w.path / "model.safetensors") for w in (before, after))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert {name.split(".")[4] for name in other.keys() - one.keys()} == {"v_knock"}
@@ -242,14 +242,14 @@ def test_what_cannot_be_upcycled_is_refused(tmp_path):
     make(CONFIGS["deepseek_v3"]).save_pretrained(tmp_path / "latent")
     kha = KHAConfig.from_preset("kha_mlp")
     with pytest.raises(CheckpointError, match="has knocking heads on query=linear"):
-        upcycle.plan_hf(tmp_path / "kha", kha)
+        to_hf.plan(tmp_path / "kha", upcycle=kha)
     with pytest.raises(ConfigError, match=r"value=mlp on multi-latent attention.*use linear"):
-        upcycle.plan_megatron(tmp_path / "latent", kha)
+        to_megatron.plan(tmp_path / "latent", upcycle=kha)
     make(CONFIGS["kha, gta, no norm, nothing knocked"]).save_pretrained(tmp_path / "tied")
     with pytest.raises(ConfigError, match=r"key=linear on grouped-tied attention.*leave key out"):
-        upcycle.plan_hf(tmp_path / "tied", KHAConfig.from_preset("kha_linear"))
+        to_hf.plan(tmp_path / "tied", upcycle=KHAConfig.from_preset("kha_linear"))
     with pytest.raises(ConfigError, match=r"attention=gta with .*latent.*leave it out"):
-        upcycle.plan_hf(tmp_path / "latent", KHAConfig(attention="gta", value="linear"))
+        to_hf.plan(tmp_path / "latent", upcycle=KHAConfig(attention="gta", value="linear"))
     for nothing in (KHAConfig(), KHAConfig(**asdict(kha) | {"init": "random"})):
         with pytest.raises(ConfigError, match="upcycling adds matrices at the identity"):
-            upcycle.plan_hf(tmp_path / "kha", nothing)
+            to_hf.plan(tmp_path / "kha", upcycle=nothing)

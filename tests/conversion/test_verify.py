@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import fold, megatron_model, to_hf, to_megatron, upcycle
+from kha_megatron.conversion import megatron_model, to_hf, to_megatron
 from kha_megatron.conversion.megatron_model import Run
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare, verify
 from kha_megatron.errors import CheckpointError
@@ -26,7 +26,7 @@ EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
 def converted(sparse, tmp_path_factory):
     """The checkpoint and the folder made of it."""
     folder = tmp_path_factory.mktemp("converted") / "hf"
-    to_hf.convert(to_hf.plan(sparse[0]), folder)
+    to_hf.plan(sparse[0]).write(folder)
     return sparse[0], folder
 
 
@@ -75,11 +75,11 @@ def test_the_attention_family_agrees(tmp_path, name):
     needs_training_package()
     needs_attention_family()
     make(FAMILY[name]).save_pretrained(tmp_path / "hf")
-    to_megatron.convert(to_megatron.plan(tmp_path / "hf", divisible_by=8), tmp_path / "save")
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     other = tmp_path / "hf"
     if "folded" in name:
         other = tmp_path / "folded"
-        assert to_hf.convert(fold.plan(tmp_path / "hf"), other).architecture == "deepseek_v3"
+        assert to_hf.plan(tmp_path / "hf", fold=True).write(other).architecture == "deepseek_v3"
     verification = verify(tmp_path / "save", other)
     assert verification.tensors.remark == (
         "the first folded" if "folded" in name else "as they are"
@@ -170,7 +170,7 @@ def test_writing_the_same_again_changes_nothing(converted, theirs, rerun, tmp_pa
 
 
 def test_any_two_of_one_side_are_compared_too(converted, sparse, tmp_path):
-    other = to_hf.convert(to_hf.plan(sparse[0], dtype="bfloat16"), tmp_path / "bf16").path
+    other = to_hf.plan(sparse[0], dtype="bfloat16").write(tmp_path / "bf16").path
     found = verify(converted[1], other)
     assert found.agrees  # rounded alike, they are the same
     assert found.logits.max_difference == 0.0
@@ -183,13 +183,11 @@ def test_folded_and_upcycled_models_are_recognised(tmp_path):
     make(KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")).save_pretrained(
         tmp_path / "kha"
     )
-    to_hf.convert(fold.plan(tmp_path / "kha"), tmp_path / "qwen3")
+    to_hf.plan(tmp_path / "kha", fold=True).write(tmp_path / "qwen3")
     found = verify(tmp_path / "kha", tmp_path / "qwen3")
     assert found.agrees
     assert found.tensors.remark == "the first folded"
-    to_hf.convert(
-        upcycle.plan_hf(tmp_path / "qwen3", KHAConfig(value="mlp")), tmp_path / "upcycled"
-    )
+    to_hf.plan(tmp_path / "qwen3", upcycle=KHAConfig(value="mlp")).write(tmp_path / "upcycled")
     found = verify(tmp_path / "qwen3", tmp_path / "upcycled")
     assert found.agrees
     assert (found.tensors.remark, found.logits.max_difference) == ("the first upcycled", 0.0)

@@ -7,7 +7,7 @@ from transformers import Qwen3ForCausalLM
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import fold, to_hf, to_megatron, upcycle
+from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.hf import KHAForCausalLM
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.training.conftest import start
@@ -22,10 +22,10 @@ RUN = shlex.split("""
 
 def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_package, tmp_path):
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
-    planned = upcycle.plan_megatron(
-        tmp_path / "base", KHAConfig(query="linear", key="linear", value="linear")
+    planned = to_megatron.plan(
+        tmp_path / "base", upcycle=KHAConfig(query="linear", key="linear", value="linear")
     )
-    arguments = to_megatron.convert(planned, tmp_path / "start").arguments
+    arguments = planned.write(tmp_path / "start").arguments
 
     run = start([*RUN, *arguments, "--save", str(tmp_path / "run")], 2)
     assert run.codes == [0, 0], run.output[-4000:]
@@ -34,8 +34,8 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_pack
     assert trained.iteration == 3
     assert all(moved(trained.knock_weights()))
 
-    to_hf.convert(to_hf.plan(tmp_path / "run"), tmp_path / "knocked")
-    to_hf.convert(fold.plan(tmp_path / "run"), tmp_path / "folded")
+    to_hf.plan(tmp_path / "run").write(tmp_path / "knocked")
+    to_hf.plan(tmp_path / "run", fold=True).write(tmp_path / "folded")
     knocked = KHAForCausalLM.from_pretrained(tmp_path / "knocked").eval()
     folded = Qwen3ForCausalLM.from_pretrained(tmp_path / "folded").eval()
     with torch.no_grad():

@@ -85,7 +85,7 @@ def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_pa
     assert checkpoint.kha == KHAConfig(value="mlp")
     assert list(checkpoint.knock_weights()) == [(2 * layer, "value") for layer in range(LAYERS)]
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
-    written = to_hf.convert(to_hf.plan(tmp_path / "save"), tmp_path / "hf")
+    written = to_hf.plan(tmp_path / "save").write(tmp_path / "hf")
     assert verify(tmp_path / "save", written.path).agrees
 
 

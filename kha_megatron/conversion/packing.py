@@ -1,6 +1,6 @@
 """How one Megatron tensor lies in memory, and the Hugging Face tensors that it holds.
 
-One small class for each layout, which goes both ways: the blocks of ``join(split(x))``, one below
+One small class for each form, which goes both ways: the blocks of ``join(split(x))``, one below
 the other, are ``x`` bit for bit. All of it works on meta tensors too, so that the shapes of a whole
 conversion are known before it starts, and copies nothing but what is really interleaved.
 Shape legend: ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``C`` hidden size, ``F``
@@ -20,26 +20,30 @@ from kha_megatron.heads.knock import MATRICES
 
 
 @dataclass(frozen=True)
-class Same:
-    """The tensor as it is."""
+class Packing:
+    """Hugging Face tensors of one shape, one below the other; of one, the tensor as it is.
 
-    name: str
+    ``[2 * F, C]`` of ``("gate", "up")`` is all of the gate, then all of the up projection.
+    """
+
+    name: str  # with {} for the parts
+    parts: tuple[str, ...] = ("",)
 
     def names(self, model: Architecture) -> tuple[str, ...]:
         """The Hugging Face tensors that the Megatron tensor holds."""
-        return (self.name,)
+        return tuple(self.name.format(part) for part in self.parts)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """The tensors of :meth:`names`, in that order, from the Megatron tensor."""
-        return [tensor]
+        return list(tensor.chunk(len(self.names(model))))
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
         """The Megatron tensor from those of :meth:`names`, in blocks of its rows."""
-        return [parts[0]]
+        return list(parts)
 
 
 @dataclass(frozen=True)
-class Vocabulary(Same):
+class Vocabulary(Packing):
     """``[V padded to a multiple, C]``: without the padding, which comes back as zeros."""
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
@@ -54,16 +58,11 @@ class Vocabulary(Same):
 
 
 @dataclass(frozen=True)
-class InterleavedHeads:
+class InterleavedHeads(Packing):
     """``[G * (H/G + n) * D, ...]``: per key/value head its query heads, then one head of each of
     ``n`` other tensors: the key and the value, or the state that is both."""
 
-    name: str  # with {} for the tensors
     parts: tuple[str, ...] = ("q", "k", "v")
-
-    def names(self, model: Architecture) -> tuple[str, ...]:
-        """Queries first."""
-        return tuple(self.name.format(part) for part in self.parts)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """``[H * D, ...]``, then ``[G * D, ...]`` each."""
@@ -73,73 +72,41 @@ class InterleavedHeads:
         return [part.reshape(-1, *tensor.shape[1:]) for part in blocks.split(sizes, dim=1)]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """The inverse."""
+        """One block, the heads of all parts interleaved again."""
         rest = parts[0].shape[1:]
         blocks = [part.view(model.kv_heads, -1, model.head_dim, *rest) for part in parts]
         return [torch.cat(blocks, dim=1).view(-1, *rest)]
 
 
 @dataclass(frozen=True)
-class LatentHeads:
+class LatentHeads(Packing):
     """``[H * rows, latent / c]``: what every head takes from its one of ``c`` latent heads.
 
     In MLA, where there is one, it is one tensor; in GLA one for each.
     """
 
-    name: str  # with {} for the number of the latent head, and a dot before it
-
     def names(self, model: Architecture) -> tuple[str, ...]:
-        """One for each latent head."""
+        """One for each latent head, which has its number in the name, after a dot."""
         if model.latent_heads == 1:
             return (self.name.format(""),)
         return tuple(self.name.format(f".{head}") for head in range(model.latent_heads))
 
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """``[H / c * rows, latent / c]`` each."""
-        return list(tensor.chunk(model.latent_heads))
-
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """The inverse."""
-        return list(parts)
-
 
 @dataclass(frozen=True)
-class GateUp:
-    """``[2 * F, C]``: all of the gate, then all of the up projection."""
-
-    name: str  # with {} for gate and up
-
-    def names(self, model: Architecture) -> tuple[str, ...]:
-        """Gate, up."""
-        return tuple(self.name.format(word) for word in ("gate", "up"))
-
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Twice ``[F, C]``."""
-        return list(tensor.chunk(2))
-
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """The inverse."""
-        return list(parts)
-
-
-@dataclass(frozen=True)
-class SharedMatrices:
+class SharedMatrices(Packing):
     """``[n, D, D]``, ``x @ W``: the stacked head-shared matrices, each an ``nn.Linear`` there."""
 
-    projection: Projection
+    projection: Projection = "value"
 
     def names(self, model: Architecture) -> tuple[str, ...]:
         """One for each matrix of the variant."""
         matrices = MATRICES[model.kha.variants[self.projection]]
-        return tuple(f"self_attn.{knock_name(self.projection, matrix)}" for matrix in matrices)
+        return tuple(self.name.format(knock_name(self.projection, matrix)) for matrix in matrices)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """Each matrix transposed."""
         return [matrix.T for matrix in tensor]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """The inverse."""
+        """One block, the matrices transposed and stacked again."""
         return [torch.stack([part.T for part in parts])]
-
-
-Layout = Same | InterleavedHeads | LatentHeads | GateUp | SharedMatrices
