@@ -19,6 +19,7 @@ from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 from kha_megatron.mcore.prologue import FusedPrologue
+from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.rules import check_layout
 
 
@@ -49,6 +50,17 @@ class KnockedAttention:
             head_dim=self._head_dim(projection),
             tp_group=self.tp_group,
         )
+
+    @property
+    def knockings(self) -> dict[Projection, KnockingHeads]:
+        """The modules of the knocked projections."""
+        found = {p: getattr(self, f"knock_{p}") for p in PROJECTIONS}
+        return {p: knocking for p, knocking in found.items() if knocking is not None}
+
+    def _knocked(self, projection: Projection, x: Tensor) -> Tensor:
+        """``[..., D]``, knocked if the projection is."""
+        knocking = getattr(self, f"knock_{projection}")
+        return x if knocking is None else knocking(x)
 
     def _head_dim(self, projection: Projection) -> int:
         """Features of a head that are knocked."""
@@ -88,21 +100,8 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         check_config(config, kha)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
-        self.folding = Folding(self, self._heads_of_projection())
-        # Megatron splits and normalises in one method: the only door between the two is the norm's
-        for knocking, norm in self._knocked_before_norm():
-            norm.register_forward_pre_hook(knocking.before_norm)
-
-    def _knocked_before_norm(self) -> list[tuple[KnockingHeads, Any]]:
-        pairs = ((self.knock_query, self.q_layernorm), (self.knock_key, self.k_layernorm))
-        return [(knocking, norm) for knocking, norm in pairs if None not in (knocking, norm)]
-
-    def _heads_of_projection(self) -> tuple[Projection | None, ...]:
-        """What each head of ``linear_qkv`` is, over all ranks, in the order of its rows."""
-        groups = self.config.num_query_groups
-        queries: list[Projection | None] = ["query"] * (self.config.num_attention_heads // groups)
-        gates = [None] * len(queries) if self.config.attention_output_gate else []
-        return (*queries, *gates, "key", "value") * groups
+        self.split = QKVSplit(model_of(config, kha).qkv, self.tp_group)
+        self.folding = Folding(self, kha, self.split.layout, self.knockings)
 
     def get_query_key_value_tensors(
         self,
@@ -110,34 +109,57 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
+        head_wise_gate: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Megatron's query, key, value (and output gate), knocked.
+        """Query, key, value (and output gate) as Megatron's, knocked between split and norm.
 
         Returns:
             query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``, and the untouched gate
             ``[s, b, heads, D]`` when ``output_gate``; heads and groups are those of this rank.
+
+        Raises:
+            ConfigError: see :func:`refuse_other_rows`.
         """
-        if not split_qkv:
-            raise ConfigError(_UNSPLIT)
+        refuse_other_rows(split_qkv, head_wise_gate)
         with self.folding(hidden_states):
-            query, key, value, *gate = super().get_query_key_value_tensors(
-                hidden_states, key_value_states, output_gate, split_qkv
-            )
+            mixed, _ = self.linear_qkv(hidden_states)
+            groups = self.split.groups(mixed)
             if self.is_fused:
-                return query, key, value
-            if self.knock_query is not None and self.q_layernorm is None:
-                query = self.knock_query(query)
-            if self.knock_key is not None and self.k_layernorm is None:
-                key = self.knock_key(key)
-            if self.knock_value is not None:
-                value = self.knock_value(value)
-        return query, key, value, *gate
+                return self.run_fused(groups)
+            parts = self.split(groups)
+            query = self._normed(self.q_layernorm, self._knocked("query", parts["query"]))
+            key = self._normed(self.k_layernorm, self._knocked("key", parts["key"]))
+            value = self._knocked("value", parts["value"])
+        if self.config.test_mode:
+            self.run_realtime_tests()
+        return (query, key, value, *([parts["gate"]] if output_gate else []))
+
+    @staticmethod
+    def _normed(norm: Any, x: Tensor) -> Tensor:
+        return x if norm is None else norm(x)
 
 
 _UNSPLIT = (
     "fused_single_qkv_rope=True rotates the unsplit QKV buffer and passes by the place where KHA "
     "knocks on q, k and v: remove --fused-single-qkv-rope"
 )
+
+
+def refuse_other_rows(split_qkv: bool, head_wise_gate: bool) -> None:
+    """Refuse to give Megatron the unsplit buffer, or a gate of one number a head.
+
+    Megatron's development version always says whether it wants the latter.
+
+    Raises:
+        ConfigError: it wants one of the two.
+    """
+    if not split_qkv:
+        raise ConfigError(_UNSPLIT)
+    if head_wise_gate:
+        raise ConfigError(
+            "head_wise_gate=True: linear_qkv has no rows for a gate of one number a head with KHA: "
+            "use --attention-output-gate, or no gate"
+        )
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig) -> None:

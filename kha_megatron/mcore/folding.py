@@ -36,10 +36,10 @@ in between, it is made anew.
 Legend: ``s`` sequence, ``b`` microbatch, ``h`` and ``K`` hidden, ``D`` head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import (
@@ -48,19 +48,19 @@ from megatron.core.extensions.transformer_engine import (
     TELayerNormColumnParallelLinear,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from kha_megatron.announcements import announce
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
 from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.ops.folding import fold_heads
-
-if TYPE_CHECKING:
-    from kha_megatron.mcore.attention import KHASelfAttention
 
 _LINEARS = {ColumnParallelLinear}
 if HAVE_TE:
@@ -91,25 +91,32 @@ class Folding:
     data parallelism's hook.
 
     Args:
-        attention: built, with its :class:`KnockingHeads`.
-        heads: for every head of ``D`` rows of the whole ``linear_qkv``, in the order of its rows,
-            the projected tensor it belongs to, or None for what is never knocked.
+        attention: Megatron's, whose ``linear_qkv`` it is.
+        kha: what is knocked, and whether to fold it.
+        layout: the rows of the whole ``linear_qkv``.
+        knockings: of each knocked projection, its matrices.
 
     Raises:
         ConfigError: ``fold="always"`` and it cannot be.
     """
 
-    def __init__(self, attention: "KHASelfAttention", heads: tuple[Projection | None, ...]) -> None:
+    def __init__(
+        self,
+        attention: SelfAttention,
+        kha: KHAConfig,
+        layout: QKVLayout,
+        knockings: Mapping[Projection, KnockingHeads],
+    ) -> None:
         self.attention = attention
-        self.choice = attention.kha.fold
-        self.projections = [p for p, v in attention.kha.variants.items() if v == "linear"]
-        self.heads = heads
-        self.folded_heads = sum(head in self.projections for head in heads)
+        self.choice = kha.fold
+        self.knockings = {p: knockings[p] for p, v in kha.variants.items() if v == "linear"}
+        self.heads = layout.heads
+        self.folded_heads = sum(head in self.knockings for head in self.heads)
         self.obstacle = self._obstacle()
         self.was_folded = False
         if self.choice == "always" and self.obstacle:
             raise _refusal(self.obstacle)
-        if self.choice != "never" and self.projections and not self.obstacle:
+        if self.choice != "never" and self.knockings and not self.obstacle:
             for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
                 if hasattr(attention.linear_qkv, name):
                     setattr(attention.linear_qkv, name, False)
@@ -133,7 +140,7 @@ class Folding:
             yield
             return
         held: dict[str, Any] = {}
-        knockings = [getattr(self.attention, f"knock_{p}") for p in self.projections]
+        knockings = list(self.knockings.values())
         weight = _Weight(self.owners)
         # of all its hooks the last: those before wait for parameters that other ranks have updated
         hook = linear.register_forward_pre_hook(
@@ -155,7 +162,7 @@ class Folding:
         """For each head of this rank's rows the index of its projection, or None."""
         ranks = self.attention.tp_group.size()
         each, rank = len(self.heads) // ranks, get_pg_rank(self.attention.tp_group)
-        known = {projection: i for i, projection in enumerate(self.projections)}
+        known = {projection: i for i, projection in enumerate(self.knockings)}
         return tuple(known.get(head) for head in self.heads[rank * each : (rank + 1) * each])
 
     @property
@@ -169,7 +176,7 @@ class Folding:
 
     def folds(self, hidden_states: Tensor) -> bool:
         """Whether ``linear_qkv`` will knock by itself when it gets this."""
-        if self.choice == "never" or not self.projections:
+        if self.choice == "never" or not self.knockings:
             return False
         if obstacle := self.obstacle or self._change():
             if self.choice == "always":
@@ -185,7 +192,7 @@ class Folding:
         if self.attention.training:
             way = "folded into the QKV weight" if folds else "applied to activations"
             announce(
-                f"KHA-Linear on {', '.join(self.projections)} is {way} (microbatches of {tokens:,} "
+                f"KHA-Linear on {', '.join(self.knockings)} is {way} (microbatches of {tokens:,} "
                 f"tokens a rank; folding pays above {self.least_tokens:,.0f})",
                 once=("folding", way),
             )

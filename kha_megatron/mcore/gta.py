@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,8 +31,7 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Projection
-from kha_megatron.mcore.attention import KHASelfAttention
+from kha_megatron.mcore.attention import KHASelfAttention, refuse_other_rows
 
 _FUSED_NORM = "input_layernorm."
 
@@ -131,20 +129,14 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
+        head_wise_gate: bool = False,
     ) -> tuple[Tensor, ...]:
         """Query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]`` of this rank."""
+        refuse_other_rows(split_qkv, head_wise_gate)
         with self.folding(hidden_states):
             query, tied, rotary = self.project(hidden_states)
-            if self.q_layernorm is not None:
-                query = self.q_layernorm(query)  # its hook knocks first
-            elif self.knock_query is not None:
-                query = self.knock_query(query)
+            query = self._normed(self.q_layernorm, self._knocked("query", query))
         return query, self.keys(tied, rotary), tied
-
-    def _heads_of_projection(self) -> tuple[Projection | None, ...]:
-        groups = self.config.num_query_groups
-        queries: list[Projection | None] = ["query"] * (self.config.num_attention_heads // groups)
-        return (*queries, "value") * groups
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and what a cache holds: the knocked tied states and the rotary half of the keys.
@@ -154,27 +146,15 @@ class KHAGroupedTiedAttention(KHASelfAttention):
             before norm and rotary embedding.
         """
         mixed, _ = self.linear_qkv(hidden_states)
-        groups, rank = self.config.num_query_groups, self.tp_group.rank()
-        sharing = max(1, self.world_size // groups)  # ranks that attend to one tied state
-        if sharing > 1:  # a rank's rows are a piece of a group
-            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
-            mixed = mixed.chunk(groups, dim=-1)[rank // sharing]
-        heads = mixed.unflatten(
-            -1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head)
-        )
-        query = heads[..., :-1, :].flatten(2, 3)
-        tied = heads[..., -1, :]
-        if sharing > 1:
-            query = query.chunk(sharing, dim=2)[rank % sharing]
-        if self.knock_value is not None:
-            tied = self.knock_value(tied)
-        return query, tied, self.linear_k_rope(hidden_states)
+        parts = self.split(self.split.groups(mixed))
+        tied = self._knocked("value", parts["value"])
+        return parts["query"], tied, self.linear_k_rope(hidden_states)
 
     def keys(self, tied: Tensor, rotary: Tensor) -> Tensor:
         """Keys ``[s, b, groups, D]`` before the rotary embedding, from what a cache holds."""
         half = rotary.shape[-1]
         key = torch.cat([rotary.expand(-1, -1, tied.shape[2], -1), tied[..., :half]], dim=-1)
-        return key if self.k_layernorm is None else self.k_layernorm(key)
+        return self._normed(self.k_layernorm, key)
 
 
 def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:

@@ -96,10 +96,6 @@ class KnockingHeads(MegatronModule):
             return weight
         return knock(x, weight, self.variant)
 
-    def before_norm(self, norm: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Forward pre-hook of a QK-norm: knock what it is about to normalise."""
-        return (self(inputs[0]), *inputs[1:])
-
     def keep_at_next_load(self) -> None:
         """Let the next load of a distributed checkpoint leave the matrices as they are.
 

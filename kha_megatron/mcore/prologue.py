@@ -2,9 +2,9 @@
 
 Megatron splits the output of the QKV projection, normalises queries and keys, and turns them, each
 with kernels of its own, and between them KHA knocks. :class:`FusedPrologue` does all of it in the
-method that Megatron asks for query, key and value: there it takes the projection unsplit
-(``split_qkv=False``, which Megatron has for its own fused RoPE), and it keeps the rotary embedding
-of the call from the rest of Megatron's ``forward``, which then finds nothing left to turn.
+method that Megatron asks for query, key and value: there it takes the projection unsplit, and it
+keeps the rotary embedding of the call from the rest of Megatron's ``forward``, which then finds
+nothing left to turn.
 
 Modules and parameters stay where they are; norms and shared matrices are read, not called. What
 calling them would have done beside the maths is done in its place: the hooks with which Megatron
@@ -20,15 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.prologue import PrologueSettings, implementation
 
 _Rotary = Tensor | tuple[Tensor, Tensor] | None
@@ -107,36 +104,27 @@ class FusedPrologue:
         finally:
             self._fused_call = None
 
-    def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
-    ) -> tuple[Tensor, ...]:
-        """Megatron's; in a fused forward knocked, normalised and turned."""
-        if self._fused_call is None:
-            return super().get_query_key_value_tensors(
-                hidden_states, key_value_states, output_gate, split_qkv
-            )
-        qkv, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
-        return self._run(qkv, self._fused_call.angles)
+    def run_fused(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the running fused forward: knocked, normalised and turned.
 
-    def _run(self, qkv: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        Args:
+            qkv: whole groups ``[s, b, g, n * D]`` (:meth:`kha_megatron.mcore.qkv.QKVSplit.groups`).
+        """
+        angles = self._fused_call.angles
         settings = self._settings
         heads = settings.places(qkv)
         unknocked = heads["value"].flatten(2, 3)
         listening = None
         for norm in self._norms():
             _run_pre_hooks(norm, qkv)
-        for projection, knocking in self._knockings().items():
+        for projection, knocking in self.knockings.items():
             seen = unknocked if projection == "value" else heads[projection]
             if knocking.is_folded:  # the projection has knocked, and it returns what it gets
                 _unchanged(knocking, knocking(seen) is seen)
             else:
                 _run_pre_hooks(knocking, seen)
                 listening = knocking if projection == "value" else listening
-        active = {p: k for p, k in self._knockings().items() if not k.is_folded}
+        active = {p: k for p, k in self.knockings.items() if not k.is_folded}
         settings = replace(settings, variants={p: k.variant for p, k in active.items()})
         # the gradient of shared matrices is summed over tensor-parallel ranks here
         weights = {
@@ -152,10 +140,6 @@ class FusedPrologue:
                 value = value if changed is None else changed
         return query, key, value
 
-    def _knockings(self) -> dict[Projection, KnockingHeads]:
-        found = {p: getattr(self, f"knock_{p}") for p in PROJECTIONS}
-        return {p: knocking for p, knocking in found.items() if knocking is not None}
-
     def _norms(self) -> list[torch.nn.Module | None]:
         norms = (self.q_layernorm, self.k_layernorm)
         return [None if isinstance(norm, IdentityOp) else norm for norm in norms]
@@ -163,15 +147,12 @@ class FusedPrologue:
     @functools.cached_property
     def _settings(self) -> PrologueSettings:
         norm = next((norm for norm in self._norms() if norm is not None), None)
-        # ranks that share a key/value head get the whole of its group from Megatron
-        sharing = max(1, self.world_size // self.config.num_query_groups)
-        queries = self.num_attention_heads_per_partition // sharing
+        wanted = self.split.wanted
         return PrologueSettings(
             head_dim=self.hidden_size_per_attention_head,
+            heads={p: (wanted[p].start, wanted[p].stop) for p in PROJECTIONS if p in wanted},
             eps=getattr(norm, "eps", 0.0),
             zero_centred=self.config.layernorm_zero_centered_gamma,
-            first_query=get_pg_rank(self.tp_group) % sharing * queries,
-            queries=queries if sharing > 1 else None,
         )
 
     def _angles(self, rotary_pos_emb: _Rotary) -> Tensor | None:
@@ -244,10 +225,10 @@ class FusedPrologue:
                 yield f"angles {tuple(angles.shape)} of {tokens} tokens"
             if features > self.hidden_size_per_attention_head:
                 yield f"RoPE turns {features} features"
-        for module in (*self._norms(), *self._knockings().values()):
+        for module in (*self._norms(), *self.knockings.values()):
             if is_traceable_wrapper_subclass(getattr(module, "weight", None)):
                 yield f"the weight of a {type(module).__name__} is a {type(module.weight).__name__}"
-        for knocking in self._knockings().values():
+        for knocking in self.knockings.values():
             if knocking.weight.dtype != hidden_states.dtype:
                 yield f"matrices are {knocking.weight.dtype} and activations {hidden_states.dtype}"
         yield from self._passed_by(self.folding.folds(hidden_states))
@@ -256,7 +237,7 @@ class FusedPrologue:
         """Hooks that would not run, or not as they expect."""
         norms = [norm for norm in self._norms() if norm is not None]
         modules: list[tuple[torch.nn.Module, bool]] = [(norm, False) for norm in norms]
-        for projection, knocking in self._knockings().items():
+        for projection, knocking in self.knockings.items():
             called = folds and knocking.variant == "linear"
             modules.append((knocking, called or projection == "value"))
         for module, is_heard in modules:
@@ -266,7 +247,7 @@ class FusedPrologue:
             passed += [after[k] for k in module._forward_hooks_with_kwargs]
             if not is_heard:
                 passed += after.values()
-                passed += [h for h in before.values() if not (_knocks(h) or _gathers(h))]
+                passed += [h for h in before.values() if not _gathers(h)]
             for hook in passed:
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 yield f"{name} is a hook of a {type(module).__name__} that is no longer called"
@@ -275,8 +256,7 @@ class FusedPrologue:
 def _run_pre_hooks(module: torch.nn.Module | None, x: Tensor) -> None:
     """What calling ``module(x)`` would do before its forward."""
     for hook in module._forward_pre_hooks.values() if module is not None else ():
-        if not _knocks(hook):
-            _unchanged(module, hook(module, (x,)) is None)
+        _unchanged(module, hook(module, (x,)) is None)
 
 
 def _unchanged(module: torch.nn.Module, holds: bool) -> None:
@@ -285,11 +265,6 @@ def _unchanged(module: torch.nn.Module, holds: bool) -> None:
             f"a hook of {type(module).__name__} changes what it gets, which the fused prologue "
             "cannot honour: export KHA_KERNELS=torch"
         )
-
-
-def _knocks(hook: Any) -> bool:
-    """Whether it is the pre-hook with which a norm knocks."""
-    return getattr(hook, "__func__", None) is KnockingHeads.before_norm
 
 
 def _gathers(hook: Any) -> bool:

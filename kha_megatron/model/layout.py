@@ -6,6 +6,8 @@ Which combinations are legal is in :mod:`kha_megatron.model.rules`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kha_megatron.model.qkv import QKVLayout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -60,11 +62,15 @@ class Model:
         return not self.num_experts or not all(self.moe_layers or (True,))
 
     @property
-    def qkv_rows(self) -> int:
-        """Output features of the QKV projection, the output gate's included."""
-        query = self.num_attention_heads * (1 + self.attention_output_gate)
-        states = 1 if self.tied_keys else 2
-        return (query + states * self.num_query_groups) * self.kv_channels
+    def qkv(self) -> QKVLayout:
+        """The rows of the QKV projection, which all kinds of attention but the latent ones have."""
+        return QKVLayout(
+            groups=self.num_query_groups,
+            queries=self.num_attention_heads // self.num_query_groups,
+            head_dim=self.kv_channels,
+            gated=self.attention_output_gate,
+            tied=self.tied_keys,
+        )
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding as Megatron builds it for ``tp`` tensor-parallel ranks."""

@@ -104,7 +104,7 @@ def _check_latent_heads(model: Model, layout: Layout) -> None:
 
 def _check_widths(model: Model, layout: Layout) -> None:
     """What tensor parallelism cuts besides the heads."""
-    rows = model.qkv_rows
+    rows = model.qkv.rows
     if rows % layout.tp:  # only with fewer key/value heads than ranks
         raise ConfigError(
             f"the {rows} rows of the QKV projection cannot be divided over {layout.tp} "

@@ -131,7 +131,7 @@ class _Pass:
 
     def backward(self, gradients: dict[Projection, Tensor]) -> list[Tensor | None]:
         """Gradients of the buffer, of each projection's matrices and of both norms' weights."""
-        whole = self.settings.queries is None
+        whole = self.settings.are_all_wanted(self.qkv)
         d_qkv = (torch.empty if whole else torch.zeros)(
             self.qkv.shape, dtype=self.qkv.dtype, device=self.qkv.device
         )

@@ -1,6 +1,7 @@
 """From the QKV projection to the core attention: split, knock, QK-norm, RoPE.
 
-Shape legend: ``s`` sequence, ``b`` batch, ``G`` key/value heads, ``r`` query heads of each, ``D``
+Shape legend: ``s`` sequence, ``b`` batch, ``G`` key/value heads, ``r`` query heads of each, ``n``
+heads of each in the buffer (``kha_megatron.model.qkv`` says which they are in Megatron's), ``D``
 head dim, ``R`` features of a head that RoPE turns. :func:`prologue` says in torch what
 ``fused_prologue`` computes in kernels.
 """
@@ -25,6 +26,11 @@ class PrologueSettings:
     head_dim: int
     """``D``."""
 
+    heads: Mapping[Projection, tuple[int, int]]
+    """Of each group's ``n`` heads in the buffer those of query, key and value (in this order) that
+    are wanted: the first, and the one after the last. Where several tensor-parallel ranks share a
+    key/value head, a rank gets its whole group and wants a part of its queries."""
+
     variants: Mapping[Projection, Variant] = field(default_factory=dict)
     """How each projection is knocked; one that is left out is not."""
 
@@ -34,21 +40,19 @@ class PrologueSettings:
     zero_centred: bool = False
     """Whether the QK-norms multiply by ``1 + weight`` instead of ``weight``."""
 
-    first_query: int = 0
-    queries: int | None = None
-    """Of each group's query heads in the buffer, only these are wanted; None is all of them. Where
-    several tensor-parallel ranks share a key/value head, a rank gets its whole group."""
-
     def places(self, qkv: Tensor) -> dict[Projection, Tensor]:
-        """Views of what is wanted of a buffer ``[s, b, G, (r + 2) * D]``.
+        """Views of what is wanted of a buffer ``[s, b, G, n * D]``.
 
         Returns:
             ``[s, b, G, heads, D]``, with one head for key and value.
         """
         heads = qkv.unflatten(-1, (-1, self.head_dim))
-        queries = self.queries or heads.shape[3] - 2
-        wanted = heads[..., self.first_query : self.first_query + queries, :]
-        return {"query": wanted, "key": heads[..., -2:-1, :], "value": heads[..., -1:, :]}
+        return {p: heads[..., first:last, :] for p, (first, last) in self.heads.items()}
+
+    def are_all_wanted(self, qkv: Tensor) -> bool:
+        """Whether :meth:`places` are all of the buffer."""
+        wanted = sum(last - first for first, last in self.heads.values())
+        return wanted * self.head_dim == qkv.shape[-1]
 
 
 def prologue(
@@ -67,8 +71,7 @@ def prologue(
     ``a cos - b sin`` and ``b cos + a sin``. All of it in float32 or better, rounded at the end.
 
     Args:
-        qkv: ``[s, b, G, (r + 2) * D]``, of each group its query heads, then its key, then its
-            value; any strides.
+        qkv: ``[s, b, G, n * D]``, whose heads are those of ``settings.heads``; any strides.
         weights: of each knocked projection its stacked matrices ``[n, D, D]``, same dtype.
         query_norm: ``[D]``, any floating dtype, or None for no norm; likewise ``key_norm``.
         angles: ``[s, 1 or b, 1, R]`` in float32, both halves the same (Megatron's

@@ -107,7 +107,7 @@ def _attention(setup: Setup, layout: Layout) -> float:
     sent = _block(setup, layout)
     if model.num_query_groups < layout.tp:
         tokens, _ = tokens_of(layout, setup.batch)
-        sent += ring(layout.tp) * tokens * model.qkv_rows * setup.width * (_forwards(setup) + 1)
+        sent += ring(layout.tp) * tokens * model.qkv.rows * setup.width * (_forwards(setup) + 1)
     return sent
 
 

@@ -78,7 +78,7 @@ def grouped_query(model: Model) -> Attention:
     """MHA, MQA and GQA: q, k and v from one projection, ``2 g D`` numbers cached."""
     d, n, g, head = _sizes(model)
     return Attention(
-        weights=model.qkv_rows * d + n * head * d,
+        weights=model.qkv.rows * d + n * head * d,
         norms=_qk_norms(model),
         pair=2 * n * head,
         cache=2 * g * head,

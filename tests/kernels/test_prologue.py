@@ -36,12 +36,18 @@ def angles_of(length, features, batch=1, device="cpu"):
     return torch.cat([half, half], dim=-1)[:, :, None]
 
 
+def heads_of(r):
+    """Of ``r`` queries, a key and a value, all."""
+    return {"query": (0, r), "key": (r, r + 1), "value": (r + 1, r + 2)}
+
+
 def both(tokens, r, head_dim, dtype, *, variants, rotary, norms, own_angles, device, **settings):
     """Outputs and gradients by name: of the kernels, and of the definition in float64."""
     from kha_megatron.ops.fused_prologue import fused_prologue
     from kha_megatron.ops.prologue import PrologueSettings, prologue
 
     torch.manual_seed(tokens)
+    settings = {"heads": heads_of(r)} | settings
     settings = PrologueSettings(head_dim=head_dim, variants=variants, **settings)
     leaves = {"qkv": a_buffer(tokens, r, head_dim, dtype, device)}
     leaves |= {p: weight_of(v, head_dim, dtype, device) for p, v in variants.items()}
@@ -119,7 +125,7 @@ OPTIONS = {
     "no norms": {"norms": ()},
     "one norm": {"norms": NORMS[1:]},
     "centred at zero": {"zero_centred": True},
-    "some of the queries": {"first_query": 1, "queries": 2},
+    "some of the queries": {"heads": {"query": (1, 3), "key": (4, 5), "value": (5, 6)}},
     "another eps": {"eps": 0.1},
 }
 
@@ -165,7 +171,7 @@ def kept_for_backward():
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    settings = PrologueSettings(head_dim=64, variants={"value": "mlp"})
+    settings = PrologueSettings(head_dim=64, heads=heads_of(2), variants={"value": "mlp"})
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         query, _, _ = fused_prologue(qkv, {"value": weight}, norm, norm, angles, settings)
     assert query.requires_grad
@@ -184,7 +190,7 @@ def no_tokens():
     qkv = torch.empty(0, 2, G, 4 * 64, requires_grad=True)
     norm = torch.ones(64, requires_grad=True)
     weight = weight_of("mlp", 64, torch.float32).requires_grad_()
-    settings = PrologueSettings(head_dim=64, variants={"value": "mlp"})
+    settings = PrologueSettings(head_dim=64, heads=heads_of(2), variants={"value": "mlp"})
     outputs = fused_prologue(qkv, {"value": weight}, norm, norm, None, settings)
     sum(x.sum() for x in outputs).backward()
     return [tuple(x.shape) for x in outputs], norm.grad.abs().max().item(), qkv.grad.shape

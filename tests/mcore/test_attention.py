@@ -11,7 +11,7 @@ MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
 
 
-def attention_layer(models, kha, **overrides):
+def attention_layer(models, kha, built_with=None, **overrides):
     """One layer's attention, from the layer spec that a GPTModel would be built with."""
     from megatron.core.transformer.spec_utils import build_module
 
@@ -20,12 +20,12 @@ def attention_layer(models, kha, **overrides):
     config = models.transformer_config(
         num_attention_heads=HEADS,
         num_query_groups=overrides.pop("num_query_groups", GROUPS),
-        kv_channels=HEAD_DIM,
+        kv_channels=overrides.pop("kv_channels", HEAD_DIM),
         hidden_size=HIDDEN,
         **overrides,
     )
     spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-    return build_module(spec, config=config, layer_number=1)
+    return build_module(spec, config=config, layer_number=1, **built_with or {})
 
 
 def against_oracle(kha, qk_norm, groups):

@@ -317,8 +317,8 @@ def with_fused_gradients_left_on():
 
     build = Folding.__init__
 
-    def left_on(self, attention, heads):
-        build(self, attention, heads)
+    def left_on(self, attention, *args):
+        build(self, attention, *args)
         attention.linear_qkv.gradient_accumulation_fusion = True
 
     Folding.__init__ = left_on
@@ -413,14 +413,14 @@ def hindered(sizes, options):
 
     models.initialize(tensor_model_parallel_size=sizes.get("tensor_model_parallel_size", 1))
     built = layer(models, LINEAR, **sizes)
+    parts = built.split.layout, built.knockings
     for name, value in options.items():  # some of them Megatron accepts with a GPU only
         setattr(built.config, name, value)
     with heard() as said:
-        folding = type(built.folding)(built, built._heads_of_projection())
+        folding = type(built.folding)(built, LINEAR, *parts)
         assert not folding.folds(torch.empty(1000, BATCH, HIDDEN))
-    built.kha = replace(LINEAR, fold="always")
     with pytest.raises(ConfigError) as caught:
-        type(built.folding)(built, built._heads_of_projection())
+        type(built.folding)(built, replace(LINEAR, fold="always"), *parts)
     return said[0], str(caught.value)
 
 

@@ -1,0 +1,65 @@
+"""The split of ``linear_qkv``'s output, for every attention that has one (MHA, MQA, GQA, GTA).
+
+Ours, not Megatron's, because Megatron splits and normalises in one method and KHA knocks between
+the two. What lies where is :class:`kha_megatron.model.qkv.QKVLayout`.
+
+Legend: ``s`` sequence, ``b`` microbatch, ``g`` key/value heads that this rank works with, ``n``
+heads of a group of all parts, ``D`` features of a head.
+"""
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer import attention
+from megatron.core.utils import get_pg_rank
+from torch import Tensor
+
+from kha_megatron.model.qkv import Part, QKVLayout
+
+
+class QKVSplit:
+    """Splits what ``linear_qkv`` gives a rank of ``tp_group``.
+
+    Args:
+        layout: the rows over all ranks.
+        tp_group: the ranks over which they are cut; any group, not only Megatron's global one.
+    """
+
+    def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
+        self.layout, self.tp_group = layout, tp_group
+        ranks, rank = tp_group.size(), get_pg_rank(tp_group)
+        self.is_shared = layout.sharing(ranks) > 1
+        self.group = layout.group_of(rank, ranks)
+        self.wanted = layout.wanted(rank, ranks)
+
+    def groups(self, mixed: Tensor) -> Tensor:
+        """Whole groups ``[s, b, g, n * D]`` from the rank's rows ``[s, b, rows / ranks]``.
+
+        Ranks that share a group gather all rows first. The backward pass hands every rank the sum
+        of what they make of its rows.
+        """
+        if self.is_shared:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
+            mixed = mixed.chunk(self.layout.groups, dim=-1)[self.group]
+        return mixed.unflatten(-1, (-1, self.layout.group_heads * self.layout.head_dim))
+
+    def __call__(self, groups: Tensor) -> dict[Part, Tensor]:
+        """The parts of :meth:`groups`, in the order of their rows.
+
+        Returns:
+            queries (and gates) ``[s, b, heads of this rank, D]``; keys and values ``[s, b, g, D]``,
+            which ranks that share a group all have.
+        """
+        sizes = {part: heads * self.layout.head_dim for part, heads in self.layout.parts.items()}
+        # Transformer Engine's, where it is: its backward pass need not copy the gradients together
+        split = attention.SplitAlongDim or torch.split
+        pieces = split(groups, list(sizes.values()), 3)
+        found, first = {}, 0
+        for (part, heads), x in zip(self.layout.parts.items(), pieces, strict=True):
+            if heads > 1:
+                x = x.reshape(*x.shape[:2], -1, self.layout.head_dim)
+            if self.is_shared:
+                mine = self.wanted[part]
+                x = x[:, :, mine.start - first : mine.stop - first]
+            found[part] = x
+            first += heads
+        return found

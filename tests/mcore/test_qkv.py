@@ -1,0 +1,130 @@
+"""The rows of ``linear_qkv`` as data, and the one split of them, against Megatron's own."""
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.qkv import QKVLayout
+from tests.mcore.test_attention import HEAD_DIM, HEADS, HIDDEN, attention_layer
+
+
+def test_heads_stand_group_by_group():
+    layout = QKVLayout(groups=2, queries=2, head_dim=5, gated=True)
+    group = ("query", "query", "gate", "gate", "key", "value")
+    assert layout.heads == group * 2
+    assert layout.rows == 60
+    tied = QKVLayout(groups=2, queries=2, head_dim=5, tied=True)
+    assert tied.heads == ("query", "query", "value") * 2
+    assert "key" not in tied.wanted(0, 1)
+
+
+def test_ranks_that_share_a_group_divide_its_queries_and_gates():
+    layout = QKVLayout(groups=2, queries=6, head_dim=5, gated=True)
+    wanted = [layout.wanted(rank, 4) for rank in range(4)]
+    assert [layout.group_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert [w["query"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
+    assert [w["gate"] for w in wanted] == [slice(6, 9), slice(9, 12)] * 2
+    assert {(w["key"].start, w["value"].stop) for w in wanted} == {(12, 14)}
+    whole = layout.wanted(1, 2)
+    assert whole["query"] == slice(0, 6)
+
+
+def split_both_ways(tp, overrides):
+    """What the baseline's attention and Megatron's own make of the same input on this rank."""
+    import torch.distributed as dist
+    from megatron.core.transformer.attention import SelfAttention
+
+    from tests.distributed import models
+
+    models.initialize(tensor_model_parallel_size=tp)
+    layer = attention_layer(models, KHAConfig(), tensor_model_parallel_size=tp, **overrides)
+    hidden = torch.randn(3, 2, HIDDEN, generator=torch.Generator().manual_seed(1))
+    gated = layer.config.attention_output_gate
+    ours = layer.get_query_key_value_tensors(hidden, output_gate=gated)
+    theirs = SelfAttention.get_query_key_value_tensors(layer, hidden, output_gate=gated)
+    gradients = []
+    for outputs in (ours, theirs):
+        sum((x * (i + 1 + dist.get_rank())).sum() for i, x in enumerate(outputs)).backward()
+        gradients.append(layer.linear_qkv.weight.grad.clone())
+        layer.zero_grad()
+    pairs = list(zip(ours, theirs, strict=True))
+    same_bits = all(torch.equal(a, b) for a, b in [*pairs, gradients])
+    return len(ours), same_bits, all(a.stride() == b.stride() for a, b in pairs)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("groups", [6, 2, 1])
+def test_splits_as_megatron_does(ranks, groups, gated, tp):
+    overrides = {"num_query_groups": groups, "attention_output_gate": gated}
+    for found in ranks(split_both_ways, tp, tp, overrides):
+        assert found == (3 + gated, True, True)
+
+
+def split_over_a_group_of_its_own(groups):
+    """This rank's parts, where Megatron's global groups know no tensor parallelism."""
+    import torch.distributed as dist
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from tests.distributed import models
+
+    models.initialize()
+    own = ProcessGroupCollection.use_mpu_process_groups()
+    own.tp = dist.new_group([0, 1])
+    layer = attention_layer(
+        models,
+        KHAConfig(),
+        built_with={"pg_collection": own},
+        tensor_model_parallel_size=2,
+        num_query_groups=groups,
+        attention_output_gate=True,
+        qk_layernorm=False,
+    )
+    whole = torch.randn(2 * (HEADS + groups) * HEAD_DIM, HIDDEN)
+    rows = layer.linear_qkv.weight
+    rows.data.copy_(whole[dist.get_rank() * len(rows) :][: len(rows)])
+    hidden = torch.randn(3, 2, HIDDEN)
+    parts = layer.get_query_key_value_tensors(hidden, output_gate=True)
+    each = whole.view(groups, -1, HEAD_DIM, HIDDEN)
+    r = HEADS // groups
+    blocks = each[:, :r], each[:, -2:-1], each[:, -1:], each[:, r : 2 * r]
+    parts = [x.detach() for x in parts]
+    return parts, [torch.einsum("sbh,gndh->sbgnd", hidden, x).flatten(2, 3) for x in blocks]
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_follows_the_process_group_that_it_is_given(ranks, groups):
+    """Megatron 0.19 cuts the gate of shared groups by the rank of its global group."""
+    first, second = ranks(split_over_a_group_of_its_own, 2, groups)
+    for i, expected in enumerate(first[1]):
+        found = [parts[i] for parts, _ in (first, second)]
+        if expected.shape[2] == 1:  # both ranks have the one key/value head
+            torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+            found.pop()
+        torch.testing.assert_close(torch.cat(found, 2), expected)
+
+
+def asked_for_other_rows(kha):
+    from tests.distributed import models
+
+    models.initialize()
+    layer = attention_layer(models, kha, kv_channels=12)
+    hidden = torch.randn(3, 2, HIDDEN)
+    plain = layer.get_query_key_value_tensors(hidden)
+    said = layer.get_query_key_value_tensors(hidden, head_wise_gate=False)
+    refusals = []
+    for asked in ({"head_wise_gate": True}, {"split_qkv": False}):
+        with pytest.raises(ConfigError) as caught:
+            layer.get_query_key_value_tensors(hidden, **asked)
+        refusals.append(str(caught.value))
+    return all(map(torch.equal, plain, said)), refusals
+
+
+@pytest.mark.parametrize("kind", [None, "gta"])
+def test_a_gate_of_one_number_a_head_is_accepted_and_refused_when_true(ranks, kind):
+    same, (gate, unsplit) = ranks(asked_for_other_rows, 1, KHAConfig(attention=kind))[0]
+    assert same
+    assert "head_wise_gate=True" in gate
+    assert "--attention-output-gate" in gate
+    assert "fused_single_qkv_rope" in unsplit
