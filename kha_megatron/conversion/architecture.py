@@ -9,6 +9,7 @@ from typing import Literal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Projection
+from kha_megatron.model.qkv import QKVLayout
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -120,6 +121,16 @@ class Architecture:
     def is_tied(self) -> bool:
         """Whether keys and values are one state (GTA)."""
         return self.kha.attention == "gta"
+
+    @property
+    def qkv(self) -> QKVLayout:
+        """The rows of ``linear_qkv``, which MLA and GLA do not have."""
+        return QKVLayout(
+            groups=self.kv_heads,
+            queries=self.heads // self.kv_heads,
+            head_dim=self.head_dim,
+            tied=self.is_tied,
+        )
 
     @property
     def latent_heads(self) -> int:

@@ -58,23 +58,23 @@ class Vocabulary(Packing):
 
 
 @dataclass(frozen=True)
-class InterleavedHeads(Packing):
-    """``[G * (H/G + n) * D, ...]``: per key/value head its query heads, then one head of each of
-    ``n`` other tensors: the key and the value, or the state that is both."""
+class QKVRows(Packing):
+    """The rows of ``linear_qkv``, which lie as :class:`kha_megatron.model.qkv.QKVLayout` says."""
 
-    parts: tuple[str, ...] = ("q", "k", "v")
+    def names(self, model: Architecture) -> tuple[str, ...]:
+        """One for each part of a group's heads."""
+        return tuple(self.name.format(word) for word in model.qkv.hf_projections)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """``[H * D, ...]``, then ``[G * D, ...]`` each."""
-        shared = len(self.parts) - 1
-        blocks = tensor.view(model.kv_heads, -1, model.head_dim, *tensor.shape[1:])
-        sizes = [blocks.shape[1] - shared, *[1] * shared]
-        return [part.reshape(-1, *tensor.shape[1:]) for part in blocks.split(sizes, dim=1)]
+        blocks = tensor.view(model.qkv.groups, -1, model.qkv.head_dim, *tensor.shape[1:])
+        parts = blocks.split(list(model.qkv.parts.values()), dim=1)
+        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
         """One block, the heads of all parts interleaved again."""
         rest = parts[0].shape[1:]
-        blocks = [part.view(model.kv_heads, -1, model.head_dim, *rest) for part in parts]
+        blocks = [part.view(model.qkv.groups, -1, model.qkv.head_dim, *rest) for part in parts]
         return [torch.cat(blocks, dim=1).view(-1, *rest)]
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.packing import (
-    InterleavedHeads,
     LatentHeads,
     Packing,
+    QKVRows,
     SharedMatrices,
     Vocabulary,
 )
@@ -90,10 +90,6 @@ def _latent(model: Architecture, layer: int) -> bool:
     return model.latent is not None
 
 
-def _tied(model: Architecture, layer: int) -> bool:
-    return model.is_tied
-
-
 def _grouped(model: Architecture, layer: int) -> bool:
     return model.latent is None and not model.is_tied
 
@@ -127,10 +123,6 @@ def _vocabulary(model: Architecture) -> tuple[int, ...]:
     return (model.padded_vocab_size, model.hidden_size)
 
 
-def _qkv(model: Architecture) -> int:
-    return (model.heads + 2 * model.kv_heads) * model.head_dim
-
-
 def _query_rows(model: Architecture) -> int:
     return model.latent.plain_dim + model.latent.rotary_dim
 
@@ -139,8 +131,8 @@ def _key_value_rows(model: Architecture) -> int:
     return model.latent.plain_dim + model.latent.value_dim
 
 
-def _whole_heads(*projections: Projection) -> KnockedRows:
-    return lambda m: [[Knocked(projection, m.head_dim)] for projection in projections]
+def _whole_heads(model: Architecture) -> list[list[Knocked]]:
+    return [[Knocked(part, model.head_dim)] for part in model.qkv.parts]
 
 
 def _latent_queries(model: Architecture) -> list[list[Knocked]]:
@@ -165,40 +157,30 @@ def _knock(projection: Projection) -> Row:
 KNOCKS: dict[Projection, Row] = {p: _knock(p) for p in ("query", "key", "value")}
 """The head-shared matrices."""
 
-_GROUPED: tuple[Row, ...] = (
+_QKV: tuple[Row, ...] = (
     Row(
-        InterleavedHeads("self_attn.{}_proj.weight"),
+        QKVRows("self_attn.{}_proj.weight"),
         ("self_attention.linear_qkv.weight",),
-        lambda m: (_qkv(m), m.hidden_size),
-        when=_grouped,
-        knocked=_whole_heads("query", "key", "value"),
+        lambda m: (m.qkv.rows, m.hidden_size),
+        when=lambda model, layer: model.latent is None,
+        knocked=_whole_heads,
     ),
     Row(
-        InterleavedHeads("self_attn.{}_proj.bias"),
+        QKVRows("self_attn.{}_proj.bias"),
         ("self_attention.linear_qkv.bias",),
-        lambda m: (_qkv(m),),
+        lambda m: (m.qkv.rows,),
         when=lambda model, layer: model.qkv_bias,
-        knocked=_whole_heads("query", "key", "value"),
-    ),
-)
-"""Multi-head, multi-query and grouped-query attention."""
-
-_TIED: tuple[Row, ...] = (
-    Row(
-        InterleavedHeads("self_attn.{}_proj.weight", ("q", "kv")),
-        ("self_attention.linear_qkv.weight",),
-        lambda m: ((m.heads + m.kv_heads) * m.head_dim, m.hidden_size),
-        when=_tied,
-        knocked=_whole_heads("query", "value"),
+        knocked=_whole_heads,
     ),
     Row(
         Packing("self_attn.k_rope_proj.weight"),
         ("self_attention.linear_k_rope.weight",),
         lambda m: (m.head_dim // 2, m.hidden_size),
-        when=_tied,
+        when=lambda model, layer: model.is_tied,
     ),
 )
-"""Grouped-tied attention. Both sides have the rotary half of a head first."""
+"""All kinds but the latent ones. In grouped-tied attention both sides have the rotary half of a
+head first."""
 
 _LATENT: tuple[Row, ...] = (
     Row(
@@ -277,8 +259,7 @@ _ATTENTION: tuple[Row, ...] = (
         _hidden,
         when=lambda model, layer: not _grouped(model, layer),
     ),
-    *_GROUPED,
-    *_TIED,
+    *_QKV,
     *KNOCKS.values(),
     Row(
         Packing("self_attn.q_norm.weight"),

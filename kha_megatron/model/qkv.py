@@ -8,15 +8,10 @@ Tensor parallelism cuts the rows evenly. With more ranks than groups a rank's ro
 group: the ranks that share it gather it whole, and each takes its part of the queries.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 Part = Literal["query", "gate", "key", "value"]
-
-HF_PROJECTIONS: Mapping[Part, str] = {"query": "q", "key": "k", "value": "v"}
-"""The ``{}`` of Hugging Face's ``self_attn.{}_proj`` for each part; transformers' architectures
-that KHA is converted to have no output gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +38,16 @@ class QKVLayout:
         if not self.tied:
             counts["key"] = 1
         return counts | {"value": 1}
+
+    @property
+    def hf_projections(self) -> tuple[str, ...]:
+        """The ``{}`` of Hugging Face's ``self_attn.{}_proj`` for each part, in their order.
+
+        Raises:
+            KeyError: there is an output gate, which no architecture that KHA converts to has.
+        """
+        words = {"query": "q", "key": "k", "value": "kv" if self.tied else "v"}
+        return tuple(words[part] for part in self.parts)
 
     @property
     def group_heads(self) -> int:
