@@ -2,173 +2,205 @@
 
 Stages, in this order:
 
-  machine     GPU, driver, versions, and what is not there
-  kernels     the fused kernels on the GPU against float64
-  modules     Transformer Engine's layers against Megatron's own, gradients of shared matrices
-  losses      short trainings in bf16 and FP8 from the same start, their losses compared
+  kernels     pytest -m gpu tests/kernels: the fused kernels on the GPU against float64
+  modules     pytest -m "gpu or te" tests/gpu: Transformer Engine's layers against Megatron's own
+  losses      pytest -m gpu tests/gpu/test_losses.py: short trainings in bf16 and FP8, compared
   benchmarks  the benchmarks of this folder, with few repetitions
-  training    baseline, kha_mlp and kha_linear on real text, about ten minutes; only with --only
 
 What the machine lacks is skipped and named. Nothing is fetched from a network. report.md,
 report.json and a log of each process are left in one folder. The exit code is 1 if a stage that
 proves correctness failed or ran out of time, 2 if there is no GPU; targets that benchmarks miss are
-reported only.
+reported only. A dry run collects the tests and runs the benchmarks on the CPU, tiny.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-import gpu_cases
-import gpu_machine
-from gpu_benchmarks import BENCHMARKS, Benchmark, missed_targets
-from gpu_losses import TRAINING, losses, training
-from gpu_processes import Process, Task
-from gpu_report import WRONG, Report, Status
-from gpu_run import UNTIL, Check
-from rich.console import Console
+from kha_megatron.cli.doctor import examine
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = Path(__file__).resolve().parent
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+TESTS = {
+    "kernels": ["-m", "gpu", "tests/kernels"],
+    "modules": ["-m", "gpu or te", "tests/gpu", "--ignore=tests/gpu/test_losses.py"],
+    "losses": ["-m", "gpu", "tests/gpu/test_losses.py"],
+}
+UNTIL = {"kernels": 0.25, "modules": 0.4, "losses": 0.72, "benchmarks": 1.0}
+"""The part of the whole time by which each stage must end; what one leaves, the next may use."""
+
+_ONCE = ["--device", "cpu", "--repetitions", "1"]
+_MOE = ["--shapes", "moe"]
+_SHORT = ["mlp/kernels", "linear/folded+kernels"]
+BENCHMARKS: dict[str, tuple[list[str], list[str] | None]] = {
+    "kernels": (["--repetitions", "20"], _ONCE),
+    "layer": (
+        [*_MOE, "--precisions", "bf16", "--repetitions", "10", "--microbatches", "2"],
+        [*_ONCE, "--variants", *_SHORT],
+    ),
+    "fp8_linear": (["--repetitions", "20"], _ONCE),
+    "memory": (_MOE, None),
+    "step": (
+        [*_MOE, "--repetitions", "1", "--steps", "10", "--variants", "baseline", *_SHORT],
+        None,
+    ),
+    "decode": (["--repetitions", "3", "--caches", "static"], None),
+}
+"""In the order of their importance: words for a GPU, which all share a few minutes, and for a dry
+run on the CPU; None where that takes too long, and their own tests must do."""
 
 
-def machine(check: Check) -> None:
-    """What is here; without a GPU there is nothing to check."""
-    began = time.monotonic()
-    check.machine, check.has = gpu_machine.examine()
-    for name, found in check.machine.items():
-        check.console.print(f"  {name}: {found}", markup=False, highlight=False)
-    lacks = [words for name, words in gpu_cases.NEEDS.items() if not check.has.get(name)]
-    detail = f"not here: {'; '.join(lacks)}" if lacks else "everything is here"
-    check.add("machine", "what is installed", "passed", detail, seconds=time.monotonic() - began)
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one test, or one benchmark, ended."""
+
+    stage: str
+    name: str
+    status: str
+    """passed, failed, stopped (these two are faults); skipped, not reached, measured, missed."""
+    detail: str = ""
+    seconds: float | None = None
+    table: str = ""
 
 
-def kernels(check: Check) -> None:
-    """The fused kernels on the GPU."""
-    _pytest(check, "kernels", ["-m", "gpu", "tests/kernels"])
+@dataclass
+class Check:
+    """One run: where it writes, until when, and what it has found."""
+
+    folder: Path
+    dry: bool
+    seconds: float
+    results: list[Result] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def left(self, stage: str) -> float:
+        """Seconds until the stage must end."""
+        return max(0.0, self.started + UNTIL[stage] * self.seconds - time.monotonic())
+
+    def add(self, stage: str, name: str, status: str, detail: str = "", **more: object) -> None:
+        """Keep a result, and say it."""
+        self.results.append(Result(stage=stage, name=name, status=status, detail=detail, **more))
+        print(f"{stage}: {name}: {status}: {detail}", file=sys.stderr, flush=True)
+
+    def run(self, name: str, command: list[str], limit: float) -> tuple[int | None, float, Path]:
+        """Exit code (None if its time ran out), seconds, and where its output is."""
+        log = self.folder / f"{name}.log"
+        words = f"{name}, at most {limit:.0f} s: {shlex.join(command)}"
+        print(words, file=sys.stderr, flush=True)
+        start = time.monotonic()
+        # containers often set it; then each process compiles torch and Megatron anew, 8 s a time
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=inherited | {"KHA_GPU_SECONDS": str(limit)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                # the losses end by themselves then, and want a moment to be written
+                code = process.wait(limit + 30)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, 9)
+        return code, time.monotonic() - start, log
 
 
-def modules(check: Check) -> None:
-    """Layers, gradients and parameters of Transformer Engine with KHA."""
-    _pytest(check, "modules", ["-m", "gpu or te", "tests/gpu"])
-
-
-def _pytest(check: Check, stage: str, words: list[str]) -> None:
-    """One pytest; what it skipped is named with its reason."""
-    where = ROOT / words[-1]
-    if not where.is_dir():
-        check.add(stage, words[-1], "missing", f"{words[-1]} is not in this tree")
-        return
+def tests(check: Check, stage: str) -> None:
+    """One pytest: failures, figures by name, and how many were skipped for which reason."""
     found = check.folder / f"{stage}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    command.append(f"--junitxml={found}")
-    limit = max(0.0, check.ends(stage) - time.monotonic())
-    task = Task(name=words[-1], command=command, log=check.log(stage), limit=limit, environment={})
-
-    def end(process: Process) -> None:
-        if process.timed_out:
-            detail = f"not finished after {process.seconds:.0f} s; {process.task.log}"
-            check.add(stage, task.name, "stopped", detail, seconds=process.seconds)
-            return
-        counts, reasons = _junit(found) if found.is_file() else ({}, {})
-        detail = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        status: Status = "passed" if counts.get("passed") else "skipped"
-        if process.code:  # 5, nothing was collected, among them
-            status = "failed"
-            detail = f"{detail or 'pytest'}: exit code {process.code}; {process.task.log}"
-        check.add(stage, task.name, status, detail, seconds=process.seconds)
-        for reason, count in reasons.items():
-            check.add(stage, f"{count} of its tests", "skipped", reason)
-
-    for task_left in check.run(stage, [task], end):
-        check.add(stage, task_left.name, "stopped", "no time was left for it")
-
-
-def _junit(path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """How many tests passed, failed and were skipped, and why the last."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    reasons: dict[str, int] = {}
-    for case in ElementTree.parse(path).iter("testcase"):
+    command = [*PYTEST, *TESTS[stage], f"--junitxml={found}", *["--collect-only"] * check.dry]
+    code, seconds, log = check.run(stage, command, check.left(stage))
+    if code is None:
+        check.add(stage, "pytest", "stopped", f"not finished; {log}", seconds=seconds)
+        return
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for case in ElementTree.parse(found).iter("testcase") if found.is_file() else ():
+        said = {p.get("name"): p.get("value") for p in case.iter("property")}
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
         skipped = case.find("skipped")
+        word = "failed" if bad is not None else "skipped" if skipped is not None else "passed"
+        counts[word] += 1
         if skipped is not None:
-            counts["skipped"] += 1
-            reason = skipped.get("message", "no reason given")
-            reasons[reason] = reasons.get(reason, 0) + 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            counts["failed"] += 1
-        else:
-            counts["passed"] += 1
-    return counts, reasons
+            reasons[skipped.get("message", "no reason given")] += 1
+        if "detail" in said or bad is not None:
+            why = said.get("detail") or (bad.get("message", "") if bad is not None else "")
+            check.add(stage, case.get("name", ""), word, why, seconds=float(case.get("time", 0)))
+    detail = ", ".join(f"{count} {word}" for word, count in counts.items())
+    status = "failed" if code else "passed" if counts["passed"] or check.dry else "skipped"
+    check.add(stage, "pytest", status, detail or f"exit code {code}; {log}", seconds=seconds)
+    for reason, count in reasons.items():
+        check.add(stage, f"{count} of its tests", "skipped", reason)
 
 
 def benchmarks(check: Check) -> None:
     """The benchmarks, one after the other and nothing beside them."""
     stage = "benchmarks"
-    here = []
-    for benchmark in BENCHMARKS:
-        lacking = [n for n in (benchmark.tool, "measuring.py") if not (TOOLS / n).is_file()]
-        if lacking:
-            check.add(stage, benchmark.tool, "missing", f"tools/{lacking[0]} is not here")
-        elif check.dry and benchmark.dry is None:
-            why = "too long for a dry run: its own tests run it on the CPU"
-            check.add(stage, benchmark.tool, "skipped", why)
-        else:
-            here.append(benchmark)
-    for i, benchmark in enumerate(here):
-        left = check.ends(stage) - time.monotonic()
-        _benchmark(check, benchmark, max(0.0, left / (len(here) - i)))
-
-
-def _benchmark(check: Check, benchmark: Benchmark, limit: float) -> None:
-    stage, numbers = "benchmarks", check.folder / f"{Path(benchmark.tool).stem}.json"
-    words = (benchmark.dry or ()) if check.dry else benchmark.words
-    task = Task(
-        name=benchmark.tool,
-        command=[sys.executable, str(TOOLS / benchmark.tool), *words, "--json", str(numbers)],
-        log=check.log(numbers.stem),
-        limit=limit,
-        environment={},
-    )
-
-    def end(process: Process) -> None:
-        if process.timed_out:
-            detail = f"not finished in its {limit:.0f} s; {process.task.log}"
-            check.add(stage, task.name, "not reached", detail, seconds=process.seconds)
-            return
+    for i, (name, (words, dry)) in enumerate(BENCHMARKS.items()):
+        if check.dry and dry is None:
+            check.add(stage, name, "skipped", "too long for a dry run: its own tests run it")
+            continue
+        if (limit := check.left(stage) / (len(BENCHMARKS) - i)) < 5:
+            check.add(stage, name, "not reached", "no time was left for it")
+            continue
+        numbers = check.folder / f"{name}.json"
+        command = [sys.executable, str(ROOT / f"tools/bench_{name}.py")]
+        command += [*(dry if check.dry and dry else words), "--json", str(numbers)]
+        code, seconds, log = check.run(name, command, limit)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        missed = [" ".join(row.strip("| ").split()) for row in rows if "MISSED" in row]
         if not numbers.is_file():
-            detail = f"exit code {process.code}: {process.tail()}; {process.task.log}"
-            # a dry run measures nothing: that the tool runs is all that it can find out
-            status: Status = "failed" if check.dry else "not reached"
-            check.add(stage, task.name, status, detail, seconds=process.seconds)
-            return
-        text = process.task.log.read_text(encoding="utf-8", errors="replace")
-        table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-        missed = [] if check.dry else missed_targets(json.loads(numbers.read_text()), table)
-        broken = f"exit code {process.code}: see {process.task.log}" if process.code else ""
-        detail = "; ".join(filter(None, [*missed, broken, f"figures in {numbers.name}"]))
-        status = "missed" if missed or broken else "passed" if check.dry else "measured"
-        check.add(stage, task.name, status, detail, seconds=process.seconds, table=table)
-
-    for left in check.run(stage, [task], end):
-        check.add(stage, left.name, "not reached", "no time was left for it")
+            status = "failed" if check.dry else "not reached"
+            missed = [f"exit code {code}; {log}"]
+        else:
+            status = "missed" if missed or code else "passed" if check.dry else "measured"
+        detail = "; ".join([*missed, *([f"exit code {code}; {log}"] if code and rows else [])])
+        check.add(stage, name, status, detail, seconds=seconds, table="\n".join(rows))
 
 
-STAGES: dict[str, Callable[[Check], None]] = {
-    "machine": machine,
-    "kernels": kernels,
-    "modules": modules,
-    "losses": losses,
-    "benchmarks": benchmarks,
-    TRAINING: training,
-}
+def report(check: Check, machine: dict[str, str]) -> str:
+    """``report.json`` and ``report.md``; how many results of each kind there are, in words."""
+    counts = Counter(result.status for result in check.results)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    seconds = time.monotonic() - check.started
+    command = shlex.join(["python", *sys.argv])
+    what = {"command": command, "date": date, "seconds": seconds, "dry": check.dry}
+    results = [asdict(result) for result in check.results]
+    content = what | {"machine": machine, "results": results}
+    (check.folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+    mode = "Dry run on the CPU: nothing below was measured" if check.dry else "On a GPU"
+    parts = ["# GPU check", f"{mode}. `{command}`, {date}, {seconds:.0f} s: {summary}."]
+    parts.append(_table(["component", "found"], [list(item) for item in machine.items()]))
+    for stage in dict.fromkeys(result.stage for result in check.results):
+        mine = [result for result in check.results if result.stage == stage]
+        rows = [[r.name, r.status, f"{r.seconds or 0:.0f}", r.detail] for r in mine]
+        parts += [f"## {stage}", _table(["what", "result", "seconds", "detail"], rows)]
+        parts += [f"### {result.name}\n\n{result.table}" for result in mine if result.table]
+    (check.folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return f"{summary} in {seconds:.0f} s: {check.folder / 'report.md'}"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header)]
+    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def arguments() -> argparse.Namespace:
@@ -177,69 +209,40 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="the same stages on the CPU, tiny; measures nothing")
-    add("--minutes", type=float, help="for all stages (default: 8; 30 with --only training)")
-    add("--only", help=f"stages with commas between them, of {', '.join(STAGES)}")
-    add("--jobs", type=int, help="trainings at the same time (default: a quarter of the cores)")
+    add("--dry-run", action="store_true", help="the same stages on the CPU; measures nothing")
+    add("--minutes", type=float, default=8, help="for all stages (default: 8)")
+    add("--only", help=f"stages with commas between them, of {', '.join(UNTIL)}")
     add("--output", type=Path, help="folder to make (default: gpu-check/DATE)")
-    add("--json", type=Path, metavar="FILE", help="one more copy of report.json")
     given = parser.parse_args()
-    given.only = (given.only or ",".join(UNTIL)).split(",")
-    if unknown := [name for name in given.only if name not in STAGES]:
-        parser.error(f"--only {unknown[0]}: choose from {', '.join(STAGES)}")
-    given.minutes = given.minutes or (30 if TRAINING in given.only else 8)
-    given.jobs = given.jobs or max(1, min(4, (os.cpu_count() or 1) // 4))
+    given.only = given.only.split(",") if given.only else list(UNTIL)
+    if unknown := [name for name in given.only if name not in UNTIL]:
+        parser.error(f"--only {unknown[0]}: choose from {', '.join(UNTIL)}")
     now = datetime.datetime.now(datetime.UTC)
-    given.output = given.output or Path("gpu-check", f"{now:%Y-%m-%d-%H%M%S}")
+    given.output = (given.output or Path("gpu-check", f"{now:%Y-%m-%d-%H%M%S}")).absolute()
     if given.output.exists() and any(given.output.iterdir()):
         parser.error(f"--output {given.output} is not empty: name another")
     return given
 
 
-@contextlib.contextmanager
-def _reported(check: Check, copy: Path | None) -> Iterator[None]:
-    """Whatever ends the check, what was found until then is written."""
-    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
-    try:
-        yield
-    finally:
-        report = Report(
-            command=shlex.join(["python", *sys.argv]),
-            date=date,
-            dry=check.dry,
-            machine=check.machine,
-            results=check.results,
-            seconds=time.monotonic() - check.started,
-        )
-        report.write(check.folder, copy)
-        words = f"{report.summary()} in {report.seconds:.0f} s: {check.folder / 'report.md'}"
-        check.console.print(words, markup=False, highlight=False)
-
-
 def main() -> int:
     """Run the stages; the exit code."""
     given = arguments()
+    findings = {finding.name: finding for finding in examine(deep=True)}
+    if findings["CUDA device"].status != "ok" and not given.dry_run:
+        print(
+            "error: PyTorch sees no CUDA device: use --dry-run for what a CPU can check",
+            file=sys.stderr,
+        )
+        return 2
     given.output.mkdir(parents=True, exist_ok=True)
-    check = Check(
-        folder=given.output.absolute(),
-        dry=given.dry_run,
-        seconds=60 * given.minutes,
-        jobs=given.jobs,
-        console=Console(stderr=True, soft_wrap=True),
-    )
-    os.chdir(ROOT)
-    # containers often set it; then each process compiles torch and Megatron anew, 8 s a time
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    with _reported(check, given.json and given.json.absolute()):
-        for name in ["machine", *(name for name in STAGES if name in given.only)]:
-            if name == "machine" and check.machine:
-                continue
-            STAGES[name](check)
-            if "GPU" not in check.machine and not check.dry:
-                why = "PyTorch sees no CUDA device: use --dry-run for what a CPU can check"
-                check.add("machine", "GPU", "missing", why)
-                return 2
-    return int(any(result.status in WRONG for result in check.results))
+    check = Check(folder=given.output, dry=given.dry_run, seconds=60 * given.minutes)
+    try:
+        for stage in (name for name in UNTIL if name in given.only):
+            benchmarks(check) if stage == "benchmarks" else tests(check, stage)
+    finally:  # whatever ends it, what was found until then is written
+        machine = {name: f"{f.status} {f.found}; {f.effect}" for name, f in findings.items()}
+        print(report(check, machine), file=sys.stderr)
+    return int(any(result.status in ("failed", "stopped") for result in check.results))
 
 
 if __name__ == "__main__":

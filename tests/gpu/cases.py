@@ -1,8 +1,8 @@
-"""The short trainings of ``make gpu-check``: what each changes, what it needs, what it must equal.
+"""Short trainings on a GPU: what each changes, what it needs, what it must equal.
 
 All start from the same weights and read the same text in the same order, so that two loss curves
-differ by nothing but arithmetic. ``tools/gpu_check.py`` runs them in the order written here, the
-most important first, until its time is spent.
+differ by nothing but arithmetic. ``test_losses.py`` runs them in the order written here, the most
+important first, until its time is spent.
 """
 
 import math
@@ -91,7 +91,7 @@ TINY: dict[str, Value] = {
     "--micro-batch-size": 2,
     "--global-batch-size": 4,
 }
-"""What a dry run on the CPU replaces."""
+"""What a run on the CPU replaces."""
 
 TINY_EXPERTS: dict[str, Value] = {"--moe-ffn-hidden-size": 64}
 

@@ -1,0 +1,219 @@
+"""Short trainings in bf16 and FP8 from the same start, their losses compared: ``make gpu-check``.
+
+Several run at a time, in the order of ``cases.py``. ``KHA_GPU_SECONDS`` is how long all of them may
+take; what is not reached by then is skipped and named.
+"""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kha_megatron.cli.doctor import findings_of
+from kha_megatron.cli.installation import find_module, probe
+from kha_megatron.cli.plots import read_history
+from kha_megatron.model.words import render
+from kha_megatron.recipes import prepare
+from tests.gpu import cases
+from tests.gpu.cases import CASES, STEPS, Case, distance, end, faults
+
+BY_NAME = {case.name: case for case in CASES}
+JOBS = max(1, min(4, (os.cpu_count() or 1) // 4))
+LEAST_SECONDS = 25
+"""A training that has less is not started: importing Megatron and CUDA take most of it."""
+CASE_SECONDS = 150
+"""Of one training: beyond it, it hangs."""
+
+FP8_PROBE = """
+import transformer_engine.pytorch as te
+found = {}
+for name, ask in {
+    "fp8": te.is_fp8_available,
+    "blockwise": te.is_fp8_block_scaling_available,
+    "mxfp8": te.is_mxfp8_available,
+}.items():
+    found[name] = bool(ask(return_reason=True)[0])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def has() -> dict[str, bool]:
+    """What this machine has, by the keys of ``cases.NEEDS``."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
+    names = {"te": "transformer-engine", "flash-attn": "flash-attn", "apex": "apex"}
+    found = {key: findings_of(name, deep=True)[0].status == "ok" for key, name in names.items()}
+    found["apex"] &= find_module("fused_weight_gradient_mlp_cuda") is not None
+    return found | (probe(FP8_PROBE) if found["te"] else {})
+
+
+def train(case: Case, folder: Path, *, data: Path | None, device: str = "cuda") -> list[float]:
+    """The losses of each step of a case, trained as the launcher would, in one process."""
+    log = folder / f"{case.name}.log"
+    words = {"--tensorboard-dir": (str(folder / case.name),)}
+    # one each: runs at the same time would write one index file together
+    words |= {"--data-cache-path": (str(folder / case.name / "cache"),)}
+    if device == "cpu":
+        tiny = cases.TINY | (cases.TINY_EXPERTS if case.moe else {})
+        words |= {flag: (str(value),) for flag, value in tiny.items()}
+        words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
+    job = prepare(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with log.open("wb") as output:
+        subprocess.run(
+            job.command,
+            env=os.environ | job.environment | one,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=CASE_SECONDS,
+            check=True,
+        )
+    return [loss for _, loss in read_history(folder / case.name)["lm loss"]]
+
+
+@pytest.fixture(scope="module")
+def trainings(request, has, tmp_path_factory):
+    """The losses of every chosen case that can run here, as they come."""
+    until = time.monotonic() + float(os.environ.get("KHA_GPU_SECONDS", "inf"))
+    folder = tmp_path_factory.mktemp("losses")
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.fspath == request.fspath and "case" in getattr(item, "callspec", request).params
+    ]
+    words = ["data", "prepare", "--vocab-size", "4096", "--out", str(folder / "data")]
+    subprocess.run([sys.executable, "-m", "kha_megatron", *words], check=True)
+
+    def one(case: Case) -> list[float] | None:
+        late = time.monotonic() + LEAST_SECONDS > until
+        return None if late else train(case, folder, data=folder / "data")
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        futures = {c.name: pool.submit(one, c) for c in chosen if not cases.missing(c, has)}
+        yield futures
+        pool.shutdown(cancel_futures=True)
+
+
+def _finished(future: Future | None) -> list[float] | None:
+    return None if future is None or future.exception() else future.result()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(0)  # what it waits for has limits of its own
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_follow(case, trainings, has, record_property):
+    if why := cases.missing(case, has):
+        pytest.skip(f"NOT TESTED: {why}")
+    losses = trainings[case.name].result()
+    if losses is None:
+        pytest.skip("NOT REACHED: no time was left for it")
+    reference = _finished(trainings.get(case.like or ""))
+    wrong = faults(case, losses, reference, STEPS)
+    record_property("losses", json.dumps(losses))
+    words = f"loss {losses[0]:.4f} at first, {end(losses):.4f} at the end"
+    if reference:
+        first, last = distance(losses, reference)
+        words += f"; {first:.4f} and {last:.4f} from {case.like}"
+        words += f" (bounds {case.bound.first or '-'} and {case.bound.end})"
+    elif case.like:
+        words += f"; not compared: {case.like} did not finish"
+    record_property("detail", words)
+    assert not wrong
+
+
+def refused():
+    """By the name of a case, why Megatron does not take its command line, or empty.
+
+    Without Transformer Engine its cases are parsed and checked, not turned into a configuration.
+    """
+    warnings.simplefilter("ignore")
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for case in CASES:
+            data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4096"]
+            patch.setattr(sys, "argv", ["training", *case.recipe.command_line(data)])
+            try:
+                args = parse_args(add_kha_arguments)
+                check_args(args)
+                kha_from_args(args)
+                if HAVE_TE or "te" not in case.needs:
+                    validate_args(args, {})
+                    core_transformer_config_from_args(args)
+                found[case.name] = ""
+            except (Exception, SystemExit) as error:  # argparse exits
+                found[case.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_megatron_takes_the_arguments_of_every_case(ranks):
+    found = ranks(refused, 1)[0]
+    assert {name: why for name, why in found.items() if why} == {}
+    assert found.keys() == BY_NAME.keys()
+
+
+def test_a_case_trains_on_the_cpu(tmp_path):
+    case, steps = BY_NAME["dense-local"], int(cases.TINY["--train-iters"])
+    assert faults(case, train(case, tmp_path, data=None, device="cpu"), None, steps) == []
+
+
+def curve(end, first=8.3):
+    return [first + (end - first) * min(1.0, i / 100) for i in range(STEPS)]
+
+
+def test_judges_a_curve_by_its_bounds():
+    case = BY_NAME["dense-fp8-tensorwise"]
+    near, far = case.bound.end * 0.9, case.bound.end * 1.1
+    good = curve(4.0)
+    assert faults(case, good, good, STEPS) == []
+    assert faults(case, curve(4.0 + near), good, STEPS) == []
+    (fault,) = faults(case, curve(4.0 + far), good, STEPS)
+    assert fault.startswith("the last loss")
+    (fault,) = faults(case, curve(4.0, first=8.5), good, STEPS)
+    assert fault.startswith("the first loss")
+
+
+def test_judges_a_run_by_itself():
+    case = BY_NAME["dense-bf16"]
+    assert faults(case, curve(8.2), None, STEPS)[0].startswith("it did not learn")
+    assert faults(case, curve(4.0)[:-1], None, STEPS) == [f"{STEPS - 1} losses of {STEPS}"]
+    broken = curve(4.0)
+    broken[7] = math.nan
+    assert faults(case, broken, None, STEPS) == ["the loss is not finite at step 8"]
+
+
+def test_cases_follow_one_that_comes_before_them_and_trains_on_the_same_machine():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    for case in filter(lambda case: case.like, CASES):
+        assert names.index(case.like) < names.index(case.name) or case.name.endswith("-local")
+        assert BY_NAME[case.like].moe == case.moe
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        assert any(case.flags.get("--fp8-recipe") == recipe for case in CASES)
+
+
+def test_missing_parts_are_named():
+    case = BY_NAME["dense-flash-attention"]
+    assert cases.missing(case, {"te": True, "flash-attn": True}) is None
+    assert "flash-attn" in cases.missing(case, {"te": True})
+    assert "Transformer Engine" in cases.missing(case, {})
