@@ -85,7 +85,7 @@ def command(variant: Variant, shape: str, given: argparse.Namespace) -> list[str
         "--global-batch-size": (str(given.global_batch),),
         "--train-iters": (str(given.warm_up + given.steps),),
         "--mock-data": (),
-        "--vocab-size": (str(get_recipe(SHAPES[shape][0]).vocab_size),),
+        "--vocab-size": (str(get_recipe(SHAPES[shape][0]).run.vocab_size),),
         "--log-interval": ("1000000",),
         "--device": (given.device,),
     }

@@ -60,7 +60,7 @@ def arguments_of(
         ConfigError: one of ``words`` belongs to no flag.
     """
     recipe, changes = SHAPES[shape]
-    arguments = get_recipe(recipe).arguments_for(overrides=changes)
+    arguments = get_recipe(recipe).run_for(changes).flags
     arguments = {flag: value for flag, value in arguments.items() if flag not in _DROPPED}
     arguments |= _ONE_RANK | {
         "--num-layers": (str(layers),),

@@ -24,9 +24,9 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.plan import memory_of
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.words import render
-from kha_megatron.plan.search import planned_arguments
-from kha_megatron.recipes import Command, Job, LaunchResult, Step
+from kha_megatron.model.run import hear, say
+from kha_megatron.plan.search import planned
+from kha_megatron.recipes import Command, Job, LaunchResult, Recipe, Step
 
 MegatronArguments = Annotated[
     list[str] | None,
@@ -148,9 +148,7 @@ def launch(
     overrides = list(megatron or [])
     if (layout or ("recipe" if cluster is None else "plan")) == "plan":
         ranks = cluster.ranks if cluster else nproc or chosen.ranks
-        sizes = planned_arguments(chosen, ranks, memory_of(gpu_memory), overrides)
-        console.log.print(f"layout for {ranks} GPUs: {' '.join(render(sizes))}", markup=False)
-        overrides = [*render(sizes), *overrides]
+        chosen = _planned(chosen, ranks, memory_of(gpu_memory), overrides)
     job = recipes.prepare(
         chosen,
         data=data,
@@ -184,6 +182,14 @@ def launch(
     if not result.succeeded:
         refused = result.failure is not None and result.failure.exit_code == 2
         raise typer.Exit(2 if refused else 1)
+
+
+def _planned(recipe: Recipe, ranks: int, memory: float, words: list[str]) -> Recipe:
+    """The recipe in the layout that is planned for so many GPUs; sizes among ``words`` stay."""
+    sizes = planned(recipe.run_for(words), ranks, memory, fixed=hear(words))
+    text = " ".join(" ".join([one.flag, *one.words]) for one in say(**sizes).values())
+    console.log.print(f"layout for {ranks} GPUs: {text}", markup=False)
+    return recipe.updated(**sizes)
 
 
 def _cluster(executor: str, given: dict[str, Any]) -> recipes.Cluster | None:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.model.words import integer_of
 from kha_megatron.plan.counts import as_printed, count, flops, sizes_of
 
 RecipeName = Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")]
@@ -29,7 +28,7 @@ def params(recipe: RecipeName, as_json: AsJson = False) -> None:
       kha-megatron params moe-a0.8b-6.6b
     """
     chosen = recipes.get_recipe(recipe)
-    sizes = sizes_of(chosen)
+    sizes = sizes_of(chosen.run)
     counts = count(sizes)
     plain = {"total": counts.total - counts.kha, "active": counts.active - counts.kha}
     paper = {n: as_printed(plain[n], str(chosen.paper[n])) for n in plain if n in chosen.paper}
@@ -76,8 +75,8 @@ def count_flops(
       kha-megatron flops equation12
     """
     chosen = recipes.get_recipe(recipe)
-    sizes = sizes_of(chosen)
-    length = seq or integer_of(chosen.arguments_for(), "--seq-length", 1)
+    sizes = sizes_of(chosen.run)
+    length = seq or chosen.run.arguments["seq_length"]
     result = flops(sizes, length)
     shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
     if as_json:

@@ -68,7 +68,7 @@ def plan(
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
     """
     setup = planner.setup_of(
-        recipes.get_recipe(recipe),
+        recipes.get_recipe(recipe).run,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,

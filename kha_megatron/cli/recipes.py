@@ -10,7 +10,6 @@ import typer
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.recipes import Recipe
-from kha_megatron.recipes.recipe import kha_of
 
 app = typer.Typer(name="recipes", help="The paper's training runs.", no_args_is_help=True)
 
@@ -53,8 +52,8 @@ def show(
         return
     lines = [f"{chosen.name}: {chosen.description}"]
     lines += [f"  the paper's {name}: {value}" for name, value in chosen.paper.items()]
-    lines += [f"  knocks {kha_of(chosen.arguments_for())}", ""]
-    for flag, words in chosen.arguments_for().items():
+    lines += [f"  knocks {chosen.run.kha}", ""]
+    for flag, words in chosen.run.flags.items():
         lines.append(shlex.join([flag, *words]))
     console.out.print("\n".join(lines), markup=False, emoji=False)
 
@@ -64,10 +63,10 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
     return {
         "name": recipe.name,
         "description": recipe.description,
-        "knocks": str(kha_of(recipe.arguments_for())),
+        "knocks": str(recipe.run.kha),
         "paper": dict(recipe.paper),
         "ranks": recipe.ranks,
-        "vocab_size": recipe.vocab_size,
+        "vocab_size": recipe.run.vocab_size,
         "environment": dict(recipe.environment),
-        "arguments": {flag: list(words) for flag, words in recipe.arguments_for().items()},
+        "arguments": {flag: list(words) for flag, words in recipe.run.flags.items()},
     }

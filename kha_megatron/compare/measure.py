@@ -14,33 +14,30 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.model.words import Arguments, integer_of
+from kha_megatron.model.run import Run
 from kha_megatron.ops.diagnostics import diagnose
 from kha_megatron.plan.counts import count, flops, sizes_of
-from kha_megatron.recipes.recipe import Recipe
 
 _COLUMNS = 6
 _GAP = 2  # pixels between matrices
 
 
-def cost(recipe: Recipe, arguments: Arguments, vocab_size: int) -> dict[str, Any]:
+def cost(run: Run, vocab_size: int) -> dict[str, Any]:
     """Parameters and training FLOPs per token, in closed form.
 
     Args:
-        recipe: with the variant's KHA settings.
-        arguments: the whole command line, in which the recipe's sizes may be overridden.
+        run: with the variant's KHA settings.
         vocab_size: rows of the embedding.
 
     Returns:
         ``total``, ``active``, ``kha`` parameters, ``flops`` (forward and backward) and
         ``kha_flops`` of one token; or ``uncounted`` with the reason.
     """
-    whole = replace(recipe, megatron=arguments, vocab_size=vocab_size)
-    length = integer_of(arguments, "--seq-length", 1)
     try:
-        sizes = sizes_of(whole)
+        sizes = sizes_of(replace(run, vocab_size=vocab_size))
     except ConfigError as error:
         return {"uncounted": str(error)}
+    length = run.arguments["seq_length"]
     counts, work = count(sizes), flops(sizes, length)
     return {
         "total": counts.total,
@@ -57,9 +54,9 @@ def padded_vocab(checkpoint: MegatronCheckpoint, default: int) -> int:
     return rows if type(rows) is int else default
 
 
-def device(arguments: Arguments) -> str:
+def device(run: Run) -> str:
     """What trained, for the report: times of different machines are not to be compared."""
-    if arguments.get("--device") == ("cpu",) or not torch.cuda.is_available():
+    if run.training.device == "cpu" or not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 

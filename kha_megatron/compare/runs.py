@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,8 @@ from typing import Any
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.compare.variants import SETTINGS, Variant
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
-from kha_megatron.model.words import Arguments, integer_of, parse
+from kha_megatron.model.run import Run as Asked
+from kha_megatron.model.words import parse
 from kha_megatron.recipes import Job, Recipe, prepare
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
@@ -64,11 +66,11 @@ class Run:
         """``kha_mlp-seed1``, which is its folder's name too."""
         return self.folder.name
 
-    @property
-    def arguments(self) -> Arguments:
-        """The whole command line, without the folders that are written to."""
-        overrides = ["--device", self.device, *self.overrides] if self.device else self.overrides
-        return self.recipe.arguments_for(data=self.data, overrides=overrides)
+    @cached_property
+    def asked(self) -> Asked:
+        """The whole run, without the folders that are written to."""
+        placed = {"device": self.device} if self.device else {}
+        return self.recipe.run_for(self.overrides, data=self.data, **placed)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -118,13 +120,11 @@ def plan(
         if flag in _OWN or flag in SETTINGS:
             instead = "--variants" if flag in SETTINGS else "--output and --seeds"
             raise ConfigError(f"{flag} is for one run, and these are several: use {instead}")
-    arguments = recipe.arguments_for(overrides=overrides)
-    if "--train-iters" not in arguments:
+    training = recipe.run_for(overrides).training
+    iterations = training.train_iters
+    if iterations is None:
         raise ConfigError(f"recipe {recipe.name} has no --train-iters: add `-- --train-iters N`")
-    iterations = integer_of(arguments, "--train-iters", 1)
-    every = min(
-        integer_of(arguments, "--save-interval", iterations), math.ceil(iterations / _SAVES)
-    )
+    every = min(training.save_interval or iterations, math.ceil(iterations / _SAVES))
     words = (*overrides, "--save-interval", str(every), "--tensorboard-log-interval", "1")
     runs = tuple(
         Run(
@@ -169,7 +169,7 @@ def _check_same(run: Run) -> None:
         return
     except (ValueError, KeyError) as error:
         raise OutputError(f"{run.folder / RUN} is damaged: remove {run.folder}") from error
-    now = {flag: list(words) for flag, words in run.arguments.items()}
+    now = {flag: list(words) for flag, words in run.asked.flags.items()}
     if other := sorted(f for f in begun.keys() | now.keys() if begun.get(f) != now.get(f)):
         was, wanted = (" ".join(x.get(other[0], ["absent"])) for x in (begun, now))
         raise OutputError(
@@ -232,7 +232,7 @@ def begin(run: Run, *, read_history: Callable[[Path], History]) -> tuple[Job, in
         job = prepare(run.recipe, **words)
     run.folder.mkdir(parents=True, exist_ok=True)
     starts = starts + 1 if start else 1
-    write_json(run.folder / RUN, {"starts": starts, "arguments": run.arguments})
+    write_json(run.folder / RUN, {"starts": starts, "arguments": run.asked.flags})
     return job, start
 
 
@@ -254,15 +254,15 @@ def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, An
         raise DataError(f"the loss of {run.name} is not finite from iteration {bad[0]} on")
     checkpoint = MegatronCheckpoint.open(run.folder / CHECKPOINTS)
     seconds = [value for _, value in history.get(SECONDS, ())]
-    vocab = measure.padded_vocab(checkpoint, run.recipe.vocab_size)
+    vocab = measure.padded_vocab(checkpoint, run.recipe.run.vocab_size)
     result = {
         "variant": run.variant.name,
         "knocks": str(run.variant.kha),
         "seed": run.seed,
         "losses": losses,
         "seconds_per_step": median(seconds) if seconds else None,
-        "cost": measure.cost(run.recipe, run.arguments, vocab),
-        "device": measure.device(run.arguments),
+        "cost": measure.cost(run.asked, vocab),
+        "device": measure.device(run.asked),
         "starts": json.loads((run.folder / RUN).read_text())["starts"],
         "matrices": measure.matrices(checkpoint, run.folder),
     }

@@ -2,17 +2,17 @@
 
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.words import parse, word_of
+from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import Recipe
 
 RANDOM_INIT = "random-init"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-_WORDS = ("query", "key", "value", "init")
-SETTINGS = ("--kha-preset", *(f"--kha-{word}" for word in _WORDS))
+SETTINGS = ("--kha-preset", "--kha-query", "--kha-key", "--kha-value", "--kha-init")
 """What a variant decides; a recipe's kind of attention is not among it."""
 
 
@@ -25,8 +25,8 @@ class Variant:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with this choice in the place of its own."""
-        words = {p: self.kha.variants.get(p, "none") for p in ("query", "key", "value")}
-        return replace(recipe, kha_preset="baseline", kha_overrides=words | {"init": self.kha.init})
+        words = {f"kha_{p}": self.kha.variants.get(p, "none") for p in PROJECTIONS}
+        return recipe.updated(kha_preset="baseline", **words, kha_init=self.kha.init)
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:
@@ -74,14 +74,13 @@ def _variant(word: str) -> Variant:
 
 def _from_flags(name: str, flags: str) -> KHAConfig:
     try:
-        given = parse(shlex.split(flags))
+        given = Run.of().updated(shlex.split(flags))
     except ValueError as error:  # an open quotation; a ConfigError says as much itself
         raise ConfigError(f"variant {name}: {error}") from error
-    if not given or (other := set(given) - set(SETTINGS)):
-        what = f"{min(other)} is none of its flags" if given else "it has no flags"
+    if not given.flags or (other := set(given.flags) - set(SETTINGS)):
+        what = f"{min(other)} is none of its flags" if given.flags else "it has no flags"
         raise ConfigError(f"variant {name}: {what}: choose among {', '.join(SETTINGS)}")
-    words = {setting: word_of(given, f"--kha-{setting}") for setting in ("preset", *_WORDS)}
     try:
-        return KHAConfig.asked({"preset": "baseline"} | words)
+        return given.kha
     except ConfigError as error:
         raise ConfigError(f"variant {name}: {error}") from error

@@ -17,9 +17,10 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.knocking import KnockingHeads
-from kha_megatron.mcore.layout import fp8_recipe_of, layout_of, model_of
 from kha_megatron.mcore.prologue import FusedPrologue
 from kha_megatron.mcore.qkv import QKVSplit
+from kha_megatron.model.layout import Layout
+from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_layout
 
 
@@ -100,7 +101,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         check_config(config, kha)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
-        self.split = QKVSplit(model_of(config, kha).qkv, self.tp_group)
+        self.split = QKVSplit(Model.from_config(config, kha).qkv, self.tp_group)
         self.folding = Folding(self, kha, self.split.layout, self.knockings)
 
     def get_query_key_value_tensors(
@@ -177,7 +178,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
     )
     if kha.attention or config.multi_latent_attention:
         check_family_version()
-    check_layout(model_of(config, kha), layout_of(config), fp8=fp8_recipe_of(config), trains=False)
+    check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
     if config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:

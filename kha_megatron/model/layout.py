@@ -1,81 +1,35 @@
-"""How a model is spread over ranks: its sizes, the parallel sizes and the batch, as plain data.
+"""How a model is spread over ranks, and what one step trains on.
 
 Which combinations are legal is in :mod:`kha_megatron.model.rules`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
-from kha_megatron.model.qkv import QKVLayout
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.fields import attributes, read, said
+
+_LETTERS = "EtmL"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The sizes of a GPT model that parallelism divides, under Megatron's names.
+def stages_of(text: str) -> tuple[str, ...]:
+    """Megatron's notation of a pipeline layout, unrolled: ``Ett|(t|)*2L`` has four stages.
 
-    Linear layers have no bias. None stands for what is not known where a check is made, or for
-    what the model does not have.
+    Raises:
+        ValueError: a letter that is no layer.
     """
-
-    num_layers: int | None
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Key/value heads; as many as query heads in MHA."""
-    kv_channels: int
-    """Features of one head."""
-    ffn_hidden_size: int | None
-    """Width of the dense layers' MLP."""
-    num_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_router_topk: int = 2
-    moe_layers: tuple[bool, ...] = ()
-    """Which layers are MoE; empty for all of them where there are experts."""
-    vocab_size: int | None = None
-    """Rows of the embedding before Megatron pads them for tensor parallelism."""
-    vocab_padding: int = 128
-    """``--make-vocab-size-divisible-by``; 0 where the vocabulary is not padded."""
-    swiglu: bool = True
-    qk_layernorm: bool = True
-    attention_output_gate: bool = False
-    tied_embeddings: bool = True
-    norm_parameters: int = 1
-    """Parameters of a norm for each feature: 1 for RMSNorm, 2 for LayerNorm."""
-    tied_keys: bool = False
-    """Grouped-Tied Attention: half of a key is the value, and there is no key projection."""
-    latents: tuple[tuple[str, int], ...] = ()
-    """Widths of latent attention that tensor parallelism cuts, by the flags that set them; see
-    :func:`latents`."""
-    latent_width: int | None = None
-    """Features of the latent of keys and values; None without latent attention."""
-    latent_heads: int = 1
-    """Heads of that latent: 1 in MLA."""
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether the layer (counted from 0) has experts."""
-        return bool(self.num_experts) and (not self.moe_layers or self.moe_layers[layer])
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether at least one layer has the dense MLP."""
-        return not self.num_experts or not all(self.moe_layers or (True,))
-
-    @property
-    def qkv(self) -> QKVLayout:
-        """The rows of the QKV projection, which all kinds of attention but the latent ones have."""
-        return QKVLayout(
-            groups=self.num_query_groups,
-            queries=self.num_attention_heads // self.num_query_groups,
-            head_dim=self.kv_channels,
-            gated=self.attention_output_gate,
-            tied=self.tied_keys,
-        )
-
-    def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding as Megatron builds it for ``tp`` tensor-parallel ranks."""
-        unit = (self.vocab_padding or 1) * (tp if self.vocab_padding else 1)
-        return -(-self.vocab_size // unit) * unit
+    plain = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+    for letter in plain:
+        if letter not in (*_LETTERS, "|"):
+            raise ValueError(
+                f"Invalid layer character: {letter}: write E (embedding), t (layer), m "
+                "(multi-token prediction), L (loss) and | between stages"
+            )
+    return tuple(plain.split("|"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +38,80 @@ class Layout:
 
     world_size: int | None = None
     """Ranks in all; None where it is not known."""
-    tp: int = 1
+    tp: int = said("--tensor-model-parallel-size", 1)
     """Tensor-parallel size."""
-    pp: int = 1
+    pp: int = said("--pipeline-model-parallel-size", 1)
     """Pipeline-parallel size."""
-    vpp: int | None = None
+    vpp: int | None = said(
+        "--num-virtual-stages-per-pipeline-rank",
+        None,
+        attribute="virtual_pipeline_model_parallel_size",
+    )
     """Virtual pipeline stages of each rank; None for the plain 1F1B schedule."""
-    cp: int = 1
+    virtual_stage_layers: int | None = said(
+        "--num-layers-per-virtual-pipeline-stage", None, attribute=None
+    )
+    """Megatron's other way to say ``vpp``, which follows from it."""
+    cp: int = said("--context-parallel-size", 1)
     """Context-parallel size."""
-    ep: int = 1
+    ep: int = said("--expert-model-parallel-size", 1)
     """Expert-parallel size."""
-    etp: int | None = None
+    etp: int | None = said("--expert-tensor-parallel-size", None)
     """Expert-tensor-parallel size; as ``tp`` if None."""
-    sequence_parallel: bool = False
-    overlap_p2p: bool = True
+    sequence_parallel: bool = said("--sequence-parallel", False)
+    overlap_p2p: bool = said("--no-overlap-p2p-communication", True, argument="overlap_p2p_comm")
     """Whether virtual stages overlap their point-to-point communication."""
-    microbatch_group: int | None = None
-    """``--microbatch-group-size-per-virtual-pipeline-stage``; as ``pp`` if None."""
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-    embedding_as_layer: bool = False
-    """``--account-for-embedding-in-pipeline-split``."""
-    loss_as_layer: bool = False
-    """``--account-for-loss-in-pipeline-split``."""
-    stages: tuple[str, ...] | None = None
-    """A custom layout, unrolled: one word for each stage in the order of the layers, of the letters
-    ``E`` (embedding), ``t`` (layer), ``m`` (multi-token prediction) and ``L`` (loss)."""
+    microbatch_group: int | None = said(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        None,
+        argument="microbatch_group_size_per_vp_stage",
+    )
+    """As ``pp`` if None."""
+    first_stage_layers: int | None = said(
+        "--decoder-first-pipeline-num-layers", None, attribute="num_layers_in_first_pipeline_stage"
+    )
+    last_stage_layers: int | None = said(
+        "--decoder-last-pipeline-num-layers", None, attribute="num_layers_in_last_pipeline_stage"
+    )
+    embedding_as_layer: bool = said("--account-for-embedding-in-pipeline-split", False)
+    loss_as_layer: bool = said("--account-for-loss-in-pipeline-split", False)
+    stages: tuple[str, ...] | None = said(
+        "--pipeline-model-parallel-layout",
+        None,
+        attribute=None,
+        reads=stages_of,
+        writes="|".join,
+    )
+    """A custom layout, unrolled: one word for each stage in the order of the layers."""
+    weight_shards: int | None = said("--tensor-parallel-num-weight-shards", None)
+    expert_weight_shards: int | None = said("--expert-tensor-parallel-num-weight-shards", None)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
+        """The parallel sizes that Megatron's arguments ask for.
+
+        Args:
+            arguments: by name, as for :meth:`kha_megatron.model.model.Model.of`.
+            world_size: ranks in all.
+
+        Raises:
+            ConfigError: text that is no value, or virtual stages that the layers do not fill.
+        """
+        given = read(cls, arguments)
+        if given["stages"] is not None:
+            given["vpp"] = len(given["stages"]) // given["pp"]
+        elif given["virtual_stage_layers"]:
+            given["vpp"] = _virtual_stages(given, arguments.get("num_layers") or 0)
+        if (given["vpp"] or 1) == 1:
+            given["vpp"] = None
+        if given["weight_shards"] or given["expert_weight_shards"]:
+            world_size = None  # this takes ranks of its own, which Megatron counts itself
+        return cls(world_size=world_size, **given)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """The parallel sizes of a ``TransformerConfig``; it knows no world size."""
+        return cls(**attributes(cls, config))
 
     @property
     def expert_tp(self) -> int:
@@ -119,11 +121,13 @@ class Layout:
     @property
     def dp(self) -> int:
         """Data-parallel size: replicas that read different samples."""
+        assert self.world_size is not None, "replicas of a layout without its world size"
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def expert_dp(self) -> int:
         """Replicas of an expert."""
+        assert self.world_size is not None, "replicas of a layout without its world size"
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def chunk_layers(self, num_layers: int) -> list[list[int]]:
@@ -132,8 +136,8 @@ class Layout:
         if self.stages is not None:
             words = [word.count("t") for word in self.stages]
             return [words[c * self.pp : (c + 1) * self.pp] for c in range(chunks)]
-        ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
-        ends = {rank: layers for rank, layers in ends.items() if layers is not None}
+        own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
+        ends = {rank: layers for rank, layers in own.items() if layers is not None}
         left = num_layers - sum(ends.values()) + self.embedding_as_layer + self.loss_as_layer
         even = left // max(1, self.pp - len(ends))
         counts = [
@@ -144,41 +148,48 @@ class Layout:
         return counts
 
 
+def _virtual_stages(given: Mapping[str, Any], layers: int) -> int | None:
+    """How many there are on a rank where the number of their layers is given."""
+    size = given["virtual_stage_layers"]
+    extra = given["embedding_as_layer"] + given["loss_as_layer"]
+    own, rest = divmod(layers + extra, given["pp"])
+    if rest:
+        return None  # the layers do not even fill the ranks, which is said first
+    if own % size:
+        legal = [n for n in range(1, own + 1) if own % n == 0]
+        raise ConfigError(
+            f"{own} layers on a pipeline rank cannot be divided into virtual stages of {size}: "
+            f"choose --num-layers-per-virtual-pipeline-stage from {legal}"
+        )
+    return own // size
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """What one step trains on."""
 
-    seq_length: int
-    micro_batch_size: int = 1
+    seq_length: int = said("--seq-length", attribute=None)
+    micro_batch_size: int = said("--micro-batch-size", attribute=None)
     """Sequences that a model replica takes at once."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = said("--global-batch-size", None, attribute=None)
     """Sequences of one optimizer step, over all replicas."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self | None:
+        """The batch that Megatron's arguments ask for; None where they leave it open.
+
+        Raises:
+            ConfigError: text that is no value.
+        """
+        given = read(cls, arguments)
+        given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
+        if not given["seq_length"] or not given["micro_batch_size"]:
+            return None
+        if arguments.get("decrease_batch_size_if_needed"):
+            given["global_batch_size"] = None  # Megatron rounds it, and says so
+        return cls(**given)
 
     def microbatches(self, dp: int) -> int:
         """How many times a replica runs forward and backward before the optimizer steps."""
+        assert self.global_batch_size is not None, "microbatches of a step of unknown size"
         return self.global_batch_size // (self.micro_batch_size * dp)
-
-
-def moe_pattern(frequency: int | Sequence[int], layers: int) -> tuple[bool, ...]:
-    """Megatron's ``moe_layer_freq`` as one flag a layer: every n-th, or a list of 0 and 1."""
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(layers))
-    return tuple(map(bool, frequency))
-
-
-def latents(
-    query: int | None, key_value: int, position: int, *, down_projections_cut: bool
-) -> tuple[tuple[str, int], ...]:
-    """:attr:`Model.latents` from Megatron's sizes of multi-latent attention.
-
-    Args:
-        query: ``--q-lora-rank``; None for queries without a latent.
-        key_value: ``--kv-lora-rank``.
-        position: ``--qk-pos-emb-head-dim``.
-        down_projections_cut: whether tensor parallelism cuts the down-projections, as without
-            Transformer Engine and with ``--mla-down-proj-fusion``; else every rank has them whole.
-    """
-    if not down_projections_cut:
-        return ()
-    joint = ("--kv-lora-rank plus --qk-pos-emb-head-dim", key_value + position)
-    return (("--q-lora-rank", query), joint) if query else (joint,)

@@ -6,13 +6,45 @@ the launcher and by the planner (from a recipe). It refuses what Megatron-Core w
 or run wrongly, and nothing else; each message names both numbers and a legal neighbour.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.layout import Batch, Layout, Model
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.model import Model
+from kha_megatron.model.training import Training
 
 FP8_MULTIPLE = {"mxfp8": 32}
 """Feature sizes must be multiples of this in FP8; 16 for every other recipe."""
+
+
+_ELSEWHERE = (
+    "use_checkpoint_args",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)
+"""Arguments after which a model's sizes are not those of the command line."""
+
+
+def check_arguments(arguments: Mapping[str, Any], world_size: int | None) -> None:
+    """Refuse what Megatron's arguments cannot make, before Megatron looks at them.
+
+    What comes from elsewhere (``--use-checkpoint-args``, a heterogeneous model's file), and sizes
+    that Megatron demands and are missing, are left to Megatron.
+
+    Args:
+        arguments: by name, all or only some.
+        world_size: ranks in all.
+
+    Raises:
+        ConfigError: see :func:`check_layout` and :func:`check_sharding`.
+    """
+    model = Model.of(arguments)
+    if model is None or any(arguments.get(name) for name in _ELSEWHERE):
+        return
+    layout = Layout.of(arguments, world_size)
+    check_layout(model, layout, Batch.of(arguments))
+    check_sharding(model, layout, Training.of(arguments))
 
 
 def check_layout(
@@ -20,14 +52,12 @@ def check_layout(
     layout: Layout,
     batch: Batch | None = None,
     *,
-    fp8: str | None = None,
     trains: bool = True,
 ) -> None:
     """Refuse a spread of the model that cannot be made, or that Megatron would run wrongly.
 
     Args:
         batch: None where it is not known.
-        fp8: name of the FP8 recipe (``delayed``, ``mxfp8``, ...), or None.
         trains: False for a model that may only be evaluated.
 
     Raises:
@@ -35,6 +65,7 @@ def check_layout(
     """
     check_head_layout(model.num_attention_heads, model.num_query_groups, layout.tp)
     _check_tied_keys(model)
+    _check_pattern(model)
     _check_latent_heads(model, layout)
     _check_widths(model, layout)
     _check_sequence_parallel(model, layout, trains)
@@ -43,8 +74,57 @@ def check_layout(
     _check_world(layout)
     if batch is not None:
         _check_batch(layout, batch)
-    if fp8 is not None:
-        _check_fp8(model, layout, fp8)
+    if model.fp8:
+        _check_fp8(model, layout)
+
+
+def excluded(own: Collection[str], new: Mapping[str, Any]) -> dict[str, str]:
+    """Which arguments of a recipe's own a user's words put out of use, with the reason.
+
+    Args:
+        own: names of the recipe's arguments.
+        new: the user's, by name.
+    """
+    reasons = {}
+    if new.get("tensor_model_parallel_size") == 1:
+        reasons["sequence_parallel"] = "--tensor-model-parallel-size 1 leaves it nothing to split"
+    if new.get("use_torch_fsdp2"):
+        for name in (
+            "use_distributed_optimizer",
+            "overlap_param_gather",
+            "expert_model_parallel_size",
+        ):
+            reasons[name] = "--use-torch-fsdp2 shards without it"
+    return {name: why for name, why in reasons.items() if name in own and name not in new}
+
+
+def check_sharding(model: Model, layout: Layout, training: Training) -> None:
+    """Refuse what PyTorch's FSDP2 cannot be combined with, before Megatron's assertions do.
+
+    Raises:
+        ConfigError: naming what to remove or to add.
+    """
+    if not training.use_torch_fsdp2:
+        return
+    remedies = {
+        "MCore's distributed optimizer: remove --use-distributed-optimizer": (
+            training.use_distributed_optimizer
+        ),
+        "tied embeddings: add --untie-embeddings-and-output-weights": model.tied_embeddings,
+        f"expert parallelism over {layout.ep} ranks: use --expert-model-parallel-size 1": (
+            layout.ep > 1
+        ),
+        f"pipeline parallelism over {layout.pp} ranks: use --pipeline-model-parallel-size 1": (
+            layout.pp > 1
+        ),
+        "fused accumulation of gradients: add --no-gradient-accumulation-fusion": (
+            training.gradient_accumulation_fusion
+        ),
+        "fp16: use --bf16": training.fp16,
+    }
+    for remedy, refused in remedies.items():
+        if refused:
+            raise ConfigError(f"--use-torch-fsdp2 does not go with {remedy}")
 
 
 def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) -> None:
@@ -78,18 +158,28 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
 
 
 def _check_tied_keys(model: Model) -> None:
-    if model.tied_keys and model.kv_channels % 4:
+    if model.kha_attention == "gta" and model.kv_channels % 4:
         raise ConfigError(
             f"--kv-channels {model.kv_channels}: grouped-tied attention rotates half of a key, in "
             f"pairs of features: use {_multiples(model.kv_channels, 4)}"
         )
 
 
+def _check_pattern(model: Model) -> None:
+    freq = model.moe_layer_freq
+    if model.num_layers and not isinstance(freq, int) and len(freq) != model.num_layers:
+        raise ConfigError(
+            f"--moe-layer-freq names {len(freq)} layers, the model has {model.num_layers}: "
+            f"name {model.num_layers}"
+        )
+
+
 def _check_latent_heads(model: Model, layout: Layout) -> None:
     """A rank must hold whole latent heads, or be one of several that share one."""
     count, heads = model.latent_heads, model.num_attention_heads
-    for flag, width in (("--kv-lora-rank", model.latent_width), ("--num-attention-heads", heads)):
-        if width and width % count:
+    width_of_all = model.kv_lora_rank if model.multi_latent_attention else count
+    for flag, width in (("--kv-lora-rank", width_of_all), ("--num-attention-heads", heads)):
+        if width % count:
             raise ConfigError(
                 f"{flag} {width} cannot be divided over {count} latent heads: use "
                 f"{_multiples(width, count)}, or {_either(_near(_divisors(width), count))} heads"
@@ -113,7 +203,7 @@ def _check_widths(model: Model, layout: Layout) -> None:
         )
     tensor = ("tensor-parallel", "--tensor-model-parallel-size", layout.tp)
     expert = ("expert-tensor-parallel", "--expert-tensor-parallel-size", layout.expert_tp)
-    widths = [(width, flag, tensor) for flag, width in model.latents]
+    widths = [(width, flag, tensor) for flag, width in _latents(model)]
     if model.has_dense_layers:
         widths.append((model.ffn_hidden_size, "--ffn-hidden-size", tensor))
     if model.num_experts:
@@ -122,8 +212,7 @@ def _check_widths(model: Model, layout: Layout) -> None:
             (model.moe_ffn_hidden_size, "--moe-ffn-hidden-size", expert),
             (model.moe_shared_expert_intermediate_size, shared, tensor),
         ]
-    if model.vocab_size and not model.vocab_padding:
-        widths.append((model.vocab_size, "--padded-vocab-size", tensor))
+    widths.append((model.padded_vocab_size, "--padded-vocab-size", tensor))
     for width, flag, (ranks, size_flag, size) in widths:
         if width and width % size:
             legal = _either(_near(_divisors(width), size))
@@ -131,6 +220,19 @@ def _check_widths(model: Model, layout: Layout) -> None:
                 f"{flag} {width} cannot be divided over {size} {ranks} ranks: use "
                 f"{_multiples(width, size)}, or {size_flag} {legal}"
             )
+
+
+def _latents(model: Model) -> list[tuple[str, int | None]]:
+    """What Megatron's local modules and ``--mla-down-proj-fusion`` cut of latent attention; with
+    Transformer Engine every rank has its down-projections whole."""
+    whole = model.transformer_impl == "transformer_engine" and not model.mla_down_proj_fusion
+    if whole or not model.multi_latent_attention:
+        return []
+    joint = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    return [
+        ("--q-lora-rank", model.q_lora_rank),
+        ("--kv-lora-rank plus --qk-pos-emb-head-dim", joint),
+    ]
 
 
 def _check_sequence_parallel(model: Model, layout: Layout, trains: bool) -> None:
@@ -303,9 +405,9 @@ def _check_batch(layout: Layout, batch: Batch) -> None:
         )
 
 
-def _check_fp8(model: Model, layout: Layout, recipe: str) -> None:
-    unit = FP8_MULTIPLE.get(recipe, 16)
-    sizes = [("--kv-channels", model.kv_channels, 16), ("--hidden-size", model.hidden_size, unit)]
+def _check_fp8(model: Model, layout: Layout) -> None:
+    unit = FP8_MULTIPLE.get(model.fp8_recipe, 16)
+    sizes = [("--kv-channels", model.head_dim, 16), ("--hidden-size", model.hidden_size, unit)]
     if model.has_dense_layers and model.ffn_hidden_size:
         sizes.append(("--ffn-hidden-size", model.ffn_hidden_size, unit * layout.tp))
     if model.num_experts and model.moe_ffn_hidden_size:

@@ -12,11 +12,15 @@ from kha_megatron.errors import ConfigError
 Arguments = dict[str, tuple[str, ...]]
 """Flag, with its dashes, to its words; no words for a flag that only switches something on."""
 
+REPEATED = frozenset({"--heads"})
+"""Flags that take one word each time they are given, and are given as often as there are words."""
+
 _FLAG = re.compile(r"--[A-Za-z]")
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """Read ``--flag``, ``--flag value ...``, ``--flag=value``; the last of a repeated flag counts.
+    """Read ``--flag``, ``--flag value ...``, ``--flag=value``; the last of a repeated flag counts,
+    unless it is one of :data:`REPEATED`.
 
     A word is a flag if it begins with two dashes and a letter: ``-1e-3`` is a value.
 
@@ -29,7 +33,8 @@ def parse(words: Sequence[str]) -> Arguments:
         if _FLAG.match(word):
             flag, equals, value = word.partition("=")
             closed = bool(equals)  # argparse gives --flag=value exactly that one value
-            arguments[flag] = (value,) if closed else ()
+            before = arguments.get(flag, ()) if flag in REPEATED else ()
+            arguments[flag] = (*before, value) if closed else before
         elif closed or flag is None:
             raise ConfigError(
                 f"unexpected argument {word!r}: Megatron's arguments begin with --, "
@@ -48,38 +53,10 @@ def render(arguments: Mapping[str, tuple[str, ...]]) -> list[str]:
     """
     words: list[str] = []
     for flag, values in arguments.items():
-        if len(values) == 1 and (not values[0] or values[0].startswith("-")):
+        if flag in REPEATED:
+            words += [word for value in values for word in (flag, value)]
+        elif len(values) == 1 and (not values[0] or values[0].startswith("-")):
             words.append(f"{flag}={values[0]}")
         else:
             words += [flag, *values]
     return words
-
-
-def word_of(arguments: Mapping[str, tuple[str, ...]], flag: str) -> str | None:
-    """The one word of ``flag``, or None where it is absent.
-
-    Raises:
-        ConfigError: the flag has no word or several.
-    """
-    if flag not in arguments:
-        return None
-    values = arguments[flag]
-    if len(values) != 1:
-        raise ConfigError(
-            f"{flag} takes one value, not {len(values)}: {' '.join(values) or 'none'}"
-        )
-    return values[0]
-
-
-def integer_of(arguments: Mapping[str, tuple[str, ...]], flag: str, default: int) -> int:
-    """The positive integer given to ``flag``, or ``default`` where it is absent.
-
-    Raises:
-        ConfigError: the word is no positive integer.
-    """
-    word = word_of(arguments, flag)
-    if word is None:
-        return default
-    if not re.fullmatch(r"[0-9]+", word) or int(word) < 1:
-        raise ConfigError(f"{flag} {word}: give a whole number from 1 up")
-    return int(word)

@@ -136,7 +136,7 @@ def _summed(setup: Setup, layout: Layout, stage: int) -> int:
     counts = parameters(model, setup.kha, layout, stage)
     if not layout.sequence_parallel:
         layers = sum(map(len, stage_layers(model, layout, stage)))
-        return layers * 2 * model.kv_channels * model.norm_parameters * model.qk_layernorm
+        return layers * 2 * model.head_dim * model.norm_parameters * model.qk_layernorm
     split = counts.linear - counts.experts + counts.embedding
     return counts.dense - counts.kha - split
 
@@ -144,7 +144,7 @@ def _summed(setup: Setup, layout: Layout, stage: int) -> int:
 def _context(setup: Setup, layout: Layout) -> float:
     tokens, _ = tokens_of(layout, setup.batch)
     _, groups = heads_of(setup.model, layout)
-    keys_and_values = 2 * tokens * groups * setup.model.kv_channels * setup.width
+    keys_and_values = 2 * tokens * groups * setup.model.head_dim * setup.width
     return (layout.cp - 1) * keys_and_values * (_forwards(setup) + 2)
 
 
@@ -158,7 +158,7 @@ def _pipeline(setup: Setup, layout: Layout, stage: int, microbatches: int) -> fl
     messages = 2 * passes - microbatches * (first + last)
     sent = messages * share * setup.model.hidden_size * setup.width
     if setup.model.tied_embeddings and (first or last):
-        table = setup.model.padded_vocab_size(layout.tp) * setup.model.hidden_size / layout.tp
+        table = setup.model.padded_vocab(layout.tp) * setup.model.hidden_size / layout.tp
         sent += 2 * ring(2) * 4 * table
     return sent
 

@@ -11,11 +11,11 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.layout import Layout, Model
+from kha_megatron.model.layout import Layout
+from kha_megatron.model.model import Model
+from kha_megatron.model.run import Run
 from kha_megatron.plan.family import Attention, attention_of
 from kha_megatron.plan.memory import active_parameters, parameters
-from kha_megatron.recipes.recipe import Recipe, kha_of
-from kha_megatron.recipes.sizes import model_of
 
 _CACHE_BYTES = 2  # bf16
 _UNITS = {"M": 10**6, "B": 10**9}
@@ -89,22 +89,33 @@ class Flops:
         return self.kha / self.attention
 
 
-def sizes_of(recipe: Recipe) -> Sizes:
-    """The recipe's model in the terms of this module.
+def sizes_of(run: Run) -> Sizes:
+    """The run's model in the terms of this module.
 
     Raises:
         ConfigError: it has what the closed form does not count.
     """
-    arguments = recipe.arguments_for()
-    model = model_of(arguments, recipe.vocab_size)
-    uncounted = ("--mtp-num-layers", "--hybrid-layer-pattern")
-    strange = [flag for flag in uncounted if flag in arguments]
-    if "--disable-bias-linear" not in arguments:
-        strange.append("linear layers with biases")
-    if strange or model is None:
-        why = ", ".join(strange) or "no sizes of its own"
-        raise ConfigError(f"recipe {recipe.name} has {why}, which is not counted")
-    return Sizes(model=model, attention=attention_of(model, arguments), kha=kha_of(arguments))
+    model = counted(run.model)
+    return Sizes(model=model, attention=attention_of(model), kha=run.kha)
+
+
+def counted(model: Model | None) -> Model:
+    """The model, if this package can count it.
+
+    Raises:
+        ConfigError: naming what it has that is not counted.
+    """
+    if model is None:
+        raise ConfigError("a model without sizes of its own is not counted: give --num-layers, "
+                          "--hidden-size and --num-attention-heads")  # fmt: skip
+    strange = {
+        "--mtp-num-layers": model.mtp_num_layers,
+        "--hybrid-layer-pattern": model.hybrid_layer_pattern,
+        "linear layers with biases": model.add_bias_linear,
+    }
+    if found := [what for what, present in strange.items() if present]:
+        raise ConfigError(f"the model has {', '.join(found)}, which is not counted")
+    return model
 
 
 def count(sizes: Sizes) -> Counts:
@@ -144,7 +155,7 @@ def flops(sizes: Sizes, length: int) -> Flops:
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
         kha=length * layers * sizes.kha.flops(attention.heads),
-        logits=2 * length * hidden * model.padded_vocab_size(1),
+        logits=2 * length * hidden * model.padded_vocab(1),
     )
 
 

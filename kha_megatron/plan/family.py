@@ -6,13 +6,9 @@ those that carry the position. Multi-head and multi-query attention are grouped-
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from kha_megatron.heads import HeadSizes
-from kha_megatron.model.layout import Model
-from kha_megatron.model.words import Arguments, integer_of, word_of
-
-Kind = Literal["gqa", "mla", "gta", "gla"]
+from kha_megatron.model.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,42 +32,11 @@ class Attention:
         return self.weights + self.norms
 
 
-def kind_of(arguments: Arguments) -> Kind:
-    """Which member of the family a command line asks for."""
-    plain = "mla" if "--multi-latent-attention" in arguments else "gqa"
-    return word_of(arguments, "--kha-attention") or plain
-
-
-def attention_of(model: Model, arguments: Arguments) -> Attention:
-    """The attention of one layer, as the command line asks for it.
-
-    Raises:
-        ConfigError: a size is no positive integer.
-    """
-    kind = kind_of(arguments)
-    if kind == "gqa":
-        return grouped_query(model)
-    if kind == "gta":
-        return grouped_tied(model)
-    return latent(model, key=model.kv_channels, **latent_sizes(arguments))
-
-
-def latent_sizes(arguments: Arguments) -> dict[str, Any]:
-    """What :func:`latent` takes of the command line besides the head size, with Megatron's
-    defaults.
-
-    Raises:
-        ConfigError: a size is no positive integer.
-    """
-    through = "--q-lora-rank" in arguments
-    grouped = kind_of(arguments) == "gla"
-    return {
-        "query_rank": integer_of(arguments, "--q-lora-rank", 1) if through else None,
-        "rank": integer_of(arguments, "--kv-lora-rank", 32),
-        "position": integer_of(arguments, "--qk-pos-emb-head-dim", 64),
-        "value": integer_of(arguments, "--v-head-dim", 128),
-        "groups": integer_of(arguments, "--kha-latent-heads", 2) if grouped else 1,
-    }
+def attention_of(model: Model) -> Attention:
+    """The attention of one layer."""
+    if model.multi_latent_attention:
+        return latent(model)
+    return grouped_tied(model) if model.kha_attention == "gta" else grouped_query(model)
 
 
 def grouped_query(model: Model) -> Attention:
@@ -99,36 +64,20 @@ def grouped_tied(model: Model) -> Attention:
     )
 
 
-def latent(
-    model: Model,
-    *,
-    query_rank: int | None,
-    rank: int,
-    position: int,
-    key: int,
-    value: int,
-    groups: int = 1,
-) -> Attention:
-    """MLA, and GLA where ``groups`` latent heads each serve their own share of the query heads.
-
-    Args:
-        query_rank: width of the queries' latent; None projects them at once.
-        rank: width of all latent heads together.
-        position: rotary features, of every query head and of the one key that all heads share.
-        key: features of a head that carry no position.
-        value: features of a head's value.
-        groups: latent heads (Zadouri et al. 2025, section 3.3.2); 1 is MLA.
-    """
+def latent(model: Model) -> Attention:
+    """MLA, and GLA, each of whose latent heads serves its own share of the query heads (Zadouri et
+    al. 2025, section 3.3.2)."""
     d, n = model.hidden_size, model.num_attention_heads
+    query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
+    key, position, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
     queries = n * (key + position)
     weights = query_rank * (d + queries) if query_rank else d * queries
     weights += d * (rank + position)
-    weights += rank // groups * n * (key + value)  # each latent head for its own heads only
+    weights += rank // model.latent_heads * n * (key + value)  # of its own query heads only
     weights += n * value * d
-    norms = ((query_rank or 0) + rank) * model.norm_parameters
     return Attention(
         weights=weights,
-        norms=norms if model.qk_layernorm else 0,
+        norms=(query_rank + rank) * model.norm_parameters if model.qk_layernorm else 0,
         pair=n * (key + position + value),
         cache=rank + position,
         heads=HeadSizes(query_heads=n, kv_heads=n, head_dim=key, value_dim=value),

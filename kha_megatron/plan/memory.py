@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.model.layout import Batch, Layout, Model
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.model import Model
 from kha_megatron.plan.family import Attention, grouped_query
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -121,7 +122,7 @@ def parameters(
         local = model.num_experts // layout.ep
         expert += local * matrices * hidden * model.moe_ffn_hidden_size // layout.expert_tp
 
-    table = model.padded_vocab_size(tp) * hidden // tp
+    table = model.padded_vocab(tp) * hidden // tp
     first, last = stage == 0, stage == layout.pp - 1
     table *= first + (last and not (first and model.tied_embeddings))
     dense = linear + router + count * (norms + knocking) + table + last * norm * hidden
@@ -201,7 +202,7 @@ def _activations(setup: Setup, layout: Layout, stage: int) -> tuple[float, float
         of_kha += knocking_activations(setup, layout)
     if stage == layout.pp - 1:
         # in and out of the final norm; the softmax in fp32, and the logits that it is made from
-        logits = tokens * model.padded_vocab_size(layout.tp) / layout.tp
+        logits = tokens * model.padded_vocab(layout.tp) / layout.tp
         whole += 2 * share * model.hidden_size * setup.width + (4 + setup.width) * logits
     return whole, of_kha
 
@@ -230,7 +231,7 @@ def layer_activations(setup: Setup, layout: Layout, moe: bool) -> float:
     entry = 1 if setup.precision == "fp8" else width  # what a linear layer keeps of its input
     tokens, share = tokens_of(layout, setup.batch)
     queries, groups = heads_of(model, layout)
-    hidden, features = model.hidden_size, model.kv_channels
+    hidden, features = model.hidden_size, model.head_dim
 
     kept = share * hidden * (width + entry)  # the norm's input, the projection's
     if model.qk_layernorm:

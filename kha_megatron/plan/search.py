@@ -6,18 +6,18 @@ bytes sent; then by memory.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.rules import check_layout
-from kha_megatron.model.words import Arguments, integer_of, parse, word_of
+from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
-from kha_megatron.plan.family import kind_of
+from kha_megatron.plan.counts import counted
 from kha_megatron.plan.memory import Memory, Precision, Recompute, Setup, memory
-from kha_megatron.recipes.recipe import Recipe, kha_of
-from kha_megatron.recipes.sizes import batch_of, model_of
 
 USABLE = 0.9
 """Part of the GPU's memory that a layout may fill: the rest is for what is not counted (CUDA
@@ -28,16 +28,7 @@ NODE = 8
 
 GPUS = (8, 4096)
 
-_FLAGS = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "vpp": "--num-virtual-stages-per-pipeline-rank",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
-}
-
-SIZES = tuple(_FLAGS)
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 """Fields of :class:`Layout` that a caller may fix."""
 
 
@@ -66,46 +57,36 @@ class Plan:
 
 
 def setup_of(
-    recipe: Recipe,
+    run: Run,
     *,
     seq_length: int | None = None,
     micro_batch_size: int | None = None,
     global_batch_size: int | None = None,
     precision: Precision | None = None,
     recompute: Recompute = "none",
-    overrides: Sequence[str] = (),
 ) -> Setup:
-    """The recipe in the planner's terms, with what the caller says instead.
-
-    Args:
-        overrides: words in Megatron's own syntax.
+    """The run in the planner's terms, with what the caller says instead.
 
     Raises:
-        ConfigError: the recipe has what the planner cannot count.
+        ConfigError: the run has what the planner cannot count.
     """
-    arguments = recipe.arguments_for(overrides=overrides)
-    model, batch = model_of(arguments, recipe.vocab_size), batch_of(arguments)
-    unknown = "--mtp-num-layers", "--hybrid-layer-pattern"
-    strange = [flag for flag in unknown if flag in arguments]
-    if (kind := kind_of(arguments)) != "gqa":
-        strange.append(kind.upper())
-    if "--disable-bias-linear" not in arguments:
-        strange.append("linear layers with biases")
-    if strange or model is None or batch is None:
-        why = ", ".join(strange) or "no sizes of its own"
-        raise ConfigError(f"recipe {recipe.name} has {why}, which plan does not count")
-    default = "bf16" if "--bf16" in arguments else "fp32"
+    model, batch = counted(run.model), run.batch
+    if model.kind != "gqa" or batch is None:
+        why = "no batch of its own" if batch is None else model.kind.upper()
+        raise ConfigError(f"the run has {why}, which plan does not count")
+    default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
+    precision = precision or default
     return Setup(
-        model=model,
-        kha=kha_of(arguments),
+        model=replace(model, fp8="hybrid" if precision == "fp8" else None),
+        kha=run.kha,
         batch=Batch(
             seq_length=seq_length or batch.seq_length,
             micro_batch_size=micro_batch_size or batch.micro_batch_size,
             global_batch_size=global_batch_size or batch.global_batch_size,
         ),
-        precision=precision or ("fp8" if "--fp8-format" in arguments else default),
+        precision=precision,
         recompute=recompute,
-        distributed_optimizer="--use-distributed-optimizer" in arguments,
+        distributed_optimizer=run.training.use_distributed_optimizer,
     )
 
 
@@ -131,7 +112,7 @@ def plan_layouts(
     plans, refusal = [], None
     for layout in _candidates(setup, gpus, fixed):
         try:
-            check_layout(setup.model, layout, setup.batch, fp8=_fp8(setup))
+            check_layout(setup.model, layout, setup.batch)
         except ConfigError as error:
             refusal = refusal or error
         else:
@@ -141,38 +122,37 @@ def plan_layouts(
     return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
 
 
-def planned_arguments(
-    recipe: Recipe, gpus: int, gpu_memory: float, overrides: Sequence[str]
-) -> Arguments:
-    """Megatron's arguments of the best layout on so many GPUs; sizes in ``overrides`` stay.
+def planned(run: Run, gpus: int, gpu_memory: float, fixed: Collection[str]) -> dict[str, Any]:
+    """Megatron's arguments, by name, of the best layout on so many GPUs.
+
+    Args:
+        gpu_memory: bytes of one GPU.
+        fixed: arguments whose sizes stay as the run has them.
 
     Raises:
         ConfigError: no layout is legal, or none fits into the memory.
     """
-    given = parse(overrides)
-    fixed = {name: integer_of(given, flag, 1) for name, flag in _FLAGS.items() if flag in given}
-    recompute = word_of(given, "--recompute-granularity") or "none"
+    names = {row.field: row.argument for row in rows(Layout)}
+    own = run.layout(gpus)
+    kept = {size: getattr(own, size) for size in SIZES if names[size] in fixed}
     try:
-        setup = setup_of(recipe, overrides=overrides, recompute=recompute)
+        setup = setup_of(run, recompute=run.training.recompute_granularity or "none")
     except ConfigError as error:
         raise ConfigError(f"{error}: give --layout recipe") from error
-    best = plan_layouts(setup, gpus, gpu_memory, fixed)[0]
+    best = plan_layouts(setup, gpus, gpu_memory, kept)[0]
     if not fits(best, gpu_memory):
         raise ConfigError(
-            f"{recipe.name} fits on {gpus} GPUs of {gpu_memory / 1e9:.0f} GB in no layout (the "
+            f"the model fits on {gpus} GPUs of {gpu_memory / 1e9:.0f} GB in no layout (the "
             f"best takes {best.total_memory / 1e9:.0f} GB): use more GPUs, or "
             "--recompute-granularity full, or --layout recipe to try it nevertheless"
         )
-    layout = best.layout
-    sizes = {"etp": layout.expert_tp} | {n: getattr(layout, n) for n in SIZES if n != "etp"}
-    if setup.model.num_experts is None:
-        del sizes["ep"], sizes["etp"]
-    words = {_FLAGS[name]: (str(size),) for name, size in sizes.items() if size is not None}
-    if layout.sequence_parallel:
-        words["--sequence-parallel"] = ()
-    if layout.loss_as_layer:
-        words["--account-for-loss-in-pipeline-split"] = ()
-    return words
+    layout = replace(best.layout, etp=best.layout.expert_tp)
+    sizes = [n for n in SIZES if setup.model.num_experts or n not in ("ep", "etp")]
+    return {
+        names[name]: value
+        for name in (*sizes, "sequence_parallel", "loss_as_layer")
+        if (value := getattr(layout, name))
+    }
 
 
 def fits(plan: Plan, gpu_memory: float) -> bool:
@@ -183,10 +163,6 @@ def fits(plan: Plan, gpu_memory: float) -> bool:
 def _order(plan: Plan, gpu_memory: float) -> tuple:
     steps = int(plan.idle / 0.05)
     return not fits(plan, gpu_memory), steps, plan.communication.total, plan.total_memory
-
-
-def _fp8(setup: Setup) -> str | None:
-    return "delayed" if setup.precision == "fp8" else None
 
 
 def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[Layout]:

@@ -6,20 +6,17 @@ from pathlib import Path
 from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
 from kha_megatron.heads import HeadFacts
-from kha_megatron.model import rules
-from kha_megatron.model.words import Arguments, word_of
-from kha_megatron.recipes.recipe import kha_of
-from kha_megatron.recipes.sizes import batch_of, layout_of, model_of
+from kha_megatron.model.rules import check_arguments
+from kha_megatron.model.run import Run
 
-_BLEND_FILES = ("--data-args-path", "--per-split-data-args-path")
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def check_layout(arguments: Arguments, ranks: int) -> None:
+def check_layout(run: Run, ranks: int) -> None:
     """The model, the batch and the ranks against the parallel sizes, and the KHA settings.
 
     Args:
-        arguments: the whole command line.
+        run: the whole of it.
         ranks: number of processes.
 
     Raises:
@@ -27,55 +24,47 @@ def check_layout(arguments: Arguments, ranks: int) -> None:
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
-    kha = kha_of(arguments)
-    kha.check(HeadFacts(multi_latent="--multi-latent-attention" in arguments))
-    device = word_of(arguments, "--device")
-    if device not in (None, "cuda", "cpu"):
+    run.kha.check(HeadFacts(multi_latent="multi_latent_attention" in run.arguments))
+    device = run.training.device
+    if device not in ("cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")
-
-    model = model_of(arguments)
-    if model is not None:
-        fp8 = word_of(arguments, "--fp8-recipe") or "delayed"
-        rules.check_layout(
-            model,
-            layout_of(arguments, ranks),
-            batch_of(arguments),
-            fp8=fp8 if "--fp8-format" in arguments else None,
-        )
+    check_arguments(run.arguments, ranks)
 
 
-def check_data(arguments: Arguments, *, files: bool = True) -> None:
+def check_data(run: Run, *, files: bool = True) -> None:
     """The datasets and the tokenizer must be named, and exist on this machine.
 
     Args:
+        run: the whole of it.
         files: False where they lie on machines that this one does not see.
 
     Raises:
         DataError: naming the file that is missing and the command that makes it.
     """
-    if "--mock-data" in arguments:
+    given = run.files
+    if given.mock_data:
         return
-    blends = {flag: arguments[flag] for flag in BLENDS if flag in arguments}
-    if not blends and not any(flag in arguments for flag in _BLEND_FILES):
+    blends = {flag: run.flags[flag] for flag in BLENDS if flag in run.flags}
+    if not blends and not (given.data_args_path or given.per_split_data_args_path):
         raise DataError(
             "no training data: give --data a folder made by `kha-megatron data prepare`"
         )
     for flag, words in blends.items() if files else ():
         check_blend(flag, words)
-    if "--tokenizer-type" not in arguments:
+    if given.tokenizer_type is None:
         raise DataError(
             "no tokenizer: give --data a folder made by `kha-megatron data prepare`, "
             "or Megatron's --tokenizer-type"
         )
     if files:
-        check_tokenizer(word_of(arguments, "--tokenizer-model"))
+        check_tokenizer(given.tokenizer_model)
 
 
-def check_folders(arguments: Arguments, output: Path | None, *, resume: bool) -> None:
+def check_folders(run: Run, output: Path | None, *, resume: bool) -> None:
     """Nothing is overwritten, and a checkpoint to continue from is complete.
 
     Args:
-        arguments: the whole command line.
+        run: the whole of it.
         output: the run's own folder, which must be empty unless ``resume``.
         resume: continue from the last checkpoint under ``--save``.
 
@@ -83,10 +72,10 @@ def check_folders(arguments: Arguments, output: Path | None, *, resume: bool) ->
         OutputError: the output folder is not empty, is a file or cannot be written.
         CheckpointError: there is no complete checkpoint to load.
     """
-    save = word_of(arguments, "--save")
-    load = Path(word).absolute() if (word := word_of(arguments, "--load")) else None
+    save = run.files.save
+    load = Path(run.files.load).absolute() if run.files.load else None
     if load is not None:
-        _check_checkpoint(load, word_of(arguments, "--ckpt-format") or "torch_dist")
+        _check_checkpoint(load, run.training.ckpt_format)
     for folder in dict.fromkeys(f.absolute() for f in (output, save and Path(save)) if f):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"{folder} is a file: choose another --output")

@@ -191,17 +191,17 @@ class Cluster:
         """Whether a later start must go on from the checkpoints of an earlier one."""
         return self.retries > 0 or self.chain > 1 or self.fault_tolerant
 
-    def arguments(self) -> dict[str, tuple[str, ...]]:
-        """Megatron's arguments that belong to the place rather than to the recipe."""
-        given: dict[str, tuple[str, ...]] = {}
+    def arguments(self) -> dict[str, Any]:
+        """Megatron's arguments, by name, that belong to the place rather than to the recipe."""
+        given: dict[str, Any] = {}
         if self.time is not None:
             # saved and ended in time, with a tenth of the limit to spare, at most 15 minutes
             minutes = _minutes(self.time)
             margin = min(15, math.ceil(minutes / 10))
             if minutes - margin >= 1:
-                given["--exit-duration-in-mins"] = (str(int(minutes - margin)),)
+                given["exit_duration_in_mins"] = int(minutes - margin)
         if self.fault_tolerant:
-            given |= {"--enable-ft-package": (), "--calc-ft-timeouts": ()}
+            given |= {"enable_ft_package": True, "calc_ft_timeouts": True}
         return given
 
 

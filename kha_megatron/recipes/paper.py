@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kha_megatron.recipes.recipe import Recipe, Value
+from kha_megatron.model.run import Run
+from kha_megatron.recipes.recipe import Recipe
 
 VOCAB_SIZE = 157184
 """Entries of the paper's tokenizer, as its parameter counts give them."""
@@ -17,42 +18,42 @@ VOCAB_SIZE = 157184
 BATCH = 512
 """Sequences of one optimizer step: 2.1M tokens of 4,096, 4.2M of 8,192."""
 
-ATTENTION: dict[str, Value] = {
-    "--kv-channels": 128,
-    "--qk-layernorm": True,
-    "--normalization": "RMSNorm",
-    "--swiglu": True,
-    "--disable-bias-linear": True,
-    "--position-embedding-type": "rope",
-    "--attention-dropout": 0.0,
-    "--hidden-dropout": 0.0,
+ATTENTION: dict[str, Any] = {
+    "kv_channels": 128,
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
 }
 """What the layers of all its models have in common."""
 
-_OPTIMISATION: dict[str, Value] = {
-    "--adam-beta1": 0.9,
-    "--adam-beta2": 0.95,
-    "--weight-decay": 0.1,
-    "--clip-grad": 1.0,
-    "--lr-decay-style": "cosine",
-    "--lr-warmup-fraction": 0.05,
-    "--micro-batch-size": 1,
-    "--global-batch-size": BATCH,
-    "--bf16": True,
-    "--use-distributed-optimizer": True,
-    "--overlap-grad-reduce": True,
-    "--overlap-param-gather": True,
-    "--eval-interval": 1000,
-    "--eval-iters": 0,
-    "--log-interval": 10,
-    "--tensorboard-log-interval": 1,
-    "--save-interval": 1000,
-    "--ckpt-format": "torch_dist",
+_OPTIMISATION: dict[str, Any] = {
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+    "clip_grad": 1.0,
+    "lr_decay_style": "cosine",
+    "lr_warmup_fraction": 0.05,
+    "micro_batch_size": 1,
+    "global_batch_size": BATCH,
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "eval_interval": 1000,
+    "eval_iters": 0,
+    "log_interval": 10,
+    "tensorboard_log_interval": 1,
+    "save_interval": 1000,
+    "ckpt_format": "torch_dist",
 }
 
 
 @dataclass(frozen=True)
-class Training:
+class Schedule:
     """A schedule of section 4.1: Adam's and the shape of it are the same for all."""
 
     tokens: str
@@ -62,21 +63,21 @@ class Training:
     rate: float
     """Peak learning rate; cosine to a tenth of it."""
 
-    def arguments(self) -> dict[str, Value]:
+    def arguments(self) -> dict[str, Any]:
         """Megatron's; the last batch is a whole one."""
         tokens = int(self.tokens[:-1]) * {"B": 10**9, "T": 10**12}[self.tokens[-1]]
         return {
-            "--seq-length": self.length,
-            "--max-position-embeddings": self.length,
-            "--train-iters": -(-tokens // (BATCH * self.length)),
-            "--lr": self.rate,
-            "--min-lr": round(self.rate / 10, 10),
+            "seq_length": self.length,
+            "max_position_embeddings": self.length,
+            "train_iters": -(-tokens // (BATCH * self.length)),
+            "lr": self.rate,
+            "min_lr": round(self.rate / 10, 10),
         }
 
 
-ARCHITECTURE = Training("75B", 4096, 7.5e-4)  # Tables 1 and 2
-EXPLORATION = Training("100B", 4096, 7.5e-4)  # Tables 3 and 5
-MAIN_RUN = Training("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
+ARCHITECTURE = Schedule("75B", 4096, 7.5e-4)  # Tables 1 and 2
+EXPLORATION = Schedule("100B", 4096, 7.5e-4)  # Tables 3 and 5
+MAIN_RUN = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ VARIANTS: Mapping[str, tuple[str, str]] = {
 """The paper's two choices and what it compares them with: preset, words."""
 
 
-def grouped_query(heads: int, groups: int) -> dict[str, Value]:
+def grouped_query(heads: int, groups: int) -> dict[str, Any]:
     """Arguments of MHA, MQA or GQA with so many query and key/value heads."""
     return {
-        "--num-attention-heads": heads,
-        "--group-query-attention": True,
-        "--num-query-groups": groups,
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": groups,
     }
 
 
@@ -133,10 +134,11 @@ def recipe_of(
     name: str,
     what: str,
     shape: Shape,
-    training: Training,
+    training: Schedule,
     *,
     preset: str,
-    attention: Mapping[str, Value] | None = None,
+    attention: Mapping[str, Any] | None = None,
+    heads: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Recipe:
     """One training run of the paper.
@@ -145,40 +147,40 @@ def recipe_of(
         what: the model and its variant in a few words; the training's length is added.
         preset: a key of ``PRESETS``.
         attention: arguments of another attention than 32 query and 4 key/value heads.
+        heads: what replaces the preset's choice, by argument.
         fields: of :class:`Recipe`, as they are.
     """
-    sizes: dict[str, Value] = {
-        "--num-layers": shape.layers,
-        "--hidden-size": shape.hidden,
-        "--ffn-hidden-size": shape.ffn,
+    sizes: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
     }
-    heads = grouped_query(32, 4) if attention is None else attention
+    attention = grouped_query(32, 4) if attention is None else attention
     experts = _experts(*shape.experts, shape.ffn) if shape.experts else {}
-    arguments = sizes | ATTENTION | heads | experts | training.arguments() | _OPTIMISATION
+    values = sizes | ATTENTION | attention | experts | training.arguments() | _OPTIMISATION
+    values |= {"device": "cuda", "kha_preset": preset, **(heads or {})}
     return Recipe(
         name=name,
         description=f"{what}, {training.tokens} tokens",
         ranks=8,
-        vocab_size=VOCAB_SIZE,
-        kha_preset=preset,
-        megatron=arguments,
+        run=Run.of(vocab_size=VOCAB_SIZE, **values),
         **fields,
     )
 
 
-def _experts(total: int, active: int, ffn: int) -> dict[str, Value]:
+def _experts(total: int, active: int, ffn: int) -> dict[str, Any]:
     return {
-        "--num-experts": total,
-        "--moe-router-topk": active,
-        "--moe-ffn-hidden-size": ffn,
+        "num_experts": total,
+        "moe_router_topk": active,
+        "moe_ffn_hidden_size": ffn,
         # balanced by a bias instead of an auxiliary loss
-        "--moe-router-score-function": "sigmoid",
-        "--moe-router-enable-expert-bias": True,
-        "--moe-router-bias-update-rms": True,
-        "--moe-router-load-balancing-type": "none",
-        "--moe-router-dtype": "fp32",
-        "--moe-token-dispatcher-type": "alltoall",
-        "--expert-model-parallel-size": 8,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rms": True,
+        "moe_router_load_balancing_type": ("none",),
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": 8,
     }
 
 
@@ -202,5 +204,5 @@ EQUATION_12 = recipe_of(
     Shape(1, 1024, 3072),
     replace(EXPLORATION, length=2048),
     preset="kha_mlp",
-    attention=grouped_query(32, 32) | {"--kv-channels": 32},
+    attention=grouped_query(32, 32) | {"kv_channels": 32},
 )

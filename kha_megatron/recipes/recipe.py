@@ -1,16 +1,12 @@
-"""What a recipe is: one training run as data, and the command line it stands for."""
+"""What a recipe is: one training run as typed data, and where it is meant to run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Self
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.data.paths import CORPUS, TOKENIZER
-from kha_megatron.model.words import Arguments, parse, render
-
-Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
-"""What follows a flag: one value, several, or True for a flag that stands alone."""
+from kha_megatron.model.run import Run
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 """Folders that a run writes inside its output folder."""
@@ -18,9 +14,9 @@ CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run: Megatron's arguments, the KHA choice and where it is meant to run.
+    """One training run: what Megatron and KHA are told, and where it is meant to run.
 
-    Paths are no part of it: :meth:`arguments_for` adds them.
+    Paths are no part of it: :meth:`run_for` adds them.
     """
 
     name: str
@@ -29,26 +25,11 @@ class Recipe:
     description: str
     """One line for lists and logs."""
 
-    megatron: Mapping[str, Value]
-    """Megatron's own arguments in the order they are written, keyed by flag with its dashes."""
+    run: Run
+    """Model, layout, batch, training and heads, in the order in which they are written."""
 
     ranks: int
     """Processes on one machine, unless the caller says otherwise."""
-
-    vocab_size: int
-    """Entries of the tokenizer it is meant for. Megatron takes the number from the tokenizer; only
-    the planner needs it here."""
-
-    kha_preset: str = "kha_mlp"
-    """A key of :data:`kha_megatron.config.PRESETS`."""
-
-    kha_overrides: Mapping[Literal["query", "key", "value", "init"], str] = field(
-        default_factory=dict
-    )
-    """Settings that replace the preset's, as words of the command line (``"none"`` included)."""
-
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Device it is meant for, unless the caller says otherwise."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables the ranks need; one that the user has set already is left alone."""
@@ -60,63 +41,39 @@ class Recipe:
     entry: str = "kha_megatron.training"
     """What every rank runs: a module, or the path of a script that ends in ``.py``."""
 
-    def arguments_for(
+    def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
+        """The recipe with other values: see :meth:`kha_megatron.model.run.Run.updated`."""
+        return replace(self, run=self.run.updated(words, **values))
+
+    def run_for(
         self,
+        words: Sequence[str] = (),
         *,
         data: Path | None = None,
         output: Path | None = None,
-        overrides: Sequence[str] = (),
-    ) -> Arguments:
-        """The whole command line as a mapping; what comes later replaces the same flag before it.
-
-        A recipe's own ``--sequence-parallel`` goes with its tensor parallelism: overriding
-        ``--tensor-model-parallel-size`` with 1 takes it out, as no flag of Megatron's does.
+        **values: Any,
+    ) -> Run:
+        """The run with its folders; what comes later replaces the same value before it.
 
         Args:
+            words: in Megatron's own syntax; they come last.
             data: folder made by ``kha-megatron data prepare``.
             output: folder for checkpoints and TensorBoard files.
-            overrides: words in Megatron's own syntax.
+            values: others, by the names of Megatron's arguments.
 
         Raises:
-            ConfigError: a word of ``overrides`` belongs to no flag.
+            ConfigError: a word that belongs to no flag, or that is no value of its flag.
         """
-        own = {flag: _words(value) for flag, value in self.megatron.items()}
-        own |= {"--device": (self.device,), "--kha-preset": (self.kha_preset,)}
-        own |= {f"--kha-{name}": (word,) for name, word in self.kha_overrides.items()}
+        paths: dict[str, Any] = {}
         if data is not None:
-            own |= {
-                "--data-path": (str(data.absolute() / CORPUS),),
-                "--tokenizer-type": ("HuggingFaceTokenizer",),
-                "--tokenizer-model": (str(data.absolute() / TOKENIZER),),
+            paths |= {
+                "data_path": (str(data.absolute() / CORPUS),),
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": str(data.absolute() / TOKENIZER),
             }
         if output is not None:
-            own |= {
-                "--save": (str(output.absolute() / CHECKPOINTS),),
-                "--tensorboard-dir": (str(output.absolute() / TENSORBOARD),),
+            paths |= {
+                "save": str(output.absolute() / CHECKPOINTS),
+                "tensorboard_dir": str(output.absolute() / TENSORBOARD),
             }
-        given = parse(overrides)
-        if given.get("--tensor-model-parallel-size") == ("1",):
-            own.pop("--sequence-parallel", None)
-        return own | given
-
-    def command_line(self, overrides: Sequence[str] = ()) -> list[str]:
-        """Arguments for ``python -m kha_megatron.training``, without data and output folders."""
-        return render(self.arguments_for(overrides=overrides))
-
-
-def kha_of(arguments: Arguments) -> KHAConfig:
-    """The configuration that a command line's ``--kha-*`` flags ask for.
-
-    Raises:
-        ConfigError: a preset, variant, init or kind of attention is unknown.
-    """
-    names = {f"--kha-{f.name.replace('_', '-')}": f.name for f in fields(KHAConfig)}
-    names["--kha-preset"] = "preset"
-    given = {name: " ".join(arguments[flag]) for flag, name in names.items() if flag in arguments}
-    return KHAConfig.asked({"preset": "baseline", "heads": arguments.get("--heads")} | given)
-
-
-def _words(value: Value) -> tuple[str, ...]:
-    if value is True:
-        return ()
-    return tuple(str(v) for v in value) if isinstance(value, tuple) else (str(value),)
+        return self.run.updated(words, **paths, **values)

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.model.words import Arguments, integer_of, render
+from kha_megatron.model.layout import Layout
+from kha_megatron.model.run import Run
 from kha_megatron.recipes.checks import check_data, check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, Step, find_failure, new_lines, parse_step
@@ -122,43 +124,44 @@ def prepare(
         OutputError: the output folder is in use or cannot be written.
         CheckpointError: ``resume`` without a complete checkpoint.
     """
-    if device is not None:
-        overrides = ["--device", device, *overrides]
+    placed = {} if device is None else {"device": device}
     if cluster is not None:
-        overrides = [*render(cluster.arguments()), *overrides]
+        placed |= cluster.arguments()
         ranks = cluster.ranks
-    arguments = recipe.arguments_for(data=data, output=output, overrides=overrides)
-    if resume and "--save" not in arguments:
+    run = recipe.run_for(overrides, data=data, output=output, **placed)
+    if resume and run.files.save is None:
         raise ConfigError("nothing to resume: give --output the folder of the earlier run")
-    loading = {"--load": arguments["--save"]} | arguments if "--save" in arguments else arguments
+    loading = run.loading()
     if resume:
-        arguments = loading
+        run = loading
     ranks = recipe.ranks if ranks is None else ranks
-    check_layout(arguments, ranks)
+    check_layout(run, ranks)
     here = cluster is None or cluster.shares_files
-    check_data(arguments, files=here)
+    check_data(run, files=here)
     if here:
-        check_folders(arguments, output, resume=resume)
+        check_folders(run, output, resume=resume)
     if cluster is not None and cluster.restarts:
-        arguments = loading  # of an empty folder at first: Megatron starts anew then
+        run = loading  # of an empty folder at first: Megatron starts anew then
+    for word in run.dropped:
+        announce(f"{recipe.name} leaves out its {word}")
     target = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
     python = sys.executable if cluster is None else cluster.python
     return Job(
         recipe=recipe,
-        command=(python, "-u", *target, *render(arguments)),
+        command=(python, "-u", *target, *run.words()),
         ranks=ranks,
-        environment=_environment(recipe, arguments, cluster),
+        environment=_environment(recipe, run, cluster),
         output=output,
         cluster=cluster,
     )
 
 
-def _environment(recipe: Recipe, arguments: Arguments, cluster: Cluster | None) -> dict[str, str]:
+def _environment(recipe: Recipe, run: Run, cluster: Cluster | None) -> dict[str, str]:
     """What the ranks need; on this machine the caller's own values win."""
     if cluster is None:
         return {name: os.environ.get(name, value) for name, value in recipe.environment.items()}
-    split = ("--tensor-model-parallel-size", "--context-parallel-size")
-    if any(integer_of(arguments, flag, 1) > 1 for flag in split):
+    layout = Layout.of(run.arguments, None)
+    if max(layout.tp, layout.cp) > 1 and not run.training.use_torch_fsdp2:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | dict(recipe.environment)  # Megatron's check
     return dict(recipe.environment)
 

@@ -5,6 +5,7 @@ The names say table and row: ``table1/mlp-kv4``, ``table2/linear-q``, ``table3/g
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kha_megatron.recipes.paper import (
     ARCHITECTURE,
@@ -16,7 +17,7 @@ from kha_megatron.recipes.paper import (
     grouped_query,
     recipe_of,
 )
-from kha_megatron.recipes.recipe import Recipe, Value
+from kha_megatron.recipes.recipe import Recipe
 
 _MODEL = SHAPES["moe-a0.8b-6.6b"]  # of Tables 1, 2 and 3
 
@@ -39,24 +40,24 @@ _TABLE_2: Mapping[str, Mapping[str, float]] = {  # the gate has one row; its oth
     "mlp": {"q": 1.848, "k": 1.848, "v": 1.832, "qkv": 1.832},
 }
 
-_LATENT: dict[str, Value] = {
+_LATENT: dict[str, Any] = {
     # "8 query heads" and "4 KV heads" of 128 are the widths of the latents, for 32 heads: this
     # reading comes to 971.7M active parameters, 0.2 % above the paper's 970M, which are 969.9M
     # where the rotary key's projection is not counted. No other that we tried comes as near.
-    "--num-attention-heads": 32,
-    "--multi-latent-attention": True,
-    "--q-lora-rank": 1024,
-    "--kv-lora-rank": 512,
-    "--norm-epsilon": 1e-6,  # stock DeepSeek-V3 has no other for its latents: what it folds into
-    "--qk-head-dim": 128,
-    "--qk-pos-emb-head-dim": 64,
-    "--v-head-dim": 128,
+    "num_attention_heads": 32,
+    "multi_latent_attention": True,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 512,
+    "layernorm_epsilon": 1e-6,  # stock DeepSeek-V3 has no other for its latents: what it folds into
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
 }
-_TABLE_3: Mapping[str, tuple[dict[str, Value], str, str, str, float, float]] = {
+_TABLE_3: Mapping[str, tuple[dict[str, Any], str, str, str, float, float]] = {
     # arguments, words, KHA, active parameters, loss without and with KHA
     "mla": (_LATENT, "MLA", "linear", "970M", 1.812, 1.801),
     "gta": (
-        grouped_query(32, 4) | {"--kha-attention": "gta", "--rotary-percent": 0.5},
+        grouped_query(32, 4) | {"kha_attention": "gta", "rotary_percent": 0.5},
         "GTA, 32 query and 4 KV heads",
         "mlp",
         "868M",
@@ -112,7 +113,7 @@ def _table_2() -> Iterator[Recipe]:
                 _MODEL,
                 ARCHITECTURE,
                 preset="baseline",
-                kha_overrides=dict.fromkeys(projections, variant),
+                heads={f"kha_{projection}": variant for projection in projections},
                 paper=printed | ({"loss": losses[place]} if place in losses else {}),
             )
 
@@ -163,7 +164,7 @@ def _table_5() -> Iterator[Recipe]:
 
 def _gla() -> Iterator[Recipe]:
     """Section 4.1 names GLA, and no table has it: two latent heads of 256, MLA's cache."""
-    attention = _LATENT | {"--kha-attention": "gla", "--kha-latent-heads": 2}
+    attention = _LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}
     for which in ("baseline", "linear"):
         preset, choice = VARIANTS[which]
         yield recipe_of(

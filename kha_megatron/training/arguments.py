@@ -10,7 +10,7 @@ from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import ConfigError, DataError
 from kha_megatron.heads import HeadFacts, Knock
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES
-from kha_megatron.training.layout import check_args_layout
+from kha_megatron.model.rules import check_arguments
 
 DEVICES = ("cuda", "cpu")
 
@@ -242,7 +242,7 @@ def check_args(args: argparse.Namespace) -> None:
             "--moe-router-enable-expert-bias"
         )
     _check_log_interval(args)
-    check_args_layout(args)
+    check_arguments(vars(args), args.world_size)
     if args.mock_data:
         return
     _check_data(args)

@@ -16,7 +16,6 @@ from kha_megatron.cli import app
 from kha_megatron.compare import parse_variants, plan, runs
 from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, OutputError
-from kha_megatron.model.words import render
 from kha_megatron.recipes import get_recipe
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 from tests.training.conftest import corpus, losses, start  # noqa: F401
@@ -125,7 +124,7 @@ def test_killed_and_started_again_it_is_the_same_comparison(
     assert [result["starts"] for result in results] == [1, 1, 2, 1]
 
     # as one run that nothing happened to, of another command, to the last bit
-    alone = start([*render(third.arguments), "--tensorboard-dir", str(tmp_path / "alone")])
+    alone = start([*third.asked.words(), "--tensorboard-dir", str(tmp_path / "alone")])
     assert alone.codes == [0], alone.output[-4000:]
     expected = losses(tmp_path / "alone")
     assert results[2]["losses"] == [expected[i] for i in range(1, ITERATIONS + 1)]

@@ -33,7 +33,7 @@ def test_show_is_the_whole_command_line():
     assert "knocks key=mlp" in text
     assert "the paper's loss: 1.848" in text
     words = [word for line in text.splitlines() if line.startswith("--") for word in line.split()]
-    assert words == recipe.command_line()
+    assert words == recipe.run.words()
     data = json.loads(run("show", recipe.name, "--json"))
     assert data["arguments"]["--kha-key"] == ["mlp"]
     assert data["arguments"]["--qk-layernorm"] == []

@@ -51,8 +51,7 @@ def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():
     variants = {v.name: v for v in parse_variants(",".join(PRESETS))}
     found = {}
     for name, variant in variants.items():
-        whole = variant.of(recipe)
-        found[name] = cost(whole, whole.arguments_for(), 512)
+        found[name] = cost(variant.of(recipe).run, 512)
     base = found["baseline"]
     assert (base["kha"], base["kha_flops"]) == (0, 0)
     for name, matrices, heads in (
@@ -67,12 +66,11 @@ def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():
         assert own["total"] - base["total"] == own["active"] - base["active"] == own["kha"]
         assert own["kha_flops"] == 3 * 4 * matrices * heads * 2 * 32**2, name
         assert own["flops"] - base["flops"] == own["kha_flops"]
-    arguments = recipe.arguments_for(overrides=["--num-layers", "2"])
-    assert cost(variants["kha_mlp"].of(recipe), arguments, 512)["kha"] == 2 * 3 * 32**2
+    run = variants["kha_mlp"].of(recipe).run_for(["--num-layers", "2"])
+    assert cost(run, 512)["kha"] == 2 * 3 * 32**2
 
 
 def test_what_cannot_be_counted_says_why():
     recipe = get_recipe("quickstart")
-    arguments = recipe.arguments_for()
-    del arguments["--disable-bias-linear"]
-    assert "linear layers with biases" in cost(recipe, arguments, 512)["uncounted"]
+    biased = recipe.run.updated(add_bias_linear=True)
+    assert "linear layers with biases" in cost(biased, 512)["uncounted"]

@@ -28,7 +28,7 @@ def test_runs_of_one_seed_differ_only_in_what_is_knocked(tmp_path):
     comparison = planned(tmp_path / "out")
     names = ["baseline-seed1", "random-init-seed1", "baseline-seed2", "random-init-seed2"]
     assert [run.name for run in comparison.runs] == names
-    one, two, other, _ = (run.arguments for run in comparison.runs)
+    one, two, other, _ = (run.asked.flags for run in comparison.runs)
     differing = {flag for flag in one.keys() | two.keys() if one.get(flag) != two.get(flag)}
     assert differing == {"--kha-value", "--kha-init"}
     assert {f for f in one if one[f] != other[f]} == {"--seed", "--kha-init-seed"}
@@ -61,7 +61,7 @@ def test_a_variant_that_the_model_cannot_carry_is_refused_before_any_run(tmp_pat
 
 def test_the_kind_of_attention_is_not_a_variants_to_choose(tmp_path):
     runs = planned(tmp_path / "out", [*MOCK, "--kha-attention", "gta"]).runs
-    assert {run.arguments["--kha-attention"] for run in runs} == {("gta",)}
+    assert {run.asked.flags["--kha-attention"] for run in runs} == {("gta",)}
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
@@ -96,7 +96,7 @@ def interrupted(tmp_path):
     (run.folder / "checkpoints" / "iter_0000020").mkdir(parents=True)
     (run.folder / "checkpoints" / "iter_0000020" / "metadata.json").write_text("{}")
     (run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
-    write_json(run.folder / RUN, {"starts": 1, "arguments": run.arguments})
+    write_json(run.folder / RUN, {"starts": 1, "arguments": run.asked.flags})
     return run
 
 

@@ -6,7 +6,6 @@ from kha_megatron.compare import parse_variants
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import RECIPES, get_recipe
-from kha_megatron.recipes.recipe import kha_of
 
 
 def test_presets_the_ablation_and_own_ones():
@@ -46,7 +45,9 @@ def test_what_is_refused(text, match):
         parse_variants(text)
 
 
-@pytest.mark.parametrize("name", ["quickstart", *(n for n in RECIPES if RECIPES[n].kha_overrides)])
+@pytest.mark.parametrize(
+    "name", ["quickstart", *(n for n in RECIPES if "--kha-value" in RECIPES[n].run.flags)]
+)
 def test_a_variant_replaces_whatever_the_recipe_knocks(name):
     for variant in parse_variants("baseline,kha_mlp,random-init,kha_linear"):
-        assert kha_of(variant.of(get_recipe(name)).arguments_for()) == variant.kha
+        assert variant.of(get_recipe(name)).run.kha == variant.kha

@@ -9,10 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Literal
 
+from kha_megatron.model.run import Run, say
+from kha_megatron.model.words import render
 from kha_megatron.recipes import Recipe
 from kha_megatron.recipes.paper import ATTENTION
-from kha_megatron.recipes.recipe import Value
+
+Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
+"""What follows a flag: one value, several, or True for a flag that stands alone."""
 
 STEPS = 200
 """Optimizer steps of a run."""
@@ -25,7 +30,7 @@ _MODEL: dict[str, Value] = {
     "--num-attention-heads": 4,
     "--group-query-attention": True,
     "--num-query-groups": 2,
-    **ATTENTION,
+    **{said.flag: said.words or True for said in say(**ATTENTION).values()},
 }
 
 _TRAINING: dict[str, Value] = {
@@ -132,6 +137,12 @@ OTHER_START = Bound(first=None, end=0.3)
 what does not train; whether the layers are equal is asked by tests/gpu, with equal weights."""
 
 
+def _words(value: Value) -> tuple[str, ...]:
+    if value is True:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, tuple) else (str(value),)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One short training."""
@@ -160,13 +171,13 @@ class Case:
     def recipe(self) -> Recipe:
         """The run as the launcher takes it; overriding words can follow."""
         megatron = _MODEL | _TRAINING | (_EXPERTS if self.moe else {}) | dict(self.flags)
+        words = {flag: _words(v) for flag, v in megatron.items() if flag not in self.dropped}
+        preset = self.preset or ("kha_mlp" if self.moe else "kha_linear")
         return Recipe(
             name=f"gpu-check/{self.name}",
             description="one case of make gpu-check",
-            megatron={flag: v for flag, v in megatron.items() if flag not in self.dropped},
+            run=Run.of(vocab_size=4096).updated(render(words), kha_preset=preset),
             ranks=1,
-            vocab_size=4096,
-            kha_preset=self.preset or ("kha_mlp" if self.moe else "kha_linear"),
             environment={
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
                 "OMP_NUM_THREADS": "2",

@@ -152,7 +152,7 @@ def refused():
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
             data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4096"]
-            patch.setattr(sys, "argv", ["training", *case.recipe.command_line(data)])
+            patch.setattr(sys, "argv", ["training", *case.recipe.run_for(data).words()])
             try:
                 args = parse_args(add_kha_arguments)
                 check_args(args)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.layout import Batch, Layout, Model, latents
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_head_layout, check_layout
 
 DENSE = Model(
@@ -16,14 +17,18 @@ DENSE = Model(
     kv_channels=16,
     ffn_hidden_size=192,
 )
-TIED = replace(DENSE, tied_keys=True)
+TIED = replace(DENSE, kha_attention="gta")
 LATENT = replace(
     DENSE,
     num_query_groups=8,
-    latents=latents(24, 20, 4, down_projections_cut=True),
-    latent_width=20,
+    multi_latent_attention=True,
+    q_lora_rank=24,
+    kv_lora_rank=20,
+    qk_pos_emb_head_dim=4,
+    transformer_impl="local",
 )
-GROUPED = replace(LATENT, latents=(), latent_heads=4)
+WHOLE = replace(LATENT, transformer_impl="transformer_engine")
+GROUPED = replace(WHOLE, kha_attention="gla", kha_latent_heads=4)
 EXPERTS = replace(DENSE, num_experts=12, moe_ffn_hidden_size=80)
 BATCH = Batch(seq_length=96, micro_batch_size=3, global_batch_size=48)
 
@@ -101,7 +106,7 @@ ILLEGAL = [
         "--moe-shared-expert-intermediate-size 50 .* over 4",
         "48 or 52",
     ),
-    (replace(DENSE, vocab_size=57, vocab_padding=0), {"tp": 4}, "57 .* over 4", "56 or 60"),
+    (replace(DENSE, padded_vocab_size=57), {"tp": 4}, "57 .* over 4", "56 or 60"),
     (DENSE, {"sequence_parallel": True}, "--tensor-model-parallel-size 1", "remove it"),
     (EXPERTS, {"tp": 2, "sequence_parallel": False}, "12 experts .* 2", "add --sequence-parallel"),
     (DENSE, {"ep": 2}, "--expert-model-parallel-size 2 .* without experts", "use 1"),
@@ -190,12 +195,14 @@ def test_an_illegal_batch_names_both_numbers_and_a_neighbour(sizes, match, remed
     ],
 )
 def test_fp8_needs_multiples(changes, tp, recipe, match, remedy):
-    refused(match, remedy, replace(DENSE, **changes), layout(tp=tp), fp8=recipe)
+    refused(
+        match, remedy, replace(DENSE, **changes, fp8="hybrid", fp8_recipe=recipe), layout(tp=tp)
+    )
 
 
 def test_fp8_takes_what_fits():
-    check_layout(DENSE, layout(tp=4), fp8="delayed")
-    check_layout(DENSE, layout(tp=2), fp8="mxfp8")
+    check_layout(replace(DENSE, fp8="hybrid"), layout(tp=4))
+    check_layout(replace(DENSE, fp8="hybrid", fp8_recipe="mxfp8"), layout(tp=2))
 
 
 @pytest.mark.parametrize(
@@ -227,15 +234,19 @@ def test_legal_layouts_of_the_attention_family(model, tp):
         (replace(TIED, kv_channels=6), 1, ["--kv-channels 6", "use 4 or 8"]),
         # 8 query heads and 2 tied states of 4 features are 40 rows
         (replace(TIED, kv_channels=4), 16, ["8 query heads", "16 tensor-parallel ranks"]),
-        (replace(LATENT, latents=(("--q-lora-rank", 18),)), 4, ["--q-lora-rank 18", "16 or 20"]),
+        (replace(LATENT, q_lora_rank=18), 4, ["--q-lora-rank 18", "16 or 20"]),
         (
-            replace(LATENT, latents=latents(None, 20, 2, down_projections_cut=True)),
+            replace(LATENT, q_lora_rank=None, qk_pos_emb_head_dim=2),
             4,
             ["--kv-lora-rank plus --qk-pos-emb-head-dim 22", "20 or 24"],
         ),
-        (replace(GROUPED, latent_heads=3), 1, ["--kv-lora-rank 20", "3 latent heads", "18 or 21"]),
         (
-            replace(GROUPED, latent_heads=3, latent_width=21, num_attention_heads=8),
+            replace(GROUPED, kha_latent_heads=3),
+            1,
+            ["--kv-lora-rank 20", "3 latent heads", "18 or 21"],
+        ),
+        (
+            replace(GROUPED, kha_latent_heads=3, kv_lora_rank=21, num_attention_heads=8),
             1,
             ["--num-attention-heads 8", "3 latent heads", "2 or 4 heads"],
         ),
@@ -244,8 +255,8 @@ def test_legal_layouts_of_the_attention_family(model, tp):
                 GROUPED,
                 num_attention_heads=12,
                 num_query_groups=12,
-                latent_heads=3,
-                latent_width=21,
+                kha_latent_heads=3,
+                kv_lora_rank=21,
             ),
             2,
             ["3 latent heads neither divide 2", "[1, 3, 6, 12]"],
@@ -259,4 +270,4 @@ def test_illegal_layouts_of_the_attention_family(model, tp, words):
 
 
 def test_transformer_engine_has_whole_down_projections():
-    assert latents(24, 20, 4, down_projections_cut=False) == ()
+    check_layout(replace(WHOLE, q_lora_rank=18), layout(tp=4))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.model.layout import Model
+from kha_megatron.model.model import Model
 from kha_megatron.plan.counts import Sizes, as_printed, count, flops, sizes_of
 from kha_megatron.plan.family import grouped_query, grouped_tied, latent
 from kha_megatron.recipes import get_recipe
@@ -21,7 +21,7 @@ def test_the_papers_worked_example():
     length, d, n = 2048, 1024, 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
-        result = flops(sizes_of(replace(recipe, kha_preset=preset)), length)
+        result = flops(sizes_of(recipe.updated(kha_preset=preset).run), length)
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
@@ -36,13 +36,13 @@ CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla":
 @pytest.mark.parametrize("name", TABLE_3)
 def test_table_3(name):
     """Activated parameters and cache; MLA's by the nearest reading, off by 1.7M."""
-    counts = count(sizes_of(get_recipe(f"table3/{name}-baseline")))
+    counts = count(sizes_of(get_recipe(f"table3/{name}-baseline").run))
     assert counts.kha == 0
     assert counts.cache_per_layer == CACHE[name]
     off = 2 if name == "mla" else 0
     assert round(counts.active / 1e6) == TABLE_3[name] + off
     variant = "linear" if name == "mla" else "mlp"
-    knocked = count(sizes_of(get_recipe(f"table3/{name}-{variant}")))
+    knocked = count(sizes_of(get_recipe(f"table3/{name}-{variant}").run))
     assert knocked.active - counts.active == knocked.kha == 18 * 3 * 128**2
     assert knocked.cache_bytes == counts.cache_bytes
 
@@ -50,7 +50,7 @@ def test_table_3(name):
 def test_every_printed_count_is_ours():
     checked = 0
     for recipe in TABLES:
-        counts = count(sizes_of(recipe))
+        counts = count(sizes_of(recipe.run))
         for name, own in (("total", counts.total), ("active", counts.active)):
             if name in recipe.paper:
                 digits, how = as_printed(own - counts.kha, recipe.paper[name])
@@ -79,7 +79,6 @@ def ran(kha, experts):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from kha_megatron.mcore.layout import model_of
     from tests.distributed import models
 
     models.initialize()
@@ -94,7 +93,7 @@ def ran(kha, experts):
                 loss.backward()
         return counter.get_total_flops()
 
-    plain = replace(model_of(config), vocab_size=models.VOCAB, vocab_padding=0)
+    plain = replace(Model.from_config(config), padded_vocab_size=models.VOCAB)
     assert torch.is_grad_enabled()
     return counted(False), counted(True), plain, models.SEQUENCE, models.BATCH
 
@@ -116,6 +115,14 @@ MODEL = Model(
     num_query_groups=3,
     kv_channels=8,
     ffn_hidden_size=24,
+)
+LATENT = replace(
+    MODEL,
+    multi_latent_attention=True,
+    kv_lora_rank=10,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=6,
 )
 
 
@@ -154,8 +161,8 @@ def latent_parameters(query_rank):
 
 @pytest.mark.parametrize("query_rank", [None, 14])
 def test_latent_attention_is_megatrons(query_rank, ranks):
-    model = replace(MODEL, norm_parameters=2, qk_layernorm=query_rank is not None)
-    ours = latent(model, query_rank=query_rank, rank=10, position=4, key=8, value=6)
+    normed = query_rank is not None
+    ours = latent(replace(LATENT, q_lora_rank=query_rank, qk_layernorm=normed))
     assert ours.parameters == ranks(latent_parameters, 1, query_rank)[0]
 
 
@@ -164,8 +171,8 @@ def test_tied_and_grouped_latent_by_their_definition():
     query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
-    groups = latent(MODEL, query_rank=None, rank=10, position=4, key=8, value=6, groups=2)
-    whole = latent(MODEL, query_rank=None, rank=10, position=4, key=8, value=6)
+    groups = latent(replace(LATENT, kha_attention="gla", kha_latent_heads=2))
+    whole = latent(LATENT)
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
     assert groups.cache == whole.cache == 14

@@ -13,7 +13,8 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.model.layout import Batch, Layout, Model
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.model import Model
 from kha_megatron.plan.memory import (
     Setup,
     active_parameters,
@@ -93,7 +94,7 @@ LAYOUTS = [
 def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
     layout = Layout(**{**vars(layout), "world_size": world})
     answers = ranks(sizes, world, world, layout, overrides)
-    batch = Batch(seq_length=12, global_batch_size=12)
+    batch = Batch(seq_length=12, micro_batch_size=1, global_batch_size=12)
     optimizer_states = {}
     for found, model in answers:
         stage = found["stage"]
@@ -176,6 +177,9 @@ SMALL = Model(
     kv_channels=16,
     ffn_hidden_size=192,
     vocab_size=1000,
+    swiglu=True,
+    qk_layernorm=True,
+    normalization="RMSNorm",
 )
 
 
@@ -199,7 +203,7 @@ def activations(recompute="none", precision="bf16", batch=8, **sizes):
     setup = Setup(
         model=SMALL,
         kha=KHAConfig(value="mlp"),
-        batch=Batch(seq_length=64, global_batch_size=batch),
+        batch=Batch(seq_length=64, micro_batch_size=1, global_batch_size=batch),
         recompute=recompute,
         precision=precision,
     )

@@ -25,7 +25,7 @@ GB = 1e9
 )
 def test_every_listed_layout_is_legal_and_costed(name, gpus):
     # three times a power of two GPUs need as many samples
-    setup = setup_of(get_recipe(name), global_batch_size=768 if gpus == 96 else None)
+    setup = setup_of(get_recipe(name).run, global_batch_size=768 if gpus == 96 else None)
     plans = plan_layouts(setup, gpus, 80 * GB, {})
     assert plans
     seen = set()
@@ -44,14 +44,14 @@ def test_every_listed_layout_is_legal_and_costed(name, gpus):
 
 
 def test_what_is_fixed_stays_fixed():
-    setup = setup_of(get_recipe("moe-a0.8b-6.6b"), global_batch_size=48)
+    setup = setup_of(get_recipe("moe-a0.8b-6.6b").run, global_batch_size=48)
     fixed = {"tp": 2, "pp": 3, "vpp": 2, "cp": 1, "ep": 4, "etp": 1}
     (plan,) = plan_layouts(setup, 24, 80 * GB, fixed)
     assert {name: getattr(plan.layout, name) for name in fixed} == fixed
 
 
 def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
-    setup = setup_of(get_recipe("moe-a1.6b-14.6b"))
+    setup = setup_of(get_recipe("moe-a1.6b-14.6b").run)
     plans = plan_layouts(setup, 64, 80 * GB, {"pp": 4})
     assert all(plan.layout.loss_as_layer for plan in plans)
     assert sum(map(sum, plans[0].layout.chunk_layers(23))) == 23
@@ -72,11 +72,11 @@ def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
 )
 def test_an_illegal_layout_is_refused_with_the_reason(gpus, fixed, match):
     with pytest.raises(ConfigError, match=match):
-        plan_layouts(setup_of(get_recipe("moe-a0.8b-6.6b")), gpus, 80 * GB, fixed)
+        plan_layouts(setup_of(get_recipe("moe-a0.8b-6.6b").run), gpus, 80 * GB, fixed)
 
 
 def test_fp8_layouts_keep_their_multiples():
-    setup = setup_of(get_recipe("moe-a1b-6.1b"), precision="fp8")
+    setup = setup_of(get_recipe("moe-a1b-6.1b").run, precision="fp8")
     etps = {plan.layout.expert_tp for plan in plan_layouts(setup, 64, 80 * GB, {})}
     assert etps == {1, 2, 4, 8}  # 384 features on 8 ranks are 48, a multiple of 16
     with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 384 is no multiple of 16"):
@@ -85,7 +85,7 @@ def test_fp8_layouts_keep_their_multiples():
 
 def test_kha_costs_what_it_adds():
     """The baseline's plan differs by exactly what is shown as KHA's."""
-    setup = setup_of(get_recipe("dense-1.7b"))
+    setup = setup_of(get_recipe("dense-1.7b").run)
     plain = replace(setup, kha=KHAConfig())
     fixed = {"tp": 2, "pp": 2, "vpp": 1, "cp": 1}
     (knocked,), (baseline,) = (plan_layouts(s, 16, 80 * GB, fixed) for s in (setup, plain))
@@ -101,7 +101,7 @@ def test_recompute_and_memory_decide_what_fits():
     name, fixed = "dense-3.9b", {"tp": 1, "pp": 1, "cp": 1}
     totals = []
     for recompute in ("none", "selective", "full"):
-        setup = setup_of(get_recipe(name), recompute=recompute, micro_batch_size=4)
+        setup = setup_of(get_recipe(name).run, recompute=recompute, micro_batch_size=4)
         (plan,) = plan_layouts(setup, 8, 80 * GB, fixed)
         totals.append(plan.total_memory)
         assert fits(plan, plan.total_memory / 0.89)
@@ -110,9 +110,8 @@ def test_recompute_and_memory_decide_what_fits():
 
 
 def test_a_recipe_that_cannot_be_counted_is_refused():
-    recipe = get_recipe("dense-0.6b")
-    biased = {f: v for f, v in recipe.megatron.items() if f != "--disable-bias-linear"}
-    with pytest.raises(ConfigError, match="biases, which plan does not count"):
-        setup_of(replace(recipe, megatron=biased))
+    run = get_recipe("dense-0.6b").run
+    with pytest.raises(ConfigError, match="biases, which is not counted"):
+        setup_of(run.updated(add_bias_linear=True))
     with pytest.raises(ConfigError, match="--mtp-num-layers"):
-        setup_of(replace(recipe, megatron={**recipe.megatron, "--mtp-num-layers": 1}))
+        setup_of(run.updated(mtp_num_layers=1))

@@ -7,6 +7,7 @@ from typing import Any
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.layout import Layout
+from kha_megatron.model.model import Model
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 
@@ -26,7 +27,6 @@ def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any
 
     from megatron.core import parallel_state
 
-    from kha_megatron.mcore.layout import model_of
     from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 
@@ -63,6 +63,8 @@ def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any
             )
         )
     model = replace(
-        model_of(config), vocab_size=models.VOCAB, vocab_padding=0, tied_embeddings=tied
+        Model.from_config(config),
+        padded_vocab_size=models.VOCAB,
+        untie_embeddings_and_output_weights=not tied,
     )
     return chunks, config, model, stage

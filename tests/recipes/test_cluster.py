@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.plan.search import planned_arguments
+from kha_megatron.model.run import Run, hear
+from kha_megatron.plan.search import planned
 from kha_megatron.recipes import Cluster, dry_submission, get_recipe, prepare, submit
 from kha_megatron.recipes.checks import check_layout
-from kha_megatron.recipes.recipe import kha_of
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "registry.example/train:1"
@@ -189,7 +189,9 @@ def test_a_slurm_job_to_its_end(code, status, slurm, scripted, nemorun_home):
     cluster = Cluster(
         executor="slurm", gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, **SLURM
     )
-    recipe = scripted(RANK, megatron={"--code": code, "--save": str(slurm / "runs")})
+    recipe = scripted(
+        RANK, run=Run.of().updated(["--code", str(code), "--save", str(slurm / "runs")])
+    )
     words = ["--mock-data", "--odd=a b$c"]
     result = submit(prepare(recipe, cluster=cluster, overrides=words))
     assert result.reason is None, result.reason
@@ -260,15 +262,15 @@ def test_a_missing_extra_is_named(name, nemorun_home, monkeypatch):
 @pytest.mark.parametrize(("gpus", "fixed"), [(16, []), (64, ["--tensor-model-parallel-size", "2"])])
 def test_the_plans_layout_is_legal_and_keeps_what_is_fixed(gpus, fixed):
     recipe = get_recipe("moe-a1.6b-14.6b")
-    sizes = planned_arguments(recipe, gpus, 80e9, fixed)
-    words = recipe.arguments_for() | sizes
-    check_layout(words, gpus)
+    sizes = planned(recipe.run_for(fixed), gpus, 80e9, fixed=hear(fixed))
+    run = recipe.updated(**sizes).run
+    check_layout(run, gpus)
     if fixed:
-        assert sizes["--tensor-model-parallel-size"] == ("2",)
-        assert "--sequence-parallel" in sizes
-    assert kha_of(words) == kha_of(recipe.arguments_for())
+        assert sizes["tensor_model_parallel_size"] == 2
+        assert sizes["sequence_parallel"]
+    assert run.kha == recipe.run.kha
 
 
 def test_a_model_that_fits_nowhere_is_refused():
     with pytest.raises(ConfigError, match="fits on 8 GPUs of 10 GB in no layout"):
-        planned_arguments(get_recipe("moe-a1.6b-14.6b"), 8, 10e9, [])
+        planned(get_recipe("moe-a1.6b-14.6b").run, 8, 10e9, fixed=())

@@ -15,7 +15,6 @@ from kha_megatron.plan.memory import active_parameters, parameters
 from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.paper import PAPER
-from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.tables import TABLES
 
 NAMES = [recipe.name for recipe in PAPER]
@@ -34,9 +33,8 @@ def _different():
     """Of the recipes of the tables, one for each model that Megatron builds differently."""
     seen = {}
     for recipe in TABLES:
-        arguments = recipe.arguments_for()
-        sizes = [arguments.get(flag) for flag in MODEL_FLAGS]
-        seen.setdefault((*sizes, kha_of(arguments)), recipe.name)
+        sizes = [recipe.run.flags.get(flag) for flag in MODEL_FLAGS]
+        seen.setdefault((*sizes, recipe.run.kha), recipe.name)
     return [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.whole)
         for name in seen.values()
@@ -74,7 +72,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_the_papers(name):
-    setup = setup_of(get_recipe(name))
+    setup = setup_of(get_recipe(name).run)
     total = parameters(setup.model, KHAConfig(), Layout()).total
     active = active_parameters(setup.model, KHAConfig())
     assert (total, active) == by_hand(*SHAPES[name])
@@ -139,13 +137,13 @@ def built_count(words, vocab_size):
 def test_megatron_takes_the_arguments_and_builds_as_many(name, ranks):
     """Its own parser and validation, as rank 0 of 8."""
     recipe = get_recipe(name)
-    words = recipe.command_line(["--device", "cpu"])
-    built, kha = ranks(built_count, 1, words, recipe.vocab_size, timeout=500)[0]
-    sizes = sizes_of(recipe)
+    words = recipe.run_for(["--device", "cpu"]).words()
+    built, kha = ranks(built_count, 1, words, recipe.run.vocab_size, timeout=500)[0]
+    sizes = sizes_of(recipe.run)
     assert built == count(sizes).total
     assert kha == str(sizes.kha)
 
 
 def test_recipes_hold_plain_data():
     for recipe in PAPER:
-        json.dumps(dict(recipe.megatron))
+        json.dumps(recipe.run.arguments)

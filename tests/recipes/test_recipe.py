@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import get_recipe, prepare
-from kha_megatron.recipes.recipe import kha_of
 
 QUICKSTART = get_recipe("quickstart")
 
@@ -50,13 +48,13 @@ def test_megatron_accepts_the_recipe(data):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     args = json.loads(done.stdout.partition("ARGS ")[2].splitlines()[0])
-    assert args["kha_preset"] == recipe.kha_preset
+    assert args["kha_preset"] == "kha_mlp"
     assert args["world_size"] == recipe.ranks
     assert args["lr"] == 9e-4
     assert args["data_path"] == [str(data / "corpus")]
     assert args["load"] is None
     assert args["sequence_parallel"]
-    assert args["num_query_groups"] == QUICKSTART.megatron["--num-query-groups"]
+    assert args["num_query_groups"] == QUICKSTART.run.model.num_query_groups
     assert not args["add_bias_linear"]
     assert not args["untie_embeddings_and_output_weights"]
     assert args["params_dtype"] == "torch.float32"
@@ -66,16 +64,16 @@ def test_megatron_accepts_the_recipe(data):
 
 def test_a_recipes_own_sequence_parallelism_goes_with_its_tensor_parallelism():
     one = ["--tensor-model-parallel-size", "1"]
-    assert "--sequence-parallel" in QUICKSTART.arguments_for()
-    assert "--sequence-parallel" not in QUICKSTART.arguments_for(overrides=one)
-    asked = QUICKSTART.arguments_for(overrides=[*one, "--sequence-parallel"])
+    assert "--sequence-parallel" in QUICKSTART.run.flags
+    assert "--sequence-parallel" not in QUICKSTART.run_for(one).flags
+    asked = QUICKSTART.run_for([*one, "--sequence-parallel"]).flags
     assert "--sequence-parallel" in asked  # the caller's own is refused by name later
 
 
 def test_overrides_replace_what_the_recipe_says():
-    words = QUICKSTART.command_line(
+    words = QUICKSTART.run_for(
         ["--kha-preset", "kha_linear", "--device=cuda", "--swiglu", "--num-layers", "7"]
-    )
+    ).words()
     merged = parse(words)
     assert len(merged) == sum(word.startswith("--") for word in words)  # no flag twice
     assert merged["--kha-preset"] == ("kha_linear",)
@@ -86,12 +84,12 @@ def test_overrides_replace_what_the_recipe_says():
 
 
 def test_kha_of_a_recipe():
-    assert kha_of(QUICKSTART.arguments_for()) == KHAConfig(value="mlp")
-    changed = replace(QUICKSTART, kha_overrides={"value": "none", "key": "gate", "init": "random"})
-    assert kha_of(changed.arguments_for()) == KHAConfig(key="gate", init="random")
-    assert "--kha-key" in changed.command_line()
+    assert QUICKSTART.run.kha == KHAConfig(value="mlp")
+    changed = QUICKSTART.run.updated(kha_value="none", kha_key="gate", kha_init="random")
+    assert changed.kha == KHAConfig(key="gate", init="random")
+    assert "--kha-key" in changed.words()
     with pytest.raises(ConfigError, match="unknown KHA preset"):
-        kha_of(replace(QUICKSTART, kha_preset="kha").arguments_for())
+        assert QUICKSTART.run.updated(kha_preset="kha").kha
 
 
 def test_the_callers_environment_wins(monkeypatch, data):
@@ -103,7 +101,7 @@ def test_the_callers_environment_wins(monkeypatch, data):
 
 def test_paths_are_absolute_whatever_the_caller_gave(data, monkeypatch):
     monkeypatch.chdir(data.parent)
-    arguments = QUICKSTART.arguments_for(data=Path(data.name), output=Path("out"))
+    arguments = QUICKSTART.run_for(data=Path(data.name), output=Path("out")).flags
     assert arguments["--tokenizer-model"] == (str(data / "tokenizer"),)
     assert arguments["--save"] == (str(data.parent / "out" / "checkpoints"),)
 

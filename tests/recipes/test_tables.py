@@ -7,16 +7,15 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.plan.search import planned_arguments
+from kha_megatron.plan.search import planned
 from kha_megatron.recipes import RECIPES, get_recipe, prepare
-from kha_megatron.recipes.recipe import kha_of
 from kha_megatron.recipes.tables import TABLES
 
 TOKENS = {"table1": 75e9, "table2": 75e9, "table3": 100e9, "table4": 1e12, "table5": 100e9}
 
 
 def arguments(name):
-    return get_recipe(name).arguments_for()
+    return get_recipe(name).run.flags
 
 
 def test_every_row_is_there_once():
@@ -35,8 +34,8 @@ def test_every_row_is_there_once():
 
 @pytest.mark.parametrize("recipe", TABLES, ids=lambda recipe: recipe.name)
 def test_training_is_section_4_1s(recipe):
-    given = recipe.arguments_for()
-    json.dumps(dict(recipe.megatron))
+    given = recipe.run.flags
+    json.dumps(recipe.run.arguments)
     tokens = TOKENS.get(recipe.name.partition("/")[0], 100e9)
     long = recipe.name.startswith("table4")
     assert given["--seq-length"] == (("8192",) if long else ("4096",))
@@ -63,18 +62,18 @@ def test_training_is_section_4_1s(recipe):
 
 
 def test_what_is_knocked():
-    assert kha_of(arguments("table1/mlp-kv8")) == KHAConfig(value="mlp")
-    assert kha_of(arguments("table1/linear-kv1")) == KHAConfig.from_preset("kha_linear")
+    assert get_recipe("table1/mlp-kv8").run.kha == KHAConfig(value="mlp")
+    assert get_recipe("table1/linear-kv1").run.kha == KHAConfig.from_preset("kha_linear")
     assert arguments("table1/linear-kv1")["--num-query-groups"] == ("1",)
-    assert kha_of(arguments("table2/baseline")) == KHAConfig()
-    assert kha_of(arguments("table2/gate-v")) == KHAConfig(value="gate")
-    assert kha_of(arguments("table2/mlp-k")) == KHAConfig(key="mlp")
-    assert kha_of(arguments("table2/mlp-qkv")) == KHAConfig.from_preset("kha_mlp_qkv")
-    gta = kha_of(arguments("table3/gta-mlp"))
+    assert get_recipe("table2/baseline").run.kha == KHAConfig()
+    assert get_recipe("table2/gate-v").run.kha == KHAConfig(value="gate")
+    assert get_recipe("table2/mlp-k").run.kha == KHAConfig(key="mlp")
+    assert get_recipe("table2/mlp-qkv").run.kha == KHAConfig.from_preset("kha_mlp_qkv")
+    gta = get_recipe("table3/gta-mlp").run.kha
     assert (gta.attention, gta.value) == ("gta", "mlp")
-    assert kha_of(arguments("attention/gla-linear")).latent_heads == 2
-    assert kha_of(arguments("table3/mla-linear")) == KHAConfig.from_preset("kha_linear")
-    assert kha_of(arguments("table5/dense-3.9b-linear")) == KHAConfig.from_preset("kha_linear")
+    assert get_recipe("attention/gla-linear").run.kha.latent_heads == 2
+    assert get_recipe("table3/mla-linear").run.kha == KHAConfig.from_preset("kha_linear")
+    assert get_recipe("table5/dense-3.9b-linear").run.kha == KHAConfig.from_preset("kha_linear")
     mha = arguments("table3/mha-mlp")
     assert mha["--num-query-groups"] == mha["--num-attention-heads"] == ("16",)
 
@@ -93,7 +92,7 @@ def test_the_papers_losses_are_there():
 def test_the_planner_says_that_it_does_not_count_other_attention(name):
     prepare(get_recipe(name), overrides=["--mock-data"])
     with pytest.raises(ConfigError, match="which plan does not count: give --layout recipe"):
-        planned_arguments(get_recipe(name), 16, 80e9, [])
+        planned(get_recipe(name).run, 16, 80e9, fixed=())
 
 
 def test_an_attention_that_cannot_carry_the_variant_is_refused():

@@ -1,0 +1,252 @@
+"""The sizes and options of one GPT model, under Megatron's names and with its defaults."""
+
+import ast
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from kha_megatron.config import AttentionKind, KHAConfig
+from kha_megatron.model.fields import attributes, read, said
+from kha_megatron.model.qkv import QKVLayout
+
+Kind = Literal["gqa", "mla", "gta", "gla"]
+
+
+def pattern_of(text: str) -> int | tuple[int, ...]:
+    """Megatron's ``--moe-layer-freq``: ``2``, or lists of 0 and 1 as in ``[0]*1+[1]*3``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.List(elts=items):
+                return [value(item) for item in items]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)
+        raise ValueError
+
+    try:
+        found = value(ast.parse(text, mode="eval").body)
+        frequency = found if isinstance(found, int) else tuple(found)
+        if frequency != 0 and (isinstance(frequency, int) or set(frequency) <= {0, 1}):
+            return frequency
+    except (SyntaxError, TypeError, ValueError):
+        pass
+    raise ValueError("give a whole number from 1 up, or lists of 0 and 1 as in [0]*1+[1]*3")
+
+
+def _as_pattern(frequency: int | Sequence[int]) -> str:
+    if isinstance(frequency, int):
+        return str(frequency)
+    runs = ((value, len(list(same))) for value, same in itertools.groupby(frequency))
+    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A GPT model. None stands for what is not known where a check is made, or what it has not."""
+
+    num_layers: int | None = said("--num-layers", hf="num_hidden_layers")
+    hidden_size: int = said("--hidden-size", hf="hidden_size")
+    ffn_hidden_size: int | None = said("--ffn-hidden-size", hf="intermediate_size")
+    """Width of the dense layers' MLP."""
+    num_attention_heads: int = said("--num-attention-heads", hf="num_attention_heads")
+    num_query_groups: int = said("--num-query-groups", hf="num_key_value_heads")
+    """Key/value heads; as many as query heads in MHA, whatever Megatron's argument says."""
+    group_query_attention: bool = said("--group-query-attention", False, attribute=None)
+    """Whether Megatron heeds its number of key/value heads; ours is right without."""
+    kv_channels: int = said("--kv-channels", hf="head_dim")
+    """Features of one head; see :attr:`head_dim` for latent attention."""
+    vocab_size: int | None = said("--vocab-size", None, attribute=None, hf="vocab_size")
+    """Rows of the embedding before Megatron pads them for tensor parallelism."""
+    make_vocab_size_divisible_by: int = said("--make-vocab-size-divisible-by", 128, attribute=None)
+    padded_vocab_size: int | None = said("--padded-vocab-size", None, attribute=None)
+    """Rows of the embedding where they are given, and not padded further."""
+    max_position_embeddings: int | None = said(
+        "--max-position-embeddings", None, attribute=None, hf="max_position_embeddings"
+    )
+    position_embedding_type: str = said(
+        "--position-embedding-type", "learned_absolute", attribute=None
+    )
+    rotary_base: float = said("--rotary-base", 10000)
+    rotary_percent: float = said("--rotary-percent", 1.0)
+    normalization: str = said("--normalization", "LayerNorm")
+    layernorm_epsilon: float = said(
+        "--norm-epsilon", 1e-5, argument="layernorm_epsilon", hf="rms_norm_eps"
+    )
+    qk_layernorm: bool = said("--qk-layernorm", False, hf="use_qk_norm")
+    swiglu: bool = said("--swiglu", False, attribute="gated_linear_unit")
+    add_bias_linear: bool = said("--disable-bias-linear", True, argument="add_bias_linear")
+    add_qkv_bias: bool = said("--add-qkv-bias", False, hf="attention_bias")
+    attention_output_gate: bool = said("--attention-output-gate", False)
+    untie_embeddings_and_output_weights: bool = said(
+        "--untie-embeddings-and-output-weights", False, attribute=None
+    )
+    attention_dropout: float = said("--attention-dropout", 0.1, hf="attention_dropout")
+    hidden_dropout: float = said("--hidden-dropout", 0.1)
+    init_method_std: float = said("--init-method-std", 0.02, hf="initializer_range")
+
+    multi_latent_attention: bool = said("--multi-latent-attention", False)
+    q_lora_rank: int | None = said("--q-lora-rank", None, hf="q_lora_rank")
+    """Width of the queries' latent; None projects them at once."""
+    kv_lora_rank: int = said("--kv-lora-rank", 32, hf="kv_lora_rank")
+    """Width of the latent of keys and values, of all its heads together."""
+    qk_head_dim: int = said("--qk-head-dim", 128, hf="qk_nope_head_dim")
+    """Features of a query or key head that carry no position."""
+    qk_pos_emb_head_dim: int = said("--qk-pos-emb-head-dim", 64, hf="qk_rope_head_dim")
+    """Rotary features, of every query head and of the one key that all heads share."""
+    v_head_dim: int = said("--v-head-dim", 128, hf="v_head_dim")
+    mla_down_proj_fusion: bool = said("--mla-down-proj-fusion", False)
+    transformer_impl: str = said("--transformer-impl", "transformer_engine")
+
+    num_experts: int | None = said("--num-experts", None, attribute="num_moe_experts")
+    moe_layer_freq: int | tuple[int, ...] = said(
+        "--moe-layer-freq", 1, reads=pattern_of, writes=_as_pattern
+    )
+    """Every n-th layer has experts, or those where a 1 stands."""
+    moe_ffn_hidden_size: int | None = said(
+        "--moe-ffn-hidden-size", None, hf="moe_intermediate_size"
+    )
+    moe_shared_expert_intermediate_size: int | None = said(
+        "--moe-shared-expert-intermediate-size", None
+    )
+    moe_router_topk: int = said("--moe-router-topk", 2, hf="num_experts_per_tok")
+    moe_router_score_function: str = said("--moe-router-score-function", "softmax")
+    moe_router_enable_expert_bias: bool = said("--moe-router-enable-expert-bias", False)
+    moe_router_bias_update_rms: bool = said("--moe-router-bias-update-rms", False, attribute=None)
+    moe_router_load_balancing_type: tuple[str, ...] = said(
+        "--moe-router-load-balancing-type", ("aux_loss",)
+    )
+    moe_router_dtype: str | None = said("--moe-router-dtype", None)
+    moe_token_dispatcher_type: str = said("--moe-token-dispatcher-type", "allgather")
+    mtp_num_layers: int | None = said("--mtp-num-layers", None, least=0)
+    hybrid_layer_pattern: str | None = said("--hybrid-layer-pattern", None, attribute=None)
+
+    fp8: str | None = said("--fp8-format", None, argument="fp8")
+    fp8_recipe: str = said("--fp8-recipe", "delayed")
+
+    kha_attention: AttentionKind | None = said("--kha-attention", None, attribute=None)
+    kha_latent_heads: int = said("--kha-latent-heads", 2, attribute=None)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self | None:
+        """The model that Megatron's arguments ask for; None where they leave its sizes open.
+
+        A hybrid model's depth and dense width follow from its pattern, and are left open.
+
+        Args:
+            arguments: by name, from a command line, a parser or a checkpoint. What Megatron fills
+                in later may be missing.
+
+        Raises:
+            ConfigError: text that is no value.
+        """
+        given = read(cls, arguments)
+        heads, hidden = given["num_attention_heads"], given["hidden_size"]
+        hybrid = bool(given["hybrid_layer_pattern"])
+        if not (heads and hidden and (given["num_layers"] or hybrid)):
+            return None
+        if not arguments.get("group_query_attention"):
+            given["num_query_groups"] = heads
+        elif given["num_query_groups"] is None:
+            given["num_query_groups"] = 1  # Megatron's default, like those below
+        if not given["kv_channels"]:
+            given["kv_channels"] = max(1, hidden // heads)
+        if not given["ffn_hidden_size"]:
+            swiglu = given["swiglu"]
+            given["ffn_hidden_size"] = int(hidden * 8 / 3 / 64) * 64 if swiglu else 4 * hidden
+        if arguments.get("device") == "cpu" and "transformer_impl" not in arguments:
+            given["transformer_impl"] = "local"  # the CPU has no other
+        given["num_experts"] = given["num_experts"] or None
+        given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
+        if hybrid:
+            given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
+        return cls(**given)
+
+    @classmethod
+    def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
+        """The model of a ``TransformerConfig`` and a kind of attention; they know no vocabulary.
+
+        A hybrid model's pattern of layers is not in ``config``, so its depth and dense width are
+        left open; so is the depth under a custom pipeline layout, against which ``config`` has
+        checked it.
+        """
+        given = attributes(cls, config)
+        if kha is not None:
+            given |= {"kha_attention": kha.attention, "kha_latent_heads": kha.latent_heads}
+        if config.is_hybrid_model:
+            given |= {"num_layers": None, "ffn_hidden_size": None}
+        if config.pipeline_model_parallel_layout is not None:
+            given["num_layers"] = None
+        return cls(**given)
+
+    @property
+    def kind(self) -> Kind:
+        """Which member of the attention family it has; MHA and MQA are ``gqa``."""
+        return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a query or key head that may be knocked: without latent attention's rotary
+        ones."""
+        return self.qk_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def latent_heads(self) -> int:
+        """Heads of the latent of keys and values: 1 in MLA."""
+        return self.kha_latent_heads if self.kha_attention == "gla" else 1
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of a norm for each feature."""
+        return 1 if self.normalization == "RMSNorm" else 2
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer (counted from 0) has experts."""
+        freq = self.moe_layer_freq
+        return bool(self.num_experts) and (
+            layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
+        )
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether at least one layer has the dense MLP."""
+        freq = self.moe_layer_freq
+        some = freq > 1 and self.num_layers != 1 if isinstance(freq, int) else not all(freq)
+        return not self.num_experts or some
+
+    @property
+    def qkv(self) -> QKVLayout:
+        """The rows of the QKV projection, which all kinds of attention but the latent ones have."""
+        return QKVLayout(
+            groups=self.num_query_groups,
+            queries=self.num_attention_heads // self.num_query_groups,
+            head_dim=self.head_dim,
+            gated=self.attention_output_gate,
+            tied=self.kha_attention == "gta",
+        )
+
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of the embedding as Megatron builds it for ``tp`` tensor-parallel ranks.
+
+        Raises:
+            ValueError: the vocabulary is not known.
+        """
+        if self.padded_vocab_size:
+            return self.padded_vocab_size
+        if self.vocab_size is None:
+            raise ValueError("a model without a vocabulary has no embedding to count")
+        unit = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // unit) * unit

@@ -1,0 +1,134 @@
+"""The table of names against those who own them: Megatron's parser and its TransformerConfig."""
+
+import dataclasses
+
+import pytest
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.model import Model, pattern_of
+from kha_megatron.model.run import TABLE, Run, hear
+from kha_megatron.recipes import RECIPES, get_recipe
+
+pytestmark = pytest.mark.usefixtures("training_package")
+
+WITHOUT = {"num_layers", "hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"}
+WITHOUT |= {"ffn_hidden_size", "seq_length", "micro_batch_size"}
+"""What a model or a batch cannot do without: the table has no default for them."""
+
+
+def _actions():
+    """What Megatron's own parser, with our arguments, makes of each flag."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from kha_megatron.training.arguments import add_kha_arguments
+
+    parser = add_kha_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    return {
+        flag: (action.dest, action.default, action.nargs == 0, action.const)
+        for action in parser._actions
+        for flag in action.option_strings
+    }
+
+
+def _parsed(commands):
+    """The arguments of whole command lines, by name, as plain values."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from kha_megatron.training.arguments import add_kha_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = add_kha_arguments(add_megatron_arguments(parser))
+    return [vars(parser.parse_args(words)) for words in commands]
+
+
+def test_every_row_is_megatrons(ranks):
+    """Flag, argument, default and whether it stands alone, as the parser itself has them."""
+    actions = ranks(_actions, 1)[0]
+    assert len({row.argument for row in TABLE}) == len({row.flag for row in TABLE}) == len(TABLE)
+    for row in TABLE:
+        argument, default, alone, const = actions[row.flag]
+        assert row.argument == argument, row.flag
+        if row.field not in WITHOUT:
+            assert row.default in (default, (default,)), row.flag
+        assert alone == (row.kind is bool), row.flag
+        assert not alone or const == (not row.default), row.flag
+
+
+def test_every_attribute_is_transformer_configs(ranks):
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    names = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert {row.attribute for row in TABLE} - names == {None}
+
+
+def test_every_recipe_is_parsed_to_the_values_it_holds(ranks):
+    """Its command line through Megatron's parser, and through the table, are the same values."""
+    runs = [recipe.run for recipe in RECIPES.values()]
+    for run, parsed in zip(runs, ranks(_parsed, 1, [r.words() for r in runs])[0], strict=True):
+        for name, value in run.arguments.items():
+            found = parsed[name]
+            assert (tuple(found) if isinstance(found, list) else found) == value, name
+        assert {n: said.value for n, said in hear(run.words()).items()} == run.arguments
+        ours, theirs = (Model.of(values) for values in (run.arguments, parsed))
+        if run.training.device == "cuda":  # the CPU's entry point adds its own flags
+            assert ours == theirs
+        assert run.layout(8) == Layout.of(parsed, 8)
+        assert run.batch == Batch.of(parsed)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--num-layers two", "--num-layers two: give a whole number from 1 up"),
+        ("--num-layers 0", "--num-layers 0: give a whole number from 1 up"),
+        ("--lr fast", "--lr fast: give a number"),
+        ("--lr 1 2", "--lr takes one value, not 2"),
+        ("--swiglu yes", "--swiglu stands alone: remove yes"),
+        ("--moe-layer-freq [0]*3+[2]", "--moe-layer-freq .* lists of 0 and 1"),
+        ("--pipeline-model-parallel-layout Etx", "--pipeline-model-parallel-layout Etx: .* x"),
+    ],
+)
+def test_words_are_typed_or_refused_by_name(words, error):
+    with pytest.raises(ConfigError, match=error):
+        hear(words.split())
+
+
+@pytest.mark.parametrize("text", ["1", "3", "[0]*1+[1]*3", "([1]*3+[0]*2)*2", "[0,1,1]"])
+def test_patterns_are_megatrons_and_come_back(text, ranks):
+    row = next(row for row in TABLE if row.field == "moe_layer_freq")
+    value = pattern_of(text)
+    assert pattern_of(row.writes(value)) == value
+    theirs = ranks(_parsed, 1, [["--moe-layer-freq", text]])[0][0]["moe_layer_freq"]
+    assert (theirs if isinstance(theirs, int) else tuple(theirs)) == value
+
+
+def test_a_smallest_rate_keeps_its_share():
+    run = get_recipe("quickstart").run
+    assert run.updated(["--lr", "4e-4"]).training.min_lr == pytest.approx(4e-5)
+    assert run.updated(["--lr", "4e-4"]).words().count("--min-lr") == 1
+    assert run.updated(["--lr", "4e-4", "--min-lr", "1e-6"]).training.min_lr == 1e-6
+    assert run.updated(lr=1e-2).training.min_lr == pytest.approx(1e-3)
+    assert Run.of(lr=1e-3).updated(["--lr", "1"]).words() == ["--lr", "1"]
+
+
+def test_fsdp2_takes_what_it_excludes_of_a_recipe_out_and_refuses_the_rest():
+    from kha_megatron.recipes.checks import check_layout
+
+    run = get_recipe("moe-a0.8b-6.6b").run.updated(["--use-torch-fsdp2"])
+    gone = {"--use-distributed-optimizer", "--overlap-param-gather"}
+    gone |= {"--expert-model-parallel-size"}
+    assert not gone & run.flags.keys()
+    assert {text.partition(":")[0] for text in run.dropped} == gone
+    given = ["--no-gradient-accumulation-fusion", "--untie-embeddings-and-output-weights"]
+    with pytest.raises(ConfigError, match="tied embeddings: add --untie-embeddings"):
+        check_layout(run.updated(given[:1]), 8)
+    check_layout(run.updated(given), 8)
+    with pytest.raises(ConfigError, match="remove --use-distributed-optimizer"):
+        check_layout(run.updated([*given, "--use-distributed-optimizer"]), 8)
+    with pytest.raises(ConfigError, match="over 8 ranks: use --expert-model-parallel-size 1"):
+        check_layout(run.updated([*given, "--expert-model-parallel-size", "8"]), 8)
