@@ -62,9 +62,8 @@ class HFCheckpoint:
         if (path / INDEX).is_file():
             return cls(path, config, _indexed(path))
         if (path / WEIGHTS).is_file():
-            file = _inside(path, WEIGHTS)
-            places = read_header(file)
-            return cls(path, config, {key: (file, place) for key, place in places.items()})
+            places = _header(path, WEIGHTS)
+            return cls(path, config, {key: (path / WEIGHTS, at) for key, at in places.items()})
         pickles = ", ".join(sorted(file.name for file in path.glob("*.bin")))
         raise CheckpointError(
             f"{path} has neither {WEIGHTS} nor {INDEX}"
@@ -91,18 +90,12 @@ class HFCheckpoint:
         """Around reading many tensors: each is compared with ``manifest.json`` as it is read."""
         return nullcontext()
 
-    def keys(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        return sorted(self._tensors)
-
-    def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a tensor, without reading it.
-
-        Raises:
-            CheckpointError: no such key.
-        """
-        entry = self._place(key)[1].entry
-        return TensorInfo(entry.shape, entry.dtype)
+    def keys(self) -> dict[str, TensorInfo]:
+        """Names of all tensors, sorted, with shapes and dtypes."""
+        return {
+            key: TensorInfo(place.entry.shape, place.entry.dtype)
+            for key, (_, place) in sorted(self._tensors.items())
+        }
 
     def tensor(self, key: str) -> Tensor:
         """One tensor on the CPU in its stored dtype. Safe to call from several threads.
@@ -239,7 +232,7 @@ def _indexed(path: Path) -> dict[str, tuple[Path, Place]]:
                 f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
             )
         if name not in held:
-            held[name] = read_header(_inside(path, name))
+            held[name] = _header(path, name)
         if key not in held[name]:
             raise CheckpointError(f"{path / name} does not hold {key}, which {INDEX} says it does")
     # transformers loads what the files hold, listed or not
@@ -247,8 +240,8 @@ def _indexed(path: Path) -> dict[str, tuple[Path, Place]]:
     return every | {key: (path / name, held[name][key]) for key, name in weight_map.items()}
 
 
-def _inside(path: Path, name: str) -> Path:
-    """A file of the folder, which may be a link into the cache of Hugging Face's hub only."""
+def _header(path: Path, name: str) -> dict[str, Place]:
+    """Of a file of the folder, which may be a link into the cache of Hugging Face's hub only."""
     file, folder = (path / name).resolve(), path.resolve()
     cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
     if file.parent not in (folder, *cache):
@@ -257,4 +250,4 @@ def _inside(path: Path, name: str) -> Path:
         )
     if not file.is_file():
         raise CheckpointError(f"{path / name} is missing or no file: copy the model again")
-    return path / name
+    return read_header(path / name)

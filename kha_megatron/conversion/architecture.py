@@ -5,10 +5,11 @@ the table of tensors is written against it. What it cannot say cannot be convert
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import Projection
+from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
 from kha_megatron.model.qkv import QKVLayout
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -86,7 +87,11 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder-only transformer with RMSNorm, SwiGLU and RoPE."""
+    """A decoder-only transformer with RMSNorm, SwiGLU and RoPE.
+
+    Raises:
+        ConfigError: mechanisms of the heads that the attention cannot carry.
+    """
 
     vocab_size: int
     """Entries, without padding."""
@@ -113,23 +118,21 @@ class Architecture:
     latent: Latent | None = None
     kha: KHAConfig = field(default_factory=KHAConfig)
 
+    def __post_init__(self) -> None:
+        self.kha.check(HeadFacts(multi_latent=self.latent is not None, qk_norm=self.qk_norm))
+
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return self.experts is not None and self.experts.sparse[layer]
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether keys and values are one state (GTA)."""
-        return self.kha.attention == "gta"
-
-    @property
+    @cached_property
     def qkv(self) -> QKVLayout:
-        """The rows of ``linear_qkv``, which MLA and GLA do not have."""
+        """The rows of ``linear_qkv``, which MLA and GLA have none of."""
         return QKVLayout(
             groups=self.kv_heads,
             queries=self.heads // self.kv_heads,
             head_dim=self.head_dim,
-            tied=self.is_tied,
+            tied=self.kha.attention == "gta",
         )
 
     @property
@@ -137,11 +140,17 @@ class Architecture:
         """Heads of the latent: more than one in GLA only."""
         return self.kha.latent_heads if self.kha.attention == "gla" else 1
 
-    def knocked_dim(self, projection: Projection) -> int:
-        """Features of a head that are knocked."""
-        if self.latent is None:
-            return self.head_dim
-        return self.latent.value_dim if projection == "value" else self.latent.plain_dim
+    @cached_property
+    def head_tensors(self) -> tuple[HeadTensor, ...]:
+        """The parameters of one layer that its heads' mechanisms have."""
+        latent = self.latent
+        sizes = HeadSizes(
+            query_heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=latent.plain_dim if latent else self.head_dim,
+            value_dim=latent.value_dim if latent else None,
+        )
+        return self.kha.tensors(sizes)
 
     @property
     def is_uniform(self) -> bool:

@@ -5,7 +5,8 @@ what it leaves out; nothing that a folder brings along is imported. A field that
 refused, unless it is off. The way back goes by the same tables, and says why where there is none.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,12 +25,12 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import hf_experts
 from kha_megatron.conversion.architecture import (
     Architecture,
-    Experts,
     Latent,
     Llama3Scaling,
     Rope,
     Yarn,
 )
+from kha_megatron.conversion.hf_experts import ExpertFields, refused
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
 
@@ -46,9 +47,7 @@ class Family(NamedTuple):
     """Fields of the architecture that it settles."""
     only: Mapping[str, Any] = {}
     """Configuration fields of which Megatron has one value."""
-    expert_fields: tuple[str, ...] = ()
-    read_experts: Callable[[PreTrainedConfig], Experts | None] = lambda config: None
-    write_experts: Callable[[Architecture], dict[str, Any]] = hf_experts.write_none
+    experts: ExpertFields | None = None
     latent: tuple[bool, ...] = (False,)
     """Whether its attention has a latent, or may have one."""
     partial_rope: bool = False
@@ -73,8 +72,8 @@ _OPEN = {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
 _QWEN3 = {"qk_norm": True, "qkv_bias": False}
 _LLAMA = {"qk_norm": False, "qkv_bias": False}
 _WITH_OUTPUT_BIAS = {"attention_bias": False}  # there, it is one of o_proj as well
-KHA_FIELDS = ("query", "key", "value", "attention", "latent_heads")
-"""Fields of a :class:`KHAConfig` that ``kha`` configurations have, with ``kha_`` before them."""
+_STARTS = ("init", "init_seed")
+"""Fields of a :class:`KHAConfig` that say nothing of a trained model."""
 LATENT = {
     "query_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -89,9 +88,7 @@ FAMILIES: dict[str, Family] = {
         KHAModelConfig,
         "KHAForCausalLM",
         _COMMON | _OPEN,
-        expert_fields=hf_experts.KHA,
-        read_experts=hf_experts.read_kha,
-        write_experts=hf_experts.write_kha,
+        experts=hf_experts.KHA,
         latent=(False, True),
         partial_rope=True,
     ),
@@ -103,17 +100,13 @@ FAMILIES: dict[str, Family] = {
         _QWEN3,
         _WITH_OUTPUT_BIAS,
         hf_experts.QWEN3,
-        hf_experts.read_qwen3,
-        hf_experts.write_qwen3,
     ),
     "glm4_moe": Family(
         Glm4MoeConfig,
         "Glm4MoeForCausalLM",
         _COMMON | _OPEN,
         only=_NO_MTP,
-        expert_fields=hf_experts.DEEPSEEK,
-        read_experts=hf_experts.read_deepseek,
-        write_experts=hf_experts.write_deepseek,
+        experts=hf_experts.DEEPSEEK,
         partial_rope=True,
     ),
     "deepseek_v3": Family(
@@ -124,8 +117,6 @@ FAMILIES: dict[str, Family] = {
         # the norms of the compressed states have this epsilon whatever the configuration says
         _WITH_OUTPUT_BIAS | _NO_MTP | {"rope_interleave": True, "rms_norm_eps": 1e-6},
         hf_experts.DEEPSEEK,
-        hf_experts.read_deepseek,
-        hf_experts.write_deepseek,
         latent=(True,),
     ),
     "llama": Family(
@@ -191,7 +182,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         **family.always,
         padded_vocab_size=config.vocab_size,
         rope=_read_rope(family, config, latent),
-        experts=family.read_experts(config),
+        experts=family.experts.of(config) if family.experts else None,
         latent=latent,
         kha=KHAConfig.recorded(raw) or KHAConfig(),
     )
@@ -215,19 +206,21 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
-    kept = {name: value for name, value in values.items() if name != "auto_map"}
+    kept = {name: value for name, value in values.items() if name not in ("auto_map", "model_type")}
     try:
-        return family.config.from_dict(kept)
+        return family.config(**kept)
     except Exception as error:  # transformers' own checks raise many kinds
         first = " ".join(str(error).split())
         raise CheckpointError(f"config.json is no {family.config.__name__}: {first}") from error
 
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    known = {*family.fields.values(), *family.only, *family.expert_fields, *_ROPE, *_HARMLESS}
+    known = {*family.fields.values(), *family.only, *_ROPE, *_HARMLESS}
+    if family.experts is not None:
+        known |= {*family.experts.fields.values(), *family.experts.known}
     known |= {*LATENT.values()} if True in family.latent else set()
     if family.config is KHAModelConfig:
-        known |= {f"kha_{name}" for name in KHA_FIELDS}
+        known |= {f"kha_{field.name}" for field in dataclasses.fields(KHAConfig)}
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
     usual = family.config(**given)
     for name, value in raw.items():
@@ -348,12 +341,14 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     if model.latent is not None:
         fields |= {theirs: getattr(model.latent, ours) for ours, theirs in LATENT.items()}
     if model_type == "kha":
-        fields |= {f"kha_{name}": getattr(model.kha, name) for name in KHA_FIELDS}
+        recorded = model.kha.to_dict().items()
+        fields |= {f"kha_{name}": value for name, value in recorded if name not in _STARTS}
     if model_type == "mistral":
         fields["sliding_window"] = None
+    experts = family.experts.to(expressed(model, model_type), model_type) if family.experts else {}
     config = family.config(
         **fields,
-        **family.write_experts(expressed(model, model_type)),
+        **experts,
         rope_parameters=_write_rope(model.rope, family),
     )
     config.architectures = [family.causal_lm]
@@ -361,14 +356,15 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
 
 
 def _check_expressible(model: Architecture, model_type: str, family: Family) -> None:
-    def refuse(what: str, remedy: str = "choose another --architecture") -> None:
-        raise CheckpointError(f"{model_type} cannot express {what}: {remedy}")
+    def refuse(what: str, *remedy: str) -> None:
+        raise refused(model_type, what, *remedy)
 
-    if model_type != "kha" and model.kha.variants:
-        kinds = ", ".join(f"{p}={v}" for p, v in model.kha.variants.items())
-        refuse(f"knocking heads ({kinds})", "fold linear ones away, or choose kha")
+    if model_type != "kha" and model.kha.mechanisms:
+        refuse(f"knocking heads ({model.kha})", "fold linear ones away, or choose kha")
     if model_type != "kha" and model.kha.attention is not None:
         refuse(f"kha_attention={model.kha.attention!r}", "no stock architecture can: choose kha")
+    if model.experts is not None and family.experts is None:
+        refuse("mixture-of-experts layers")
     if (model.latent is not None) not in family.latent:
         refuse("multi-latent attention" if model.latent else "grouped-query attention")
     for name, value in family.always.items():

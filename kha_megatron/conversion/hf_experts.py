@@ -1,147 +1,99 @@
 """Mixture-of-experts fields of Hugging Face configurations, each way; see ``hf_configs``."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from kha_megatron.conversion.architecture import Architecture, Experts
 from kha_megatron.errors import CheckpointError
 
-KHA = (
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "mlp_layer_types",
-    "shared_expert_intermediate_size",
-    "shared_expert_gate",
-    "scoring_func",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-)
-QWEN3 = (
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "norm_topk_prob",
-)
-DEEPSEEK = (
-    "n_routed_experts",
-    "num_local_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "n_group",
-    "topk_group",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "scoring_func",
-    "topk_method",
-)
+
+class ExpertFields(NamedTuple):
+    """How one architecture of transformers says what an :class:`Experts` says."""
+
+    fields: Mapping[str, str]
+    """Configuration field of each field of :class:`Experts` that has one of its own."""
+    read: Callable[[PreTrainedConfig], dict[str, Any]]
+    """The other fields; ``sparse`` is among them."""
+    write: Callable[[Experts], dict[str, Any]]
+    """The other configuration fields."""
+    known: tuple[str, ...]
+    """The other configuration fields that ``config.json`` may have."""
+    only: Mapping[str, Any] = {}
+    """Fields of :class:`Experts` of which the architecture has one value."""
+    dense: Mapping[str, str] | None = None
+    """Configuration fields of a model without experts, each a field of :class:`Architecture`."""
+
+    def of(self, config: PreTrainedConfig) -> Experts | None:
+        """The experts of a configuration; None if no layer has any.
+
+        Raises:
+            CheckpointError: Megatron cannot express them; the message names the field.
+        """
+        rest = self.read(config)
+        if not any(rest["sparse"]):
+            return None
+        given = {ours: getattr(config, theirs) for ours, theirs in self.fields.items()}
+        return Experts(**given | self.only | rest)
+
+    def to(self, model: Architecture, model_type: str) -> dict[str, Any]:
+        """The configuration fields of a model.
+
+        Raises:
+            CheckpointError: the architecture cannot compute what the model does.
+        """
+        experts = model.experts
+        if experts is None:
+            if self.dense is None:
+                raise refused(model_type, "a dense model")
+            return {theirs: getattr(model, ours) for theirs, ours in self.dense.items()}
+        for name, value in self.only.items():
+            if (found := getattr(experts, name)) != value:
+                raise refused(model_type, f"experts with {name}={found!r}, only {value!r}")
+        given = {theirs: getattr(experts, ours) for ours, theirs in self.fields.items()}
+        return given | self.write(experts)
 
 
-def write_none(model: Architecture) -> dict[str, Any]:
-    """Of an architecture without experts."""
-    if model.experts is not None:
-        raise CheckpointError(
-            "mixture-of-experts layers cannot be expressed by a dense architecture: choose "
-            "another --architecture"
-        )
-    return {}
+def refused(model_type: str, what: str, remedy: str = "choose another --architecture") -> Exception:
+    """The error of an architecture of transformers that cannot compute what a model does."""
+    return CheckpointError(f"{model_type} cannot express {what}: {remedy}")
 
 
-def read_kha(config: PreTrainedConfig) -> Experts | None:
-    """Of ``kha``, whose fields are Megatron's."""
-    sparse = tuple(kind == "sparse" for kind in config.mlp_layer_types)
-    if not any(sparse):
-        return None
-    return Experts(
-        count=config.num_experts,
-        per_token=config.num_experts_per_tok,
-        size=config.moe_intermediate_size,
-        sparse=sparse,
-        score=config.scoring_func,
-        normalised=config.norm_topk_prob,
-        scaling=float(config.routed_scaling_factor),
-        bias=config.scoring_func == "sigmoid",
-        shared_size=config.shared_expert_intermediate_size,
-        shared_gate=config.shared_expert_gate,
-        groups=config.n_group,
-        groups_per_token=config.topk_group if config.n_group > 1 else 1,
-    )
+_COMMON = {
+    "per_token": "num_experts_per_tok",
+    "size": "moe_intermediate_size",
+    "normalised": "norm_topk_prob",
+}
+_GROUPS = {"groups": "n_group", "groups_per_token": "topk_group"}
 
 
-def write_kha(model: Architecture) -> dict[str, Any]:
-    """Of ``kha``."""
-    experts = model.experts
-    if experts is None:
-        return {}
+def _read_kha(config: PreTrainedConfig) -> dict[str, Any]:
     return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.size,
-        "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in experts.sparse],
-        "shared_expert_intermediate_size": experts.shared_size,
-        "shared_expert_gate": experts.shared_gate,
-        "scoring_func": experts.score,
-        "norm_topk_prob": experts.normalised,
-        "routed_scaling_factor": experts.scaling,
-        "n_group": experts.groups,
-        "topk_group": experts.groups_per_token,
+        "sparse": tuple(kind == "sparse" for kind in config.mlp_layer_types),
+        "scaling": float(config.routed_scaling_factor),
+        "bias": config.scoring_func == "sigmoid",
+        "groups_per_token": config.topk_group if config.n_group > 1 else 1,
     }
 
 
-def read_qwen3(config: PreTrainedConfig) -> Experts | None:
-    """Of ``qwen3_moe``: softmax, no shared expert, any layer dense."""
+def _write_kha(experts: Experts) -> dict[str, Any]:
+    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in experts.sparse]}
+
+
+def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
     step, dense = config.decoder_sparse_step, config.mlp_only_layers
-    count = config.num_experts
-    sparse = tuple(
-        i not in dense and count > 0 and (i + 1) % step == 0
-        for i in range(config.num_hidden_layers)
-    )
-    if not any(sparse):
-        return None
-    return Experts(
-        count=count,
-        per_token=config.num_experts_per_tok,
-        size=config.moe_intermediate_size,
-        sparse=sparse,
-        normalised=config.norm_topk_prob,
-    )
+    layers = range(config.num_hidden_layers)
+    has = config.num_experts > 0
+    return {"sparse": tuple(has and i not in dense and (i + 1) % step == 0 for i in layers)}
 
 
-def write_qwen3(model: Architecture) -> dict[str, Any]:
-    """Of ``qwen3_moe``."""
-    experts = model.experts
-    if experts is None:
-        raise _refused("qwen3_moe", "a dense model")
-    for wrong, what in (
-        (experts.score != "softmax", f"{experts.score} scores of the router"),
-        (experts.scaling != 1.0, f"moe_router_topk_scaling_factor={experts.scaling}"),
-        (experts.shared_size > 0, "a shared expert"),
-        (experts.groups > 1, f"experts chosen from {experts.groups} groups"),
-    ):
-        if wrong:
-            raise _refused("qwen3_moe", what)
-    return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, sparse in enumerate(experts.sparse) if not sparse],
-        "norm_topk_prob": experts.normalised,
-    }
+def _write_qwen3(experts: Experts) -> dict[str, Any]:
+    dense = [i for i, sparse in enumerate(experts.sparse) if not sparse]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def read_deepseek(config: PreTrainedConfig) -> Experts | None:
-    """Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""
+def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     for name, only in (
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
@@ -152,9 +104,10 @@ def read_deepseek(config: PreTrainedConfig) -> Experts | None:
             raise CheckpointError(
                 f"config.json has {name}={found!r}, which cannot be expressed (only {only!r})"
             )
-    layers, dense = config.num_hidden_layers, config.first_k_dense_replace
-    if dense >= layers:
-        return None
+    dense = config.first_k_dense_replace
+    sparse = tuple(layer >= dense for layer in range(config.num_hidden_layers))
+    if not any(sparse):
+        return {"sparse": sparse}
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
     size, rest = divmod(config.n_routed_experts, groups)
     if size < 2 or rest:
@@ -168,31 +121,19 @@ def read_deepseek(config: PreTrainedConfig) -> Experts | None:
             f"num_experts_per_tok={per_token}, which cannot be expressed (Megatron ranks a group "
             "by its best num_experts_per_tok / topk_group experts, transformers by two)"
         )
-    return Experts(
-        count=config.n_routed_experts,
-        per_token=per_token,
-        size=config.moe_intermediate_size,
-        sparse=tuple(layer >= dense for layer in range(layers)),
-        score="sigmoid",
-        normalised=config.norm_topk_prob,
-        scaling=float(config.routed_scaling_factor),
-        bias=True,
-        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
-        groups=groups,
-        groups_per_token=config.topk_group if groups > 1 else 1,
-    )
+    return {
+        "sparse": sparse,
+        "scaling": float(config.routed_scaling_factor),
+        "shared_size": config.moe_intermediate_size * (config.n_shared_experts or 0),
+        "groups": groups,
+        "groups_per_token": config.topk_group if groups > 1 else 1,
+    }
 
 
-def write_deepseek(model: Architecture) -> dict[str, Any]:
-    """Of ``deepseek_v3`` and ``glm4_moe``."""
-    experts = model.experts
-    if experts is None:
-        return {"first_k_dense_replace": model.layers}
+def _write_deepseek(experts: Experts) -> dict[str, Any]:
     dense = experts.sparse.index(True)
     for wrong, what in (
-        (experts.score != "sigmoid", f"{experts.score} scores of the router"),
         (not all(experts.sparse[dense:]), "a dense layer behind one with experts"),
-        (experts.shared_gate, "a gate of the shared expert"),
         (
             experts.shared_size % experts.size != 0,
             f"a shared expert of {experts.shared_size} features, no multiple of {experts.size}",
@@ -204,19 +145,52 @@ def write_deepseek(model: Architecture) -> dict[str, Any]:
         ),
     ):
         if wrong:
-            raise _refused("an architecture with sigmoid routing (glm4_moe, deepseek_v3)", what)
+            raise refused("sigmoid routing of transformers (glm4_moe, deepseek_v3)", what)
     return {
-        "n_routed_experts": experts.count,
         "n_shared_experts": experts.shared_size // experts.size,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.size,
         "first_k_dense_replace": dense,
-        "n_group": experts.groups,
-        "topk_group": experts.groups_per_token,
-        "norm_topk_prob": experts.normalised,
-        "routed_scaling_factor": experts.scaling,
     }
 
 
-def _refused(architecture: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{architecture} cannot express {what}: choose another --architecture")
+KHA = ExpertFields(
+    _COMMON
+    | _GROUPS
+    | {
+        "count": "num_experts",
+        "shared_size": "shared_expert_intermediate_size",
+        "shared_gate": "shared_expert_gate",
+        "score": "scoring_func",
+        "scaling": "routed_scaling_factor",
+    },
+    _read_kha,
+    _write_kha,
+    ("num_local_experts", "mlp_layer_types"),
+    dense={},
+)
+"""Of ``kha``, whose fields are Megatron's."""
+
+QWEN3 = ExpertFields(
+    _COMMON | {"count": "num_experts"},
+    _read_qwen3,
+    _write_qwen3,
+    ("num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
+    only={"score": "softmax", "scaling": 1.0, "shared_size": 0, "groups": 1},
+)
+"""Of ``qwen3_moe``: softmax, no shared expert, any layer dense."""
+
+DEEPSEEK = ExpertFields(
+    _COMMON | _GROUPS | {"count": "n_routed_experts", "scaling": "routed_scaling_factor"},
+    _read_deepseek,
+    _write_deepseek,
+    (
+        "num_local_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "scoring_func",
+        "topk_method",
+    ),
+    only={"score": "sigmoid", "bias": True, "shared_gate": False},
+    dense={"first_k_dense_replace": "layers"},
+)
+"""Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""

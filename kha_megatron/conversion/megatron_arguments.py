@@ -13,7 +13,6 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import HeadFacts
 
 REPRESENTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -113,8 +112,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
         if hybrid and args.get(name):
             raise _refused(name, args[name], "not with hybrid_layer_pattern")
-    kha.check(HeadFacts(multi_latent=latent is not None))
-    if kha.attention == "gta" and args["rotary_percent"] != 0.5:
+    if kha.attention == "gta" and latent is None and args["rotary_percent"] != 0.5:
         raise _refused("rotary_percent", args["rotary_percent"], "only 0.5 with kha_attention=gta")
     if latent and args["add_qkv_bias"]:
         raise _refused("add_qkv_bias", True, "not with multi_latent_attention")
@@ -349,7 +347,7 @@ def _expert_arguments(experts: Experts) -> dict[str, Any]:
 
 
 def _kha_arguments(kha: KHAConfig) -> dict[str, Any]:
-    if not kha.variants and kha.attention is None:
+    if not kha.mechanisms and kha.attention is None:
         return {}
     return {f"kha_{name}": value for name, value in kha.to_dict().items()}
 

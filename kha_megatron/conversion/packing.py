@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kha_megatron.checkpoint.hf_reader import knock_name
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads import HeadTensor
 
 
 @dataclass(frozen=True)
@@ -93,20 +91,20 @@ class LatentHeads(Packing):
 
 
 @dataclass(frozen=True)
-class SharedMatrices(Packing):
-    """``[n, D, D]``, ``x @ W``: the stacked head-shared matrices, each an ``nn.Linear`` there."""
+class HeadParameter(Packing):
+    """A parameter of a mechanism of the heads: as it is, or ``[n, D, D]``, ``x @ W``: stacked
+    matrices that are an ``nn.Linear`` each there, and so transposed."""
 
-    projection: Projection = "value"
+    tensor: HeadTensor | None = None
 
     def names(self, model: Architecture) -> tuple[str, ...]:
-        """One for each matrix of the variant."""
-        matrices = MATRICES[model.kha.variants[self.projection]]
-        return tuple(self.name.format(knock_name(self.projection, matrix)) for matrix in matrices)
+        """One for each matrix, or one."""
+        return self.tensor.hf_names
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """Each matrix transposed."""
-        return [matrix.T for matrix in tensor]
+        return [matrix.T for matrix in tensor] if self.tensor.matrices else [tensor]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
         """One block, the matrices transposed and stacked again."""
-        return [torch.stack([part.T for part in parts])]
+        return [torch.stack([part.T for part in parts]) if self.tensor.matrices else parts[0]]

@@ -114,10 +114,11 @@ class MegatronSource(Source):
     def __init__(self, path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> None:
         checkpoint = MegatronCheckpoint.open(path)
         args, held = checkpoint.args, checkpoint.keys()
-        companions = Companions.of_megatron(args, tokenizer)
         if EMBEDDING not in held:
             raise CheckpointError(f"{checkpoint.path} lacks {EMBEDDING}: it holds no GPTModel")
         rows = held[EMBEDDING].shape[0]
+        companions = Companions.of_megatron(args, tokenizer)
+        self._step = 2 if hybrid_layers(args) else 1
         model = from_arguments(args, checkpoint.kha or KHAConfig(), rows)
         if padded:
             self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
@@ -125,7 +126,6 @@ class MegatronSource(Source):
             model = replace(model, vocab_size=_without_padding(args, rows, companions))
         super().__init__(checkpoint, companions, model)
         self._infos = held
-        self._step = 2 if hybrid_layers(args) else 1
         self._keys: dict[Place, tuple[str, tuple[int, ...]]] = {}
         self._find_keys()
 
@@ -212,7 +212,8 @@ class HFSource(Source):
         super().__init__(
             checkpoint, Companions.of_hf(path, config, tokenizer), from_hf_config(config)
         )
-        held = {key for key in sorted(checkpoint.keys()) if not key.endswith(_RECOMPUTED)}
+        self._infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
+        held = self._infos.keys()
         wanted: dict[str, tuple[int, ...]] = {}
         for place in places(self.model):
             whole = torch.empty(place.row.shape(self.model), device="meta")
@@ -220,11 +221,10 @@ class HFSource(Source):
             names = place.hf_names(self.model)
             wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
         _refuse(
-            held - wanted.keys() - self._copy_of_the_embedding(held) - self._without_elements(held),
+            held - wanted.keys() - self._copy_of_the_embedding() - self._without_elements(),
             f"{path} holds {{}} tensors that its {CONFIG} has no place for",
         )
         _refuse(wanted.keys() - held, f"{path} lacks {{}} tensors that its {CONFIG} calls for")
-        self._infos = {name: checkpoint.info(name) for name in wanted}
         for name, shape in wanted.items():
             if (found := self._infos[name].shape) != shape:
                 raise CheckpointError(f"{path}: {name} is {found}, its {CONFIG} calls for {shape}")
@@ -238,10 +238,10 @@ class HFSource(Source):
         infos = [self._infos[name] for name in names]
         return [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
 
-    def _copy_of_the_embedding(self, held: set[str]) -> set[str]:
+    def _copy_of_the_embedding(self) -> set[str]:
         """Some tied models are saved with an output layer all the same."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if not self.model.tied or not {head, embedding} <= held:
+        if not self.model.tied or not {head, embedding} <= self._infos.keys():
             return set()
         if not torch.equal(self.checkpoint.tensor(head), self.checkpoint.tensor(embedding)):
             raise CheckpointError(
@@ -249,10 +249,10 @@ class HFSource(Source):
             )
         return {head}
 
-    def _without_elements(self, held: set[str]) -> set[str]:
+    def _without_elements(self) -> set[str]:
         """transformers gives a model with ``n_shared_experts=0`` tensors of no width."""
-        shared = (name for name in held if ".shared_experts." in name)
-        return {name for name in shared if math.prod(self.checkpoint.info(name).shape) == 0}
+        shared = ((name, info) for name, info in self._infos.items() if ".shared_experts." in name)
+        return {name for name, info in shared if math.prod(info.shape) == 0}
 
 
 def open_source(path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> Source:

@@ -7,18 +7,18 @@ folding needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.packing import (
+    HeadParameter,
+    QKVRows,
     LatentHeads,
     Packing,
-    QKVRows,
-    SharedMatrices,
     Vocabulary,
 )
-from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads import HeadTensor, Projection
 
 Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
@@ -75,8 +75,9 @@ def places(model: Architecture) -> Iterator[Place]:
     """Every place of a model, in the order of its layers."""
     first, *last = (Place(row) for row in MODEL if row.when(model, 0))
     yield first
+    rows = (*_INTO_HEADS, *map(head_row, model.head_tensors), *_BEHIND_HEADS)
     for layer in range(model.layers):
-        for row in LAYER:
+        for row in rows:
             if not row.when(model, layer):
                 continue
             if row.per_expert:
@@ -91,7 +92,7 @@ def _latent(model: Architecture, layer: int) -> bool:
 
 
 def _grouped(model: Architecture, layer: int) -> bool:
-    return model.latent is None and not model.is_tied
+    return model.latent is None and not model.qkv.tied
 
 
 def _compressed_queries(model: Architecture, layer: int) -> bool:
@@ -145,17 +146,11 @@ def _expanded(model: Architecture) -> list[list[Knocked]]:
     return [heads] * model.latent_heads
 
 
-def _knock(projection: Projection) -> Row:
-    return Row(
-        SharedMatrices("self_attn.{}", projection=projection),
-        (f"self_attention.knock_{projection}.weight",),
-        lambda m: (len(MATRICES[m.kha.variants[projection]]), *[m.knocked_dim(projection)] * 2),
-        when=lambda model, layer: projection in model.kha.variants,
-    )
+@cache
+def head_row(tensor: HeadTensor) -> Row:
+    """The row of a parameter of a mechanism of the heads (``heads``)."""
+    return Row(HeadParameter("", tensor=tensor), (tensor.key,), lambda m: tensor.shape)
 
-
-KNOCKS: dict[Projection, Row] = {p: _knock(p) for p in ("query", "key", "value")}
-"""The head-shared matrices."""
 
 _QKV: tuple[Row, ...] = (
     Row(
@@ -176,11 +171,11 @@ _QKV: tuple[Row, ...] = (
         Packing("self_attn.k_rope_proj.weight"),
         ("self_attention.linear_k_rope.weight",),
         lambda m: (m.head_dim // 2, m.hidden_size),
-        when=lambda model, layer: model.is_tied,
+        when=lambda model, layer: model.qkv.tied,
     ),
 )
-"""All kinds but the latent ones. In grouped-tied attention both sides have the rotary half of a
-head first."""
+"""Multi-head, multi-query and grouped-query attention, and grouped-tied attention, of which both
+sides have the rotary half of a head first."""
 
 _LATENT: tuple[Row, ...] = (
     Row(
@@ -246,7 +241,7 @@ ATTENTION_OUTPUT = Row(
     lambda m: (m.hidden_size, m.heads * (m.latent.value_dim if m.latent else m.head_dim)),
 )
 
-_ATTENTION: tuple[Row, ...] = (
+_INTO_HEADS: tuple[Row, ...] = (
     Row(
         Packing("input_layernorm.weight"),
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -260,23 +255,8 @@ _ATTENTION: tuple[Row, ...] = (
         when=lambda model, layer: not _grouped(model, layer),
     ),
     *_QKV,
-    *KNOCKS.values(),
-    Row(
-        Packing("self_attn.q_norm.weight"),
-        ("self_attention.q_layernorm.weight",),
-        lambda m: (m.head_dim,),
-        when=_normed_heads,
-    ),
-    Row(
-        Packing("self_attn.k_norm.weight"),
-        ("self_attention.k_layernorm.weight",),
-        lambda m: (m.head_dim,),
-        when=_normed_heads,
-    ),
-    *_LATENT,
-    ATTENTION_OUTPUT,
 )
-"""Tensors of one layer's attention, with the norm before it."""
+"""Tensors of one layer up to what its heads are, with the norm before it."""
 
 EXPERT_BIAS = Row(
     Packing("mlp.gate.e_score_correction_bias"),
@@ -319,8 +299,21 @@ MODEL: tuple[Row, ...] = (
 )
 """Tensors outside of the layers."""
 
-LAYER: tuple[Row, ...] = (
-    *_ATTENTION,
+_BEHIND_HEADS: tuple[Row, ...] = (
+    Row(
+        Packing("self_attn.q_norm.weight"),
+        ("self_attention.q_layernorm.weight",),
+        lambda m: (m.head_dim,),
+        when=_normed_heads,
+    ),
+    Row(
+        Packing("self_attn.k_norm.weight"),
+        ("self_attention.k_layernorm.weight",),
+        lambda m: (m.head_dim,),
+        when=_normed_heads,
+    ),
+    *_LATENT,
+    ATTENTION_OUTPUT,
     Row(
         Packing("post_attention_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -375,5 +368,9 @@ LAYER: tuple[Row, ...] = (
         when=lambda model, layer: _shared_expert(model, layer) and model.experts.shared_gate,
     ),
 )
-"""Tensors of one decoder layer, below ``decoder.layers.{i}.`` and ``model.layers.{i}.``; those of
-an expert are below ``mlp.experts.{e}.`` there, and stacked ``[E, ...]`` here."""
+"""The other tensors of one decoder layer."""
+
+LAYER = (*_INTO_HEADS, *_BEHIND_HEADS)
+"""Tensors of one decoder layer, but for those of its heads' mechanisms: below
+``decoder.layers.{i}.`` and ``model.layers.{i}.``; those of an expert are below
+``mlp.experts.{e}.`` there, and stacked ``[E, ...]`` here."""

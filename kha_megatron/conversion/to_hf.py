@@ -92,12 +92,12 @@ def plan(
         source = Folded(source)
     if upcycle is not None:
         source = Upcycled(source, upcycle)
-    model = source.model
     architecture = architecture or (AUTO if fold else "kha")
     if architecture == AUTO:
-        architecture = "kha" if model.kha.variants else stock_type(model)
+        architecture = "kha" if source.model.kha.mechanisms else stock_type(source.model)
+    model = expressed(source.model, architecture)
     config = to_hf_config(model, architecture)
     for name, value in source.companions.token_ids.items():
         setattr(config, name, value)
-    source = Expressed(source, expressed(model, architecture))
+    source = Expressed(source, model)
     return HFPlan(source if asked is None else Cast(source, asked), config, max_shard_bytes)

@@ -12,14 +12,14 @@ from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import (
     ATTENTION_OUTPUT,
     EXPERT_BIAS,
-    KNOCKS,
     SHARED_EXPERT,
     Knocked,
     Place,
+    head_row,
 )
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.heads import HeadFacts
-from kha_megatron.ops.knocking import fold, initial_weight
+from kha_megatron.heads import HeadTensor
+from kha_megatron.ops.knocking import fold
 
 KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
 """Rows whose tensors are not cast."""
@@ -62,14 +62,15 @@ class Folded(_Around):
         kha = source.model.kha
         if not kha.mechanisms:
             raise CheckpointError(f"{source.path} has no knocking heads to fold away")
-        for projection, variant in kha.variants.items():
-            if variant != "linear":
+        for mechanism in kha.mechanisms:
+            if not mechanism.folds:
                 raise CheckpointError(
-                    f"{source.path} has {projection}={variant}: only linear knocking heads can be "
-                    "folded into the projection before them; export it as kha"
+                    f"{source.path} has {mechanism}: only linear knocking heads can be folded into "
+                    "the projection before them; export it as kha"
                 )
         rest = KHAConfig(attention=kha.attention, latent_heads=kha.latent_heads)
         super().__init__(source, replace(source.model, kha=rest))
+        self._matrices = {tensor.heads: head_row(tensor) for tensor in source.model.head_tensors}
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
@@ -84,8 +85,8 @@ class Folded(_Around):
 
     def _fold(self, part: Tensor, layer: int, knocked: Sequence[Knocked]) -> Tensor:
         for projection, head_rows, start in knocked:
-            if projection in self.source.model.kha.variants:
-                (weight,) = self.source.read(Place(KNOCKS[projection], layer))
+            if projection in self._matrices:
+                (weight,) = self.source.read(Place(self._matrices[projection], layer))
                 part = fold(part, weight.T[None], head_rows=head_rows, start=start)
         return part
 
@@ -116,28 +117,38 @@ class Upcycled(_Around):
                 "kind: upcycling keeps the attention, leave it out"
             )
         kha = replace(kha, attention=before.attention, latent_heads=before.latent_heads)
-        kha.check(HeadFacts(multi_latent=source.model.latent is not None))
         super().__init__(source, replace(source.model, kha=kha))
+        self._added = {head_row(tensor): tensor for tensor in self.model.head_tensors}
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
-        knocked = next((p for p, row in KNOCKS.items() if place.row is row), None)
-        if knocked is None:
+        if place.row not in self._added:
             return self.source.read(place, meta=meta)
         dtype = _weights_dtype(self.source, place)
         weight = torch.empty(place.row.shape(self.model), dtype=dtype, device="meta")
         if not meta:
-            variant = self.model.kha.variants[knocked]
-            weight = initial_weight(torch.empty_like(weight, device="cpu"), variant)
+            weight = _started(torch.empty_like(weight, device="cpu"), self._added[place.row])
         return place.row.packing.split(weight, self.model)
+
+
+_STARTS = {
+    "zeros": torch.nn.init.zeros_,
+    "ones": torch.nn.init.ones_,
+    "identity": torch.nn.init.eye_,
+}
+
+
+def _started(weight: Tensor, tensor: HeadTensor) -> Tensor:
+    """Fill a parameter of a mechanism with its start, which changes no bit."""
+    parts = weight.unbind() if tensor.matrices else [weight]
+    for part, start in zip(parts, tensor.starts, strict=True):
+        _STARTS[start](part)
+    return weight
 
 
 class Expressed(_Around):
     """As another architecture has the same model: with zeros for the expert biases and the shared
     expert that the source does without (``hf_configs.expressed``)."""
-
-    def __init__(self, source: Source, model: Architecture) -> None:
-        super().__init__(source, model)
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""

@@ -131,12 +131,12 @@ class Pair:
 def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
     """Fold or upcycle one of two models if only the other has no knocking heads."""
     pair = [one, other]
-    knocked = [bool(source.model.kha.variants) for source in pair]
+    knocked = [bool(source.model.kha.mechanisms) for source in pair]
     if all(knocked) or not any(knocked):
         return one, other, "as they are", False
     at = knocked.index(True)
     kha = pair[at].model.kha
-    if set(kha.variants.values()) == {"linear"}:
+    if kha.folds:
         pair[at] = Folded(pair[at])
         return (*pair, f"the {_ORDER[at]} folded", True)
     pair[1 - at] = Upcycled(pair[1 - at], replace(kha, init="identity"))

@@ -60,7 +60,7 @@ def _read_map(folder):
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_matrices_are_transposed_and_stacked(request, tensors, kind):
     checkpoint = HFCheckpoint.open(request.getfixturevalue(kind))
-    assert checkpoint.keys() == sorted(tensors)
+    assert list(checkpoint.keys()) == sorted(tensors)
     assert checkpoint.kha == KHAConfig(key="linear", value="mlp")
     assert torch.equal(checkpoint.tensor("model.norm.weight"), tensors["model.norm.weight"])
     weights = checkpoint.knock_weights()

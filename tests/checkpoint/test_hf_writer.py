@@ -127,10 +127,10 @@ def test_our_reader_reads_it(tmp_path, every_dtype):
         read = dict(zip(every_dtype, pool.map(checkpoint.tensor, every_dtype), strict=True))
     for name, tensor in every_dtype.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
-        assert checkpoint.info(name) == (tuple(tensor.shape), tensor.dtype)
+        assert checkpoint.keys()[name] == (tuple(tensor.shape), tensor.dtype)
         assert _bytes(read[name]) == _bytes(tensor)
     with pytest.raises(CheckpointError, match="holds no tensor nothing"):
-        checkpoint.info("nothing")
+        checkpoint.tensor("nothing")
 
 
 def test_what_was_not_announced_so_is_refused(tmp_path):
