@@ -10,14 +10,42 @@ from typing import Any
 from torch.nn.functional import silu
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.hf_configs import to_hf_config
-from kha_megatron.conversion.megatron_arguments import from_arguments
+from kha_megatron.conversion.hf_configs import from_hf_config, to_hf_config
+from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.hf import KHAModelConfig
 
-_TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init"}
+_TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
 """Fields that do not change what a trained model computes."""
+_OF_NO_PROVIDER = ("attention", "latent_heads")
+_SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "seq_length",
+    "layernorm_epsilon",
+    "init_method_std",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "attention_dropout",
+    "rotary_base",
+    "rotary_percent",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+)
+"""Fields that have the name of Megatron's argument."""
 
 
 def kha_of(config: Any) -> KHAConfig:
@@ -35,29 +63,24 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     Raises:
         CheckpointError: Megatron cannot compute what a field of ``config`` asks for.
     """
-    _refuse(config)
-    kha = kha_of(config)
-    rope = config.rope_parameters
+    model = from_hf_config(config.to_dict())
+    for name, value in (
+        ("rope_parameters", model.rope.scaling),
+        ("kha_attention", model.kha.attention),
+        ("kv_lora_rank", model.latent),
+    ):
+        if value is not None:
+            raise CheckpointError(
+                f"{name}={getattr(config, name)!r} of the kha configuration cannot be computed by "
+                "Megatron-Bridge's layers (only plain RoPE and grouped-query attention)"
+            )
+    arguments = to_arguments(model)
+    heads = model.kha.to_dict().items()
     return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "seq_length": config.max_position_embeddings,
-        "layernorm_epsilon": config.rms_norm_eps,
-        "init_method_std": config.initializer_range,
-        "qk_layernorm": config.use_qk_norm,
-        "add_qkv_bias": config.attention_bias,
-        "attention_dropout": config.attention_dropout,
-        "share_embeddings_and_output_weights": config.tie_word_embeddings,
-        "rotary_base": rope["rope_theta"],
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
-        **{f"kha_{projection}": getattr(kha, projection) for projection in PROJECTIONS},
-        "kha_init": kha.init,
-        **_expert_fields(config),
+        **{name: arguments[name] for name in _SAME if name in arguments},
+        "num_moe_experts": arguments["num_experts"],
+        "share_embeddings_and_output_weights": model.tied,
+        **{f"kha_{name}": value for name, value in heads if name not in _OF_NO_PROVIDER},
     }
 
 
@@ -97,51 +120,6 @@ def check_agreement(provider: Any, config: KHAModelConfig) -> None:
         raise CheckpointError(
             f"the Megatron model and the Hugging Face configuration differ: {', '.join(differing)}"
         )
-
-
-def _refuse(config: KHAModelConfig) -> None:
-    normalised = config.norm_topk_prob
-    only: dict[str, tuple[Any, Any]] = {
-        "hidden_act": (config.hidden_act, "silu"),
-        "rope_parameters.rope_type": (config.rope_parameters.get("rope_type"), "default"),
-        "kha_attention": (config.kha_attention, None),
-        "kv_lora_rank": (config.kv_lora_rank, None),
-    }
-    if "sparse" in config.mlp_layer_types:
-        several = config.num_experts_per_tok > 1
-        if config.scoring_func == "sigmoid" or not several:
-            # Megatron divides by the sum where there is something to divide
-            only["norm_topk_prob"] = (normalised, several)
-    for name, (value, limit) in only.items():
-        if value != limit:
-            raise CheckpointError(
-                f"{name}={value!r} of the kha configuration cannot be computed by Megatron's "
-                f"layers here (only {limit!r})"
-            )
-
-
-def _expert_fields(config: KHAModelConfig) -> dict[str, Any]:
-    if "sparse" not in config.mlp_layer_types:
-        return {"num_moe_experts": None}
-    sigmoid = config.scoring_func == "sigmoid"
-    return {
-        "num_moe_experts": config.num_experts,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_layer_freq": [int(kind == "sparse") for kind in config.mlp_layer_types],
-        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size or None,
-        "moe_shared_expert_gate": config.shared_expert_gate,
-        "moe_router_score_function": config.scoring_func,
-        "moe_router_pre_softmax": not sigmoid and not config.norm_topk_prob,
-        "moe_router_topk_scaling_factor": _factor(config),
-        "moe_router_num_groups": config.n_group if config.n_group > 1 else None,
-        "moe_router_group_topk": config.topk_group if config.n_group > 1 else None,
-    }
-
-
-def _factor(config: KHAModelConfig) -> float | None:
-    # Megatron multiplies only when there is a factor
-    return None if config.routed_scaling_factor == 1.0 else float(config.routed_scaling_factor)
 
 
 def _arguments(provider: Any) -> dict[str, Any]:

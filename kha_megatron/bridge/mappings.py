@@ -72,7 +72,7 @@ class VocabularyMapping(AutoMapping):
         return {name: weight[: self.vocab_size] for name, weight in gathered.items()}
 
     def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-        """The same: there is no ``*`` in its names."""
+        """This mapping anew: there is no ``*`` in its names to fill in."""
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
 
 

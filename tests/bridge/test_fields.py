@@ -64,7 +64,7 @@ def test_round_trip(ranks, name):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type='linear'",
+            "'rope_type': 'linear'",
         ),
         (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "norm_topk_prob=False"),
         (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
@@ -93,7 +93,7 @@ def refusal(fields):
     [
         ({"window_size": (4, 0)}, "window_size=(4, 0)"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
-        ({"rope_scaling": True}, "rope_type='llama3'"),
+        ({"rope_scaling": True}, "'rope_type': 'llama3'"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type='yarn'"),
         ({"gated_linear_unit": False}, "swiglu=False"),
     ],
@@ -106,7 +106,7 @@ def test_what_the_architecture_cannot_express_is_refused_by_its_name(ranks, fiel
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"rotary_base": 500.0}, "rotary_base 500.0 against 20000.0"),
+        ({"rotary_base": 500.0}, "rotary_base 500 against 20000"),
         ({"layernorm_epsilon": 1e-3}, "layernorm_epsilon 0.001 against 1e-06"),
         ({"kha_value": "gate"}, "kha_value 'gate' against 'mlp'"),
         ({"kha_query": None, "num_query_groups": 1}, "kha_query None against 'linear', num_query"),
