@@ -13,9 +13,9 @@ from typing import NamedTuple
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.packing import (
     HeadParameter,
-    QKVRows,
     LatentHeads,
     Packing,
+    QKVRows,
     Vocabulary,
 )
 from kha_megatron.heads import HeadTensor, Projection
