@@ -12,15 +12,9 @@ A recipe takes ``kha_megatron.bridge.provider.KHAModelProvider`` where it takes 
 before :func:`register`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import metadata
-
-from kha_megatron.errors import MissingDependencyError, VersionError
+from kha_megatron.bridge.imports import bridge_imports
 
 __all__ = ["register"]
-
-_SUPPORTED = "0.6"
 
 
 def register() -> None:
@@ -36,45 +30,3 @@ def register() -> None:
     """
     with bridge_imports():
         import kha_megatron.bridge.model_bridge  # noqa: F401 (registers itself)
-
-
-@contextmanager
-def bridge_imports() -> Iterator[None]:
-    """Around imports from Megatron-Bridge: what is not there is an error with a remedy.
-
-    Raises:
-        MissingDependencyError, VersionError: see :func:`register`.
-    """
-    _check_version()
-    try:
-        yield
-    except MissingDependencyError:
-        raise
-    # Transformer Engine without its torch extension raises FileNotFoundError
-    except (ImportError, FileNotFoundError) as error:
-        raise _cannot_import(error) from error
-
-
-def _check_version() -> None:
-    try:
-        found = metadata.version("megatron-bridge")
-    except metadata.PackageNotFoundError:
-        raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge") from None
-    if not f"{found}.".startswith(f"{_SUPPORTED}."):
-        raise VersionError(
-            f"megatron-bridge {found} is not supported ({_SUPPORTED} is): "
-            "run `pip install 'kha-megatron[bridge]'`"
-        )
-
-
-def _cannot_import(error: Exception) -> Exception:
-    try:
-        import torch  # noqa: F401 (its CUDA libraries first, else those of the next are not found)
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, FileNotFoundError):
-        return MissingDependencyError(
-            "Transformer Engine with its torch extension", "Megatron-Bridge", "bridge,te"
-        )
-    return MissingDependencyError(
-        f"what Megatron-Bridge imports ({error})", "kha_megatron.bridge", "bridge"
-    )

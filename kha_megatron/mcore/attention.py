@@ -16,8 +16,8 @@ from kha_megatron.heads import HeadFacts, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
+from kha_megatron.mcore.fused_forward import FusedPrologue
 from kha_megatron.mcore.knocking import KnockingHeads
-from kha_megatron.mcore.prologue import FusedPrologue
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model

@@ -9,7 +9,7 @@ heads of a group of all parts, ``D`` features of a head.
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer import attention
+from megatron.core.transformer.attention import SplitAlongDim
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class QKVSplit:
         """
         sizes = {part: heads * self.layout.head_dim for part, heads in self.layout.parts.items()}
         # Transformer Engine's, where it is: its backward pass need not copy the gradients together
-        split = attention.SplitAlongDim or torch.split
+        split = SplitAlongDim or torch.split
         pieces = split(groups, list(sizes.values()), 3)
         found, first = {}, 0
         for (part, heads), x in zip(self.layout.parts.items(), pieces, strict=True):

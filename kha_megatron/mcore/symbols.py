@@ -65,6 +65,7 @@ PLUG_IN: Symbols = MappingProxyType(
             "split_qkv",
         ),
         "megatron.core.transformer.attention:SelfAttentionSubmodules": (),
+        "megatron.core.transformer.attention:SplitAlongDim": (),
         "megatron.core.transformer.dot_product_attention:DotProductAttention": (
             "config",
             "pg_collection",

@@ -1,4 +1,4 @@
-"""Knocking through the fused kernels where they run, in plain torch everywhere else.
+"""Which way it goes: through the fused kernels where they run, in plain torch everywhere else.
 
 ``knock`` decides from what it is given (device, dtypes, head dim) and says once on rank 0, for each
 reason, which way it went. The environment variable ``KHA_KERNELS`` overrides that:
@@ -17,6 +17,7 @@ plain torch keeps ``kha_megatron.config.SAVED`` tensors of its size, and round f
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import Variant
 from kha_megatron.ops import knocking
-from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS, SHARED_MEMORY
+from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS, SHARED_MEMORY
 
 KERNELS_VARIABLE = "KHA_KERNELS"
 """Environment variable that chooses the way; the module's docstring says how."""
@@ -46,7 +47,7 @@ def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.kha_megatron.knock(x, weight, variant)
     if _takes_kernels(x, weight):
-        from kha_megatron.ops.fused_launch import FusedKnock
+        from kha_megatron.ops.kernels.knock_launch import FusedKnock
 
         return FusedKnock.apply(x, weight, variant)
     return knocking.knock(x, weight, variant)
@@ -61,6 +62,24 @@ def refusal(x: Tensor, weight: Tensor) -> str | None:
         if why is None and is_traceable_wrapper_subclass(tensor):
             return f"{type(tensor).__name__} keeps its numbers elsewhere than a plain tensor"
     return why
+
+
+def prologue_kernel(x: Tensor, head_dim: int) -> tuple[Callable | None, str]:
+    """What takes the place of ``kha_megatron.ops.prologue.prologue`` for a buffer like ``x``.
+
+    Decided by ``KHA_KERNELS`` and by what the kernels can do, as for knocking; but ``triton`` is no
+    error here, because a layer may have reasons of its own to be left to Megatron.
+
+    Returns:
+        ``fused_prologue`` and nothing; or None, with the reason where kernels could be expected.
+    """
+    if os.environ.get(KERNELS_VARIABLE) == "torch":
+        return None, ""
+    if why := refusal(x, x.new_empty(0, head_dim, head_dim)):
+        return None, why if x.is_cuda else ""
+    from kha_megatron.ops.kernels.prologue_launch import fused_prologue
+
+    return fused_prologue, ""
 
 
 def _takes_kernels(x: Tensor, weight: Tensor) -> bool:
@@ -129,9 +148,9 @@ def _announce(way: str) -> None:
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
 def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
     if _takes_kernels(x, weight):
-        from kha_megatron.ops import fused_launch
+        from kha_megatron.ops.kernels import knock_launch
 
-        return fused_launch.knock_forward(x, weight.contiguous(), variant)
+        return knock_launch.knock_forward(x, weight.contiguous(), variant)
     return knocking.knock(x, weight, variant).contiguous()
 
 
@@ -142,11 +161,11 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 
 @torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
 def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    from kha_megatron.ops import fused_launch
+    from kha_megatron.ops.kernels import knock_launch
 
     weight = weight.contiguous()
-    dx = fused_launch.knock_backward_input(x, dy, weight, variant)
-    return dx, fused_launch.knock_backward_weight(x, dy, weight, variant)
+    dx = knock_launch.knock_backward_input(x, dy, weight, variant)
+    return dx, knock_launch.knock_backward_weight(x, dy, weight, variant)
 
 
 @_knock_backward.register_fake

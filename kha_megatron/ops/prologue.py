@@ -6,8 +6,7 @@ head dim, ``R`` features of a head that RoPE turns. :func:`prologue` says in tor
 ``fused_prologue`` computes in kernels.
 """
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops.fused import KERNELS_VARIABLE, refusal
 from kha_megatron.ops.knocking import knock
 
 
@@ -103,21 +101,3 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second, rest = x.split([size // 2, size // 2, x.shape[-1] - size], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-def implementation(x: Tensor, settings: PrologueSettings) -> tuple[Callable | None, str]:
-    """What takes the place of :func:`prologue` for a buffer like ``x`` in this process.
-
-    Decided by ``KHA_KERNELS`` and what the kernels can do, as for knocking (see ``fused``).
-
-    Returns:
-        ``fused_prologue`` and nothing; or None, with the reason where kernels could be expected.
-    """
-    if os.environ.get(KERNELS_VARIABLE) == "torch":
-        return None, ""
-    head_dim = settings.head_dim
-    if why := refusal(x, x.new_empty(0, head_dim, head_dim)):
-        return None, why if x.is_cuda else ""
-    from kha_megatron.ops.fused_prologue import fused_prologue
-
-    return fused_prologue, ""

@@ -1,6 +1,7 @@
 """The rooms of the design: who may import whom, and what `import kha_megatron` may need."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,27 @@ def test_arrows(path):
         elif room in OUTSIDE:
             known = top in sys.stdlib_module_names or top in OUTSIDE[room]
             assert known, f"{room or 'package'} must not import {top}"
+
+
+def module_graph():
+    """For each module the modules of the package that it imports, wherever in the file."""
+    names = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in MODULES}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graph = {}
+    for name, path in names.items():
+        found = set(imports(path))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                modules = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+                if modules and node.module in names and len(modules) == len(node.names):
+                    found.discard(node.module)  # only modules of it are imported
+                found |= modules
+        graph[name] = (found & names.keys()) - {name}
+    return graph
+
+
+def test_no_import_goes_in_a_circle():
+    list(graphlib.TopologicalSorter(module_graph()).static_order())
 
 
 def test_every_room_is_listed():

@@ -96,7 +96,7 @@ def layouts_agree(variant, device="cpu"):
 
 def writes_into(variant, head_dim, dtype, device="cpu"):
     """Input gradients written into a view: their error, and whether the rest was left alone."""
-    from kha_megatron.ops.fused_launch import knock_backward_input
+    from kha_megatron.ops.kernels.knock_launch import knock_backward_input
 
     x, dy = (strided((7, 3), head_dim, dtype, device) for _ in range(2))
     weight = weight_of(variant, head_dim, dtype, device)

@@ -17,7 +17,7 @@ from typing import NamedTuple, get_args
 import torch
 
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops.fused_tilings import (
+from kha_megatron.ops.kernels.tilings import (
     HEAD_DIMS,
     SHARED_MEMORY,
     Kernel,
@@ -76,10 +76,10 @@ def compile_launch(launch: Launch) -> Report:
     """Compile one, never from a cache, for want of ptxas's words there."""
     from triton import knobs
 
-    from kha_megatron.ops import fused_kernels
+    from kha_megatron.ops.kernels import knock_kernels
 
     options = launch.tiling.options(launch.variant, launch.head_dim) | {"TMA": launch.tma}
-    function = getattr(fused_kernels, f"knock_{launch.kernel}")
+    function = getattr(knock_kernels, f"knock_{launch.kernel}")
     # two strides between rows are the general case, so the heads are a number of the run
     constants = {name: 1 for name in function.arg_names if launch.tma and name.endswith("_heads")}
     constants |= {name: value for name, value in options.items() if name in function.arg_names}
@@ -96,12 +96,12 @@ def compile_reduction(architecture: str = "sm_90") -> Report:
     """Compile the sum over splits."""
     from triton import knobs
 
-    from kha_megatron.ops import fused_kernels, fused_launch
+    from kha_megatron.ops.kernels import knock_kernels, knock_launch
 
     signature = {"PARTIAL": "*fp32", "DW": "*bf16", "S": "i32", "N": "i32", "BLOCK": "constexpr"}
-    constants = {"BLOCK": fused_launch.REDUCTION_BLOCK}
+    constants = {"BLOCK": knock_launch.REDUCTION_BLOCK}
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-    function = fused_kernels.sum_partials
+    function = knock_kernels.sum_partials
     options = {"num_warps": 4, "num_stages": 3}
     return _compile(function, signature, constants, ["PARTIAL", "DW"], options, architecture)
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from kha_megatron.ops import fused_tilings
+from kha_megatron.ops.kernels import tilings
 from tests.kernels.cross_compile import (
     Launch,
     Report,
@@ -55,8 +55,8 @@ def test_covers_what_is_launched():
 
 
 def test_a_spilling_tiling_is_found(monkeypatch):
-    rows = {("mlp", 128): fused_tilings.Tiling(128, 128, 8, 1)}
-    monkeypatch.setitem(fused_tilings._TWO_BYTES["sm_90"], "backward_input", rows)
+    rows = {("mlp", 128): tilings.Tiling(128, 128, 8, 1)}
+    monkeypatch.setitem(tilings._TWO_BYTES["sm_90"], "backward_input", rows)
     launch = Launch("backward_input", "mlp", 128, torch.bfloat16, False)
     assert "bytes spilled, bound 0" in complaints(launch, compile_launch(launch))[0]
 

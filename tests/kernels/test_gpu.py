@@ -5,7 +5,7 @@ import torch
 
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import fused
-from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS
+from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
 from tests.kernels import cases
 
 pytestmark = pytest.mark.gpu

@@ -15,31 +15,31 @@ PACKAGE = Path(kha_megatron.__file__).parent
 
 MISTAKES = {
     "a row beyond the last is read": (
-        "fused_tiles.py",
+        "tiles.py",
         "inside = (rows < count)[:, None]",
         "inside = (rows < count + 1)[:, None]",
         {"d_gate"},
     ),
     "the last tile is left out": (
-        "fused_kernels.py",
+        "knock_kernels.py",
         "tl.cdiv(R, M)",
         "R // M",
         {"y"},
     ),
     "the last split is not summed": (
-        "fused_kernels.py",
+        "knock_kernels.py",
         "for s in range(S)",
         "for s in range(S - 1)",
         {"d_gate"},
     ),
     "the sigmoid's slope lacks a factor": (
-        "fused_tiles.py",
+        "tiles.py",
         "* x_j.to(tl.float32) * (1.0 - s)",
         "* x_j.to(tl.float32)",
         {"dx", "d_gate"},
     ),
     "heads are taken for tokens": (
-        "fused_tiles.py",
+        "tiles.py",
         "(rows % heads).to(tl.int64) * head_stride",
         "(rows % heads).to(tl.int64) * token_stride",
         {"y", "dx", "d_gate"},
@@ -74,7 +74,7 @@ def test_nothing_is_wrong_without_a_mistake(interpreter):
 def test_finds(interpreter, mistake, tmp_path):
     name, right, mistaken, expected = MISTAKES[mistake]
     shutil.copytree(PACKAGE, tmp_path / "kha_megatron", ignore=shutil.ignore_patterns("*.pyc"))
-    path = tmp_path / "kha_megatron" / "ops" / name
+    path = tmp_path / "kha_megatron" / "ops" / "kernels" / name
     text = path.read_text()
     assert right in text, "the kernels have changed: write the mistake anew"
     path.write_text(text.replace(right, mistaken, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
-from kha_megatron.ops.fused_tilings import DTYPES, HEAD_DIMS
+from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
 from tests.kernels.cases import relative_error, weight_of
 from tests.kernels.test_interpreted import TOLERANCE
 
@@ -43,7 +43,7 @@ def heads_of(r):
 
 def both(tokens, r, head_dim, dtype, *, variants, rotary, norms, own_angles, device, **settings):
     """Outputs and gradients by name: of the kernels, and of the definition in float64."""
-    from kha_megatron.ops.fused_prologue import fused_prologue
+    from kha_megatron.ops.kernels.prologue_launch import fused_prologue
     from kha_megatron.ops.prologue import PrologueSettings, prologue
 
     torch.manual_seed(tokens)
@@ -158,7 +158,7 @@ def test_gradients_repeat_to_the_bit(interpreter):
 
 def kept_for_backward():
     """Bytes that autograd keeps beyond the buffer, the parameters and Megatron's angles."""
-    from kha_megatron.ops.fused_prologue import fused_prologue
+    from kha_megatron.ops.kernels.prologue_launch import fused_prologue
     from kha_megatron.ops.prologue import PrologueSettings
 
     qkv = a_buffer(7, 2, 64, torch.float32, "cpu").requires_grad_()
@@ -184,7 +184,7 @@ def test_keeps_nothing_beyond_the_buffer(interpreter):
 
 def no_tokens():
     """Shapes of the outputs, and the norms' gradients, for an empty sequence."""
-    from kha_megatron.ops.fused_prologue import fused_prologue
+    from kha_megatron.ops.kernels.prologue_launch import fused_prologue
     from kha_megatron.ops.prologue import PrologueSettings
 
     qkv = torch.empty(0, 2, G, 4 * 64, requires_grad=True)
@@ -207,8 +207,8 @@ def what_hopper_says(direction, head_dim, dtype, turning):
     """Registers, spilled bytes and shared memory of one kernel, compiled for sm_90."""
     from triton import knobs
 
-    from kha_megatron.ops import prologue_kernels
-    from kha_megatron.ops.fused_prologue import sizes, tiling
+    from kha_megatron.ops.kernels import prologue_kernels
+    from kha_megatron.ops.kernels.prologue_launch import sizes, tiling
     from tests.kernels.cross_compile import TRITON_DTYPES, _compile
 
     function = getattr(prologue_kernels, f"prologue_{direction}")

@@ -17,7 +17,7 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.ops.folding import fold_heads
+from kha_megatron.ops.fold_heads import fold_heads
 from tests.distributed.launcher import RankError
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities

@@ -26,7 +26,7 @@ TOKENS, BATCH, HIDDEN = 7, 2, 28
 @contextmanager
 def fused(*, optional=False):
     """Take the definition for a kernel, and list its calls, of which there must be one."""
-    from kha_megatron.mcore import prologue as room
+    from kha_megatron.mcore import fused_forward as room
     from kha_megatron.ops.prologue import prologue
 
     calls = []
@@ -35,13 +35,13 @@ def fused(*, optional=False):
         calls.append(inputs)
         return prologue(*inputs)
 
-    rule = room.implementation
-    room.implementation = lambda x, settings: (counted, "")
+    rule = room.prologue_kernel
+    room.prologue_kernel = lambda x, head_dim: (counted, "")
     try:
         yield calls
         assert calls or optional, "no layer came through the fused prologue"
     finally:
-        room.implementation = rule
+        room.prologue_kernel = rule
 
 
 def against_oracle_fused(*args):
@@ -97,7 +97,7 @@ def test_trains_as_the_unsharded_layer_without_it(ranks, unfused, case):
 @contextmanager
 def without_the_sum():
     """The prologue, with its own rule for shared matrices taken out."""
-    from kha_megatron.mcore import prologue as room
+    from kha_megatron.mcore import fused_forward as room
 
     rule = room.copy_to_tensor_model_parallel_region
     room.copy_to_tensor_model_parallel_region = lambda weight, group=None: weight

@@ -1,5 +1,7 @@
 """The rows of ``linear_qkv`` as data, and the one split of them, against Megatron's own."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -106,10 +108,15 @@ def test_follows_the_process_group_that_it_is_given(ranks, groups):
 
 
 def asked_for_other_rows(kha):
+    from megatron.core.transformer.attention import SelfAttention
+
     from tests.distributed import models
 
     models.initialize()
     layer = attention_layer(models, kha, kv_channels=12)
+    theirs = inspect.signature(SelfAttention.get_query_key_value_tensors).parameters
+    ours = inspect.signature(type(layer).get_query_key_value_tensors).parameters
+    assert theirs.keys() <= ours.keys(), "Megatron passes what KHA does not take"
     hidden = torch.randn(3, 2, HIDDEN)
     plain = layer.get_query_key_value_tensors(hidden)
     said = layer.get_query_key_value_tensors(hidden, head_wise_gate=False)

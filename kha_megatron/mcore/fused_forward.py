@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.ops.prologue import PrologueSettings, implementation
+from kha_megatron.ops.fused import prologue_kernel
+from kha_megatron.ops.prologue import PrologueSettings
 
 _Rotary = Tensor | tuple[Tensor, Tensor] | None
 
@@ -132,7 +133,7 @@ class FusedPrologue:
             for p, k in active.items()
         }
         gains = [None if norm is None else norm.weight for norm in self._norms()]
-        kernel, _ = implementation(qkv, settings)
+        kernel, _ = prologue_kernel(qkv, settings.head_dim)
         query, key, value = kernel(qkv, weights, *gains, angles, settings)
         if listening is not None:
             for hook in listening._forward_hooks.values():
@@ -162,7 +163,7 @@ class FusedPrologue:
         return rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
 
     def _is_fused(self, hidden_states: Tensor, *call: Any, **kwargs: Any) -> bool:
-        kernel, reason = implementation(hidden_states, self._settings)
+        kernel, reason = prologue_kernel(hidden_states, self.hidden_size_per_attention_head)
         if kernel is not None:
             others = self._call_refusals(hidden_states, *call, **kwargs)
             reason = self._layer_refusal or next(others, "")

@@ -26,7 +26,7 @@ SHARED_MEMORY: Mapping[str, int] = MappingProxyType({"sm_90": 227 * 1024})
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one kernel is cut (sizes as in ``fused_tiles``)."""
+    """How one kernel is cut (sizes as in ``tiles``)."""
 
     rows: int
     """``M``."""

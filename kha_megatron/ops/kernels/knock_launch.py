@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops import fused_kernels as kernels
-from kha_megatron.ops.fused_tiles import INTERPRETED
-from kha_megatron.ops.fused_tilings import Kernel, padded, tiling
+from kha_megatron.ops.kernels import knock_kernels as kernels
+from kha_megatron.ops.kernels.tiles import INTERPRETED
+from kha_megatron.ops.kernels.tilings import Kernel, padded, tiling
 
 PROGRAMS_INTERPRETED = 3
 REDUCTION_BLOCK = 1024

@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.ops import fused_launch
-from kha_megatron.ops.fused_tiles import INTERPRETED
+from kha_megatron.ops.kernels import knock_launch
+from kha_megatron.ops.kernels.prologue_kernels import prologue_backward, prologue_forward
+from kha_megatron.ops.kernels.tiles import INTERPRETED
 from kha_megatron.ops.prologue import PrologueSettings
-from kha_megatron.ops.prologue_kernels import prologue_backward, prologue_forward
 
 
 class Tiling(NamedTuple):
@@ -112,7 +112,7 @@ class _Pass:
         return [p for p in ("query", "key") if p in self.settings.variants]
 
     def knocked(self, projection: Projection) -> Tensor:
-        return fused_launch.knock_forward(
+        return knock_launch.knock_forward(
             self.views[projection],
             self.weights[projection],
             self.settings.variants[projection],
@@ -147,8 +147,8 @@ class _Pass:
         for p, variant in self.settings.variants.items():
             x, weight = self.views[p], self.weights[p]
             dy = heads[p].unflatten(2, x.shape[2:4]) if p == "value" else d_rows[p]
-            fused_launch.knock_backward_input(x, dy, weight, variant, out=places[p])
-            d_weights[p] = fused_launch.knock_backward_weight(x, dy, weight, variant)
+            knock_launch.knock_backward_input(x, dy, weight, variant, out=places[p])
+            d_weights[p] = knock_launch.knock_backward_weight(x, dy, weight, variant)
         d_norms = partials.sum(0).unbind(0)
         return [
             d_qkv,
@@ -183,7 +183,7 @@ class _Pass:
                 arguments += [g, *g.stride()[:3]]
             for x in results:
                 arguments += [x, *x.stride()[1:3]]
-            at_once = fused_launch.processors(self.qkv.device) * cut.per_processor
+            at_once = knock_launch.processors(self.qkv.device) * cut.per_processor
             programs = min(tiles, at_once)
             partials = torch.empty(
                 (programs, 2, head_dim), dtype=torch.float32, device=self.qkv.device

@@ -1,6 +1,6 @@
 """The Triton kernels that knock activations: forward, input gradient, weight gradients.
 
-Shape legend, besides that of ``fused_tiles``: ``R`` rows, every head of every token; ``n`` matrices
+Shape legend, besides that of ``tiles``: ``R`` rows, every head of every token; ``n`` matrices
 of the variant; ``S`` splits. A kernel reads ``X``, the rows as they went in, and recomputes what
 its own products need: nothing else is kept from forward to backward.
 
@@ -17,7 +17,7 @@ A tile in registers has no columns to take: those of a block (``x_j``) are read 
 import triton
 import triton.language as tl
 
-from kha_megatron.ops.fused_tiles import (
+from kha_megatron.ops.kernels.tiles import (
     add_input_gradient,
     dot_add,
     hidden_gradients,
@@ -73,7 +73,7 @@ def knock_forward(
         W: ``[n, D, D]``, contiguous.
         R: rows.
         VARIANT: which equation.
-        D, P, M, J: sizes of the tile, see ``fused_tiles``.
+        D, P, M, J: sizes of the tile, see ``tiles``.
         TMA: whether ``X`` and ``Y`` are descriptors.
     """
     if J == P:

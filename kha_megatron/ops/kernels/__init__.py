@@ -1,0 +1,1 @@
+"""Triton's kernels of knocking and of the prologue, how they are cut, and what starts them."""
