@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.plan.counts import as_printed, count, flops, sizes_of
+from kha_megatron.plan.counts import as_printed, count, counted, flops
 
 RecipeName = Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
@@ -28,8 +28,8 @@ def params(recipe: RecipeName, as_json: AsJson = False) -> None:
       kha-megatron params moe-a0.8b-6.6b
     """
     chosen = recipes.get_recipe(recipe)
-    sizes = sizes_of(chosen.run)
-    counts = count(sizes)
+    model, kha = counted(chosen.run.model), chosen.run.kha
+    counts = count(model, kha)
     plain = {"total": counts.total - counts.kha, "active": counts.active - counts.kha}
     paper = {n: as_printed(plain[n], str(chosen.paper[n])) for n in plain if n in chosen.paper}
     if as_json:
@@ -37,7 +37,7 @@ def params(recipe: RecipeName, as_json: AsJson = False) -> None:
             name: {"paper": chosen.paper[name], "ours": ours, "how": how}
             for name, (ours, how) in paper.items()
         }
-        data = {"recipe": recipe, "knocks": str(sizes.kha), **asdict(counts), "without_kha": plain}
+        data = {"recipe": recipe, "knocks": str(kha), **asdict(counts), "without_kha": plain}
         console.out.print_json(json.dumps(data | {"printed": printed}))
         return
     table = _table("parameters", "with KHA", "without", "paper")
@@ -51,7 +51,7 @@ def params(recipe: RecipeName, as_json: AsJson = False) -> None:
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.out.print(table)
     console.out.print(
-        f"cache: {counts.cache_bytes:,} bytes a token in bf16, {sizes.model.num_layers} layers of "
+        f"cache: {counts.cache_bytes:,} bytes a token in bf16, {model.num_layers} layers of "
         f"{counts.cache_per_layer:,} numbers; KHA adds none"
     )
 
@@ -75,9 +75,9 @@ def count_flops(
       kha-megatron flops equation12
     """
     chosen = recipes.get_recipe(recipe)
-    sizes = sizes_of(chosen.run)
+    model, kha = counted(chosen.run.model), chosen.run.kha
     length = seq or chosen.run.arguments["seq_length"]
-    result = flops(sizes, length)
+    result = flops(model, kha, length)
     shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
     if as_json:
         data = {
@@ -103,7 +103,7 @@ def count_flops(
     for name, forward in parts.items():
         if forward:
             table.add_row(name, *(f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)))
-    console.out.print(f"{chosen.name}: {chosen.description}; knocks {sizes.kha}", markup=False)
+    console.out.print(f"{chosen.name}: {chosen.description}; knocks {kha}", markup=False)
     console.out.print(table)
     console.out.print(
         f"KHA adds {shares['layers']:.2%} to the layers and {shares['attention']:.2%} to attention"

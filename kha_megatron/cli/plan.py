@@ -14,7 +14,7 @@ from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Layout
 from kha_megatron.plan import search as planner
-from kha_megatron.plan.memory import active_parameters, parameters
+from kha_megatron.plan.counts import count
 
 _UNITS = {"GB": 1e9, "GIB": 2**30}
 _ASSUMED = (
@@ -78,12 +78,8 @@ def plan(
     capacity = memory_of(gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
     plans = planner.plan_layouts(setup, gpus, capacity, fixed)
-    whole = parameters(setup.model, setup.kha, Layout())
-    counts = {
-        "total": whole.total,
-        "active": active_parameters(setup.model, setup.kha),
-        "kha": whole.kha,
-    }
+    whole = count(setup.model, setup.kha)
+    counts = {"total": whole.total, "active": whole.active, "kha": whole.kha}
     fitting = sum(planner.fits(p, capacity) for p in plans)
     if as_json:
         result = {

@@ -16,7 +16,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.run import Run
 from kha_megatron.ops.diagnostics import diagnose
-from kha_megatron.plan.counts import count, flops, sizes_of
+from kha_megatron.plan.counts import count, counted, flops
 
 _COLUMNS = 6
 _GAP = 2  # pixels between matrices
@@ -34,11 +34,11 @@ def cost(run: Run, vocab_size: int) -> dict[str, Any]:
         ``kha_flops`` of one token; or ``uncounted`` with the reason.
     """
     try:
-        sizes = sizes_of(replace(run, vocab_size=vocab_size))
+        model = counted(replace(run, vocab_size=vocab_size).model)
     except ConfigError as error:
         return {"uncounted": str(error)}
     length = run.arguments["seq_length"]
-    counts, work = count(sizes), flops(sizes, length)
+    counts, work = count(model, run.kha), flops(model, run.kha, length)
     return {
         "total": counts.total,
         "active": counts.active,

@@ -147,6 +147,15 @@ class Layout:
         counts[-1][-1] -= self.loss_as_layer
         return counts
 
+    def stage_layers(self, num_layers: int, stage: int) -> list[list[int]]:
+        """The layers, counted from 0, of each virtual stage of pipeline rank ``stage``."""
+        result, start = [], 0
+        for counts in self.chunk_layers(num_layers):
+            first = start + sum(counts[:stage])
+            result.append(list(range(first, first + counts[stage])))
+            start += sum(counts)
+        return result
+
 
 def _virtual_stages(given: Mapping[str, Any], layers: int) -> int | None:
     """How many there are on a rank where the number of their layers is given."""

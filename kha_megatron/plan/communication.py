@@ -26,14 +26,7 @@ other messages of a few kilobytes are left out.
 
 from dataclasses import dataclass, fields
 
-from kha_megatron.model.layout import Layout
-from kha_megatron.plan.memory import (
-    Setup,
-    heads_of,
-    parameters,
-    stage_layers,
-    tokens_of,
-)
+from kha_megatron.plan.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,115 +54,98 @@ def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def communication(setup: Setup, layout: Layout, stage: int) -> Communication:
-    """What a rank of pipeline rank ``stage`` sends in one step."""
-    microbatches = setup.batch.microbatches(layout.dp)
-    layers = [layer for chunk in stage_layers(setup.model, layout, stage) for layer in chunk]
-    moe = sum(map(setup.model.is_moe, layers))
-    counts = parameters(setup.model, setup.kha, layout, stage)
+def communication(rank: Rank) -> Communication:
+    """What a rank sends in one step."""
+    setup, layout, counts = rank.setup, rank.layout, rank.counts
+    microbatches, layers = rank.microbatches, rank.layers
+    moe = sum(map(rank.model.is_moe, layers))
     reduced = 2 * ring(layout.tp)
     tensor = microbatches * (
-        len(layers) * _attention(setup, layout)
-        + (len(layers) - moe) * _block(setup, layout)
-        + moe * _shared_expert(setup, layout)
-        + _ends(setup, layout, stage)
+        len(layers) * _attention(rank)
+        + (len(layers) - moe) * _block(rank)
+        + moe * _shared_expert(rank)
+        + _ends(rank)
     )
-    tensor += reduced * 4 * _summed(setup, layout, stage)
+    tensor += reduced * 4 * _summed(rank)
     dense = layout.dp * layout.cp
-    a_parameter = 4 + setup.width if setup.distributed_optimizer else 8
+    a_parameter = 4 + rank.width if setup.distributed_optimizer else 8
     return Communication(
         tensor=tensor,
-        kha=microbatches * reduced * setup.width * counts.kha,
-        context=microbatches * len(layers) * _context(setup, layout),
-        pipeline=_pipeline(setup, layout, stage, microbatches),
-        expert=microbatches * moe * _experts(setup, layout),
+        kha=microbatches * reduced * rank.width * counts.kha,
+        context=microbatches * len(layers) * _context(rank),
+        pipeline=_pipeline(rank),
+        expert=microbatches * moe * _experts(rank),
         data=a_parameter
         * (ring(dense) * (counts.dense - counts.kha) + ring(layout.expert_dp) * counts.experts),
         kha_data=a_parameter * ring(dense) * counts.kha,
     )
 
 
-def _forwards(setup: Setup) -> int:
-    return 2 if setup.recompute == "full" else 1
-
-
-def _block(setup: Setup, layout: Layout) -> float:
+def _block(rank: Rank) -> float:
     """One region between a column- and a row-parallel layer: into it, out of it, and back."""
-    tokens, _ = tokens_of(layout, setup.batch)
-    size = tokens * setup.model.hidden_size * setup.width
-    if layout.sequence_parallel:
-        return ring(layout.tp) * size * (2 * _forwards(setup) + 3)
-    return 2 * ring(layout.tp) * size * (_forwards(setup) + 1)
+    size, once = rank.tokens * rank.row, ring(rank.layout.tp)
+    if rank.layout.sequence_parallel:
+        return once * size * (2 * rank.forwards + 3)
+    return 2 * once * size * (rank.forwards + 1)
 
 
-def _attention(setup: Setup, layout: Layout) -> float:
-    model = setup.model
-    sent = _block(setup, layout)
-    if model.num_query_groups < layout.tp:
-        tokens, _ = tokens_of(layout, setup.batch)
-        sent += ring(layout.tp) * tokens * model.qkv.rows * setup.width * (_forwards(setup) + 1)
+def _attention(rank: Rank) -> float:
+    sent, tp = _block(rank), rank.layout.tp
+    if rank.model.num_query_groups < tp:
+        size = rank.tokens * rank.model.qkv.rows * rank.width
+        sent += ring(tp) * size * (rank.forwards + 1)
     return sent
 
 
-def _shared_expert(setup: Setup, layout: Layout) -> float:
-    return _block(setup, layout) if setup.model.moe_shared_expert_intermediate_size else 0
+def _shared_expert(rank: Rank) -> float:
+    return _block(rank) if rank.model.moe_shared_expert_intermediate_size else 0
 
 
-def _ends(setup: Setup, layout: Layout, stage: int) -> float:
+def _ends(rank: Rank) -> float:
     """Embedding on the first pipeline rank; logits and loss on the last."""
-    tokens, _ = tokens_of(layout, setup.batch)
-    size, sent = tokens * setup.model.hidden_size * setup.width, 0.0
-    if stage == 0:
-        sent += 2 * ring(layout.tp) * size
-    if stage == layout.pp - 1:
-        sent += ring(layout.tp) * size * (3 if layout.sequence_parallel else 2)
-        sent += 3 * 2 * ring(layout.tp) * 4 * tokens  # maximum, target's logit, sum of exponents
+    size, once, sent = rank.tokens * rank.row, ring(rank.layout.tp), 0.0
+    if rank.stage == 0:
+        sent += 2 * once * size
+    if rank.is_last:
+        sent += once * size * (3 if rank.layout.sequence_parallel else 2)
+        sent += 3 * 2 * once * 4 * rank.tokens  # maximum, target's logit, sum of exponents
     return sent
 
 
-def _summed(setup: Setup, layout: Layout, stage: int) -> int:
+def _summed(rank: Rank) -> int:
     """Parameters that are whole on every tensor-parallel rank and whose gradients Megatron sums.
 
     With sequence parallelism all but KHA's; without, only the norms of queries and keys.
     """
-    model = setup.model
-    counts = parameters(model, setup.kha, layout, stage)
-    if not layout.sequence_parallel:
-        layers = sum(map(len, stage_layers(model, layout, stage)))
-        return layers * 2 * model.head_dim * model.norm_parameters * model.qk_layernorm
+    model, counts = rank.model, rank.counts
+    if not rank.layout.sequence_parallel:
+        return len(rank.layers) * 2 * model.head_dim * model.norm_parameters * model.qk_layernorm
     split = counts.linear - counts.experts + counts.embedding
     return counts.dense - counts.kha - split
 
 
-def _context(setup: Setup, layout: Layout) -> float:
-    tokens, _ = tokens_of(layout, setup.batch)
-    _, groups = heads_of(setup.model, layout)
-    keys_and_values = 2 * tokens * groups * setup.model.head_dim * setup.width
-    return (layout.cp - 1) * keys_and_values * (_forwards(setup) + 2)
+def _context(rank: Rank) -> float:
+    keys_and_values = 2 * rank.tokens * rank.heads.kv_heads * rank.model.head_dim * rank.width
+    return (rank.layout.cp - 1) * keys_and_values * (rank.forwards + 2)
 
 
-def _pipeline(setup: Setup, layout: Layout, stage: int, microbatches: int) -> float:
-    if layout.pp == 1:
+def _pipeline(rank: Rank) -> float:
+    if rank.layout.pp == 1:
         return 0
-    _, share = tokens_of(layout, setup.batch)
-    passes = microbatches * (layout.vpp or 1)
-    first, last = stage == 0, stage == layout.pp - 1
+    passes = rank.microbatches * (rank.layout.vpp or 1)
+    first, last = rank.stage == 0, rank.is_last
     # the last virtual stage sends nothing on, the first nothing back
-    messages = 2 * passes - microbatches * (first + last)
-    sent = messages * share * setup.model.hidden_size * setup.width
-    if setup.model.tied_embeddings and (first or last):
-        table = setup.model.padded_vocab(layout.tp) * setup.model.hidden_size / layout.tp
-        sent += 2 * ring(2) * 4 * table
+    messages = 2 * passes - rank.microbatches * (first + last)
+    sent = messages * rank.share * rank.row
+    if rank.model.tied_embeddings and (first or last):
+        sent += 2 * ring(2) * 4 * rank.counts.embedding
     return sent
 
 
-def _experts(setup: Setup, layout: Layout) -> float:
-    model = setup.model
-    _, share = tokens_of(layout, setup.batch)
-    routed = share * model.moe_router_topk
-    row = model.hidden_size * setup.width
-    times = 2 * _forwards(setup) + 2  # there and back again, and the same for the gradients
-    probabilities = 4 * (_forwards(setup) + 1)
-    sent = ring(layout.ep) * routed * (row * times + probabilities)
+def _experts(rank: Rank) -> float:
+    layout = rank.layout
+    routed = rank.share * rank.model.moe_router_topk
+    times = 2 * rank.forwards + 2  # there and back again, and the same for the gradients
+    a_token = rank.row * times + 4 * (rank.forwards + 1)  # with its probability
     gathered = routed * layout.expert_tp
-    return sent + ring(layout.expert_tp) * gathered * (row * times + probabilities)
+    return (ring(layout.ep) * routed + ring(layout.expert_tp) * gathered) * a_token

@@ -1,33 +1,167 @@
-"""Parameters, key/value cache and FLOPs of a recipe, in closed form. Nothing is built.
+"""Parameters, key/value cache and FLOPs of a model, in closed form. Nothing is built.
 
 *Active* are the parameters that one token passes through: everything but the experts that it is not
 routed to, with the embedding (tied to the output layer) counted once, and the router, the norms and
 KHA included. This reading gives what the paper prints: 880M in Table 3, 1.01B in section 4.1.
+
+Shapes: ``d`` hidden size, ``n`` query heads, ``g`` key/value heads, ``D`` features of a head.
+Multi-head and multi-query attention are grouped-query attention with ``g = n`` and ``g = 1``.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadSizes
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
-from kha_megatron.model.run import Run
-from kha_megatron.plan.family import Attention, attention_of
-from kha_megatron.plan.memory import active_parameters, parameters
 
 _CACHE_BYTES = 2  # bf16
 _UNITS = {"M": 10**6, "B": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A recipe's whole model."""
+class Attention:
+    """One layer without what KHA adds."""
 
-    model: Model
-    attention: Attention
-    kha: KHAConfig
+    weights: int
+    """Parameters of its linear layers; each costs one multiply-add a token."""
+    norms: int
+    """Parameters of its norms."""
+    pair: int
+    """Multiply-adds for one query and one key with its value, over all heads."""
+    cache: int
+    """Numbers that decoding keeps of one token."""
+    heads: HeadSizes
+    """What the mechanisms act on, over all tensor-parallel ranks."""
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.weights + self.norms
+
+
+def attention_of(model: Model) -> Attention:
+    """The attention of one layer."""
+    if model.multi_latent_attention:
+        return latent(model)
+    return grouped_tied(model) if model.kha_attention == "gta" else grouped_query(model)
+
+
+def grouped_query(model: Model) -> Attention:
+    """MHA, MQA and GQA: q, k and v from one projection, ``2 g D`` numbers cached."""
+    d, n, g, head = _sizes(model)
+    return Attention(
+        weights=model.qkv.rows * d + n * head * d,
+        norms=_qk_norms(model),
+        pair=2 * n * head,
+        cache=2 * g * head,
+        heads=HeadSizes(query_heads=n, kv_heads=g, head_dim=head),
+    )
+
+
+def grouped_tied(model: Model) -> Attention:
+    """GTA (Zadouri et al. 2025, section 3.3.1): one state of ``D`` a group is its value and half of
+    its key; the rotary half of all keys is one projection of ``D / 2``."""
+    d, n, g, head = _sizes(model)
+    return Attention(
+        weights=d * (n + g) * head + d * head // 2 + n * head * d,
+        norms=_qk_norms(model),
+        pair=2 * n * head,
+        cache=g * head + head // 2,
+        heads=HeadSizes(query_heads=n, kv_heads=g, head_dim=head),
+    )
+
+
+def latent(model: Model) -> Attention:
+    """MLA, and GLA, each of whose latent heads serves its own share of the query heads (Zadouri et
+    al. 2025, section 3.3.2)."""
+    d, n = model.hidden_size, model.num_attention_heads
+    query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
+    key, position, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+    queries = n * (key + position)
+    weights = query_rank * (d + queries) if query_rank else d * queries
+    weights += d * (rank + position)
+    weights += rank // model.latent_heads * n * (key + value)  # of its own query heads only
+    weights += n * value * d
+    return Attention(
+        weights=weights,
+        norms=(query_rank + rank) * model.norm_parameters if model.qk_layernorm else 0,
+        pair=n * (key + position + value),
+        cache=rank + position,
+        heads=HeadSizes(query_heads=n, kv_heads=n, head_dim=key, value_dim=value),
+    )
+
+
+def _sizes(model: Model) -> tuple[int, int, int, int]:
+    return model.hidden_size, model.num_attention_heads, model.num_query_groups, model.kv_channels
+
+
+def _qk_norms(model: Model) -> int:
+    return 2 * model.kv_channels * model.norm_parameters if model.qk_layernorm else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How many parameters one rank holds."""
+
+    dense: int
+    """All but the experts', KHA's included."""
+    experts: int
+    kha: int
+    linear: int
+    """Those of linear layers, experts included: what FP8 computes with."""
+    embedding: int
+    """Those of the embedding and of the projection to logits."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> Parameters:
+    """Parameters of a rank of pipeline rank ``stage``; equal on all of its ranks.
+
+    Tensor parallelism must leave other attention than grouped-query whole.
+    """
+    tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
+    attention = attention_of(model)
+    matrices = 3 if model.swiglu else 2
+    knocking = kha.parameters(attention.heads, tp)
+    norms = norm * 2 * hidden + attention.norms
+
+    linear = expert = router = count = 0
+    for layer in itertools.chain(*layout.stage_layers(model.num_layers, stage)):
+        count += 1
+        linear += attention.weights // tp
+        if not model.is_moe(layer):
+            linear += matrices * hidden * model.ffn_hidden_size // tp
+            continue
+        shared = model.moe_shared_expert_intermediate_size or 0
+        linear += matrices * hidden * shared // tp
+        router += model.num_experts * hidden
+        local = model.num_experts // layout.ep
+        expert += local * matrices * hidden * model.moe_ffn_hidden_size // layout.expert_tp
+
+    table = model.padded_vocab(tp) * hidden // tp
+    first, last = stage == 0, stage == layout.pp - 1
+    table *= first + (last and not (first and model.tied_embeddings))
+    dense = linear + router + count * (norms + knocking) + table + last * norm * hidden
+    return Parameters(
+        dense=dense, experts=expert, kha=count * knocking, linear=linear + expert, embedding=table
+    )
+
+
+def active_parameters(model: Model, kha: KHAConfig) -> int:
+    """Parameters that one token passes through: of the experts, those that it is routed to."""
+    whole = parameters(model, kha, Layout())
+    if not whole.experts:
+        return whole.total
+    return whole.dense + whole.experts * model.moe_router_topk // model.num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +223,6 @@ class Flops:
         return self.kha / self.attention
 
 
-def sizes_of(run: Run) -> Sizes:
-    """The run's model in the terms of this module.
-
-    Raises:
-        ConfigError: it has what the closed form does not count.
-    """
-    model = counted(run.model)
-    return Sizes(model=model, attention=attention_of(model), kha=run.kha)
-
-
 def counted(model: Model | None) -> Model:
     """The model, if this package can count it.
 
@@ -118,27 +242,26 @@ def counted(model: Model | None) -> Model:
     return model
 
 
-def count(sizes: Sizes) -> Counts:
+def count(model: Model, kha: KHAConfig) -> Counts:
     """Parameters and cache of the whole model."""
-    model, kha, attention = sizes.model, sizes.kha, sizes.attention
-    whole = parameters(model, kha, Layout(), attention=attention)
+    whole, cache = parameters(model, kha, Layout()), attention_of(model).cache
     return Counts(
         total=whole.total,
-        active=active_parameters(model, kha, attention=attention),
+        active=active_parameters(model, kha),
         kha=whole.kha,
-        cache_per_layer=attention.cache,
-        cache_bytes=_CACHE_BYTES * attention.cache * model.num_layers,
+        cache_per_layer=cache,
+        cache_bytes=_CACHE_BYTES * cache * model.num_layers,
     )
 
 
-def flops(sizes: Sizes, length: int) -> Flops:
+def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
     """Forward FLOPs of one sequence of ``length`` tokens.
 
     The paper's equations 10 to 12 for any number of key/value heads, head size, MLP width and
     member of the attention family; with ``g = n``, ``D = d / n`` and a dense MLP of ``3 d`` they
     are the paper's own.
     """
-    model, attention = sizes.model, sizes.attention
+    attention = attention_of(model)
     layers, hidden = model.num_layers, model.hidden_size
     matrices = 3 if model.swiglu else 2
     width = router = 0
@@ -154,7 +277,7 @@ def flops(sizes: Sizes, length: int) -> Flops:
         scores=2 * length**2 * layers * attention.pair,
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
-        kha=length * layers * sizes.kha.flops(attention.heads),
+        kha=length * layers * kha.flops(attention.heads),
         logits=2 * length * hidden * model.padded_vocab(1),
     )
 

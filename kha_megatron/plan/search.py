@@ -17,7 +17,8 @@ from kha_megatron.model.rules import check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
 from kha_megatron.plan.counts import counted
-from kha_megatron.plan.memory import Memory, Precision, Recompute, Setup, memory
+from kha_megatron.plan.memory import Memory, memory
+from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
 
 USABLE = 0.9
 """Part of the GPU's memory that a layout may fill: the rest is for what is not counted (CUDA
@@ -133,8 +134,7 @@ def planned(run: Run, gpus: int, gpu_memory: float, fixed: Collection[str]) -> d
         ConfigError: no layout is legal, or none fits into the memory.
     """
     names = {row.field: row.argument for row in rows(Layout)}
-    own = run.layout(gpus)
-    kept = {size: getattr(own, size) for size in SIZES if names[size] in fixed}
+    kept = {size: run.arguments[names[size]] for size in SIZES if names[size] in fixed}
     try:
         setup = setup_of(run, recompute=run.training.recompute_granularity or "none")
     except ConfigError as error:
@@ -197,19 +197,18 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
 
 
 def _plan(setup: Setup, layout: Layout) -> Plan:
-    stages = _different_stages(layout)
-    costs = {stage: memory(setup, layout, stage) for stage in stages}
-    worst = max(costs, key=lambda stage: sum(part.total for part in costs[stage]))
-    sent = (communication(setup, layout, stage) for stage in stages)
-    microbatches = setup.batch.microbatches(layout.dp)
+    ranks = [Rank.of(setup, layout, stage) for stage in _different_stages(layout)]
+    costs = [memory(rank) for rank in ranks]
+    worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
+    microbatches = ranks[0].microbatches
     bubble = (layout.pp - 1) / (layout.vpp or 1)  # Narayanan et al. 2021, section 2.2, in passes
     return Plan(
         layout=layout,
         microbatches=microbatches,
-        stage=worst,
+        stage=ranks[worst].stage,
         memory=costs[worst][0],
         kha_memory=costs[worst][1],
-        communication=max(sent, key=lambda c: c.total),
+        communication=max(map(communication, ranks), key=lambda c: c.total),
         idle=bubble / (microbatches + bubble),
     )
 

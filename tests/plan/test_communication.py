@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.communication import communication
-from kha_megatron.plan.memory import Setup
+from kha_megatron.plan.rank import Rank, Setup
 from tests.recipes.built import EXPERTS, MIXED, built
 
 FACTORS = {
@@ -109,7 +109,7 @@ def compare(ranks, world, layout, overrides, microbatches=1, step=False):
         setup = Setup(
             model=model, kha=MIXED, batch=batch, precision="fp32", distributed_optimizer=step
         )
-        planned.append(communication(setup, layout, stage))
+        planned.append(communication(Rank.of(setup, layout, stage)))
     return total, planned
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.model import Model
-from kha_megatron.plan.counts import Sizes, as_printed, count, flops, sizes_of
-from kha_megatron.plan.family import grouped_query, grouped_tied, latent
+from kha_megatron.plan.counts import as_printed, count, flops, grouped_tied, latent
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
 from tests.recipes.built import EXPERTS, MIXED
@@ -21,12 +20,16 @@ def test_the_papers_worked_example():
     length, d, n = 2048, 1024, 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
-        result = flops(sizes_of(recipe.updated(kha_preset=preset).run), length)
+        result = flops(recipe.run.model, KHAConfig.from_preset(preset), length)
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
         assert f"{result.share_of_layers:.2%}" == "0.55%"
         assert f"{result.share_of_attention:.2%}" == "1.17%"
+
+
+def counted(recipe):
+    return count(recipe.run.model, recipe.run.kha)
 
 
 TABLE_3 = {"gqa8": 795, "gqa4": 880, "mha": 852, "mqa": 859, "gta": 868, "mla": 970}
@@ -36,13 +39,13 @@ CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla":
 @pytest.mark.parametrize("name", TABLE_3)
 def test_table_3(name):
     """Activated parameters and cache; MLA's by the nearest reading, off by 1.7M."""
-    counts = count(sizes_of(get_recipe(f"table3/{name}-baseline").run))
+    counts = counted(get_recipe(f"table3/{name}-baseline"))
     assert counts.kha == 0
     assert counts.cache_per_layer == CACHE[name]
     off = 2 if name == "mla" else 0
     assert round(counts.active / 1e6) == TABLE_3[name] + off
     variant = "linear" if name == "mla" else "mlp"
-    knocked = count(sizes_of(get_recipe(f"table3/{name}-{variant}").run))
+    knocked = counted(get_recipe(f"table3/{name}-{variant}"))
     assert knocked.active - counts.active == knocked.kha == 18 * 3 * 128**2
     assert knocked.cache_bytes == counts.cache_bytes
 
@@ -50,7 +53,7 @@ def test_table_3(name):
 def test_every_printed_count_is_ours():
     checked = 0
     for recipe in TABLES:
-        counts = count(sizes_of(recipe.run))
+        counts = counted(recipe)
         for name, own in (("total", counts.total), ("active", counts.active)):
             if name in recipe.paper:
                 digits, how = as_printed(own - counts.kha, recipe.paper[name])
@@ -103,7 +106,7 @@ def ran(kha, experts):
 def test_flops_are_what_torch_counts(kha, experts, ranks):
     """Head size 6 of 40 / 8, 4 of 8 heads, and a share for backward of twice forward."""
     forward, training, model, length, batch = ranks(ran, 1, kha, experts)[0]
-    ours = flops(Sizes(model=model, attention=grouped_query(model), kha=kha), length)
+    ours = flops(model, kha, length)
     assert forward == batch * ours.forward
     assert training == 3 * batch * ours.forward
 

@@ -7,6 +7,7 @@ Transformer Engine modules that the rest of the estimate assumes, so that is not
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,14 +16,9 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
-from kha_megatron.plan.memory import (
-    Setup,
-    active_parameters,
-    knocking_activations,
-    memory,
-    parameters,
-    passes_in_flight,
-)
+from kha_megatron.plan.counts import active_parameters, parameters
+from kha_megatron.plan.memory import knocking_activations, memory, passes_in_flight
+from kha_megatron.plan.rank import Rank, Setup
 from tests.recipes.built import EXPERTS, MIXED, built
 
 MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
@@ -104,7 +100,7 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
             found["experts"],
             found["kha"],
         )
-        rest, of_kha = memory(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
+        rest, of_kha = memory(Rank.of(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
         assert rest.weights + of_kha.weights == found["weights"]
         unit = math.lcm(128, layout.dp * layout.cp, layout.expert_dp)
         padding = 4 * (64 * found["count"] + unit * found["buckets"])
@@ -115,7 +111,7 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
         assert abs(12 * found["main"] - planned_states) <= 3 * padding
     for stage, states in optimizer_states.items():
         model = answers[0][1]
-        rest, of_kha = memory(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
+        rest, of_kha = memory(Rank.of(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
         assert sum(states) == pytest.approx(len(states) * (rest.optimizer + of_kha.optimizer))
 
 
@@ -162,11 +158,12 @@ def kept_by_autograd(layout, kha, dtype, qk_norm):
 def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm, dtype):
     from tests.distributed.models import BATCH, SEQUENCE
 
-    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH)
+    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    layout = replace(layout, world_size=layout.tp)
     precision = "fp32" if dtype == torch.float32 else "bf16"
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, dtype, qk_norm):
         setup = Setup(model=model, kha=kha, batch=batch, precision=precision)
-        assert found == knocking_activations(setup, layout)
+        assert found == knocking_activations(Rank.of(setup, layout, 0))
 
 
 SMALL = Model(
@@ -195,7 +192,7 @@ SMALL = Model(
     ],
 )
 def test_passes_in_flight(pp, vpp, stage, microbatches, expected):
-    assert passes_in_flight(Layout(pp=pp, vpp=vpp), microbatches, stage) == expected
+    assert passes_in_flight(pp, vpp, microbatches, stage) == expected
 
 
 def activations(recompute="none", precision="bf16", batch=8, **sizes):
@@ -207,7 +204,7 @@ def activations(recompute="none", precision="bf16", batch=8, **sizes):
         recompute=recompute,
         precision=precision,
     )
-    rest, of_kha = memory(setup, layout, 0)
+    rest, of_kha = memory(Rank.of(setup, layout, 0))
     return rest.activations + of_kha.activations
 
 
@@ -224,8 +221,6 @@ def test_activations_fall_where_they_should():
 
 
 def test_active_parameters_count_the_chosen_experts():
-    from dataclasses import replace
-
     kha = KHAConfig()
     moe = replace(SMALL, num_experts=8, moe_ffn_hidden_size=40, moe_router_topk=3)
     total, active = parameters(moe, kha, Layout()).total, active_parameters(moe, kha)

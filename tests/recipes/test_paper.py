@@ -10,8 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.plan.counts import count, sizes_of
-from kha_megatron.plan.memory import active_parameters, parameters
+from kha_megatron.plan.counts import active_parameters, count, parameters
 from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.paper import PAPER
@@ -139,9 +138,8 @@ def test_megatron_takes_the_arguments_and_builds_as_many(name, ranks):
     recipe = get_recipe(name)
     words = recipe.run_for(["--device", "cpu"]).words()
     built, kha = ranks(built_count, 1, words, recipe.run.vocab_size, timeout=500)[0]
-    sizes = sizes_of(recipe.run)
-    assert built == count(sizes).total
-    assert kha == str(sizes.kha)
+    assert built == count(recipe.run.model, recipe.run.kha).total
+    assert kha == str(recipe.run.kha)
 
 
 def test_recipes_hold_plain_data():
