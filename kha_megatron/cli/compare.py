@@ -15,7 +15,8 @@ from kha_megatron import compare as comparing
 from kha_megatron import recipes
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.cli import console, plots
-from kha_megatron.cli.launch import MegatronArguments, report
+from kha_megatron.cli.following import report
+from kha_megatron.cli.launch import MegatronArguments
 from kha_megatron.compare import runs
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.compare.statistics import final_loss

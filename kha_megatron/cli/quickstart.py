@@ -17,9 +17,10 @@ from kha_megatron.checkpoint.staging import check_output_folder, staged_file
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.convert import convert
 from kha_megatron.cli.data import progress
+from kha_megatron.cli.following import report, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
-from kha_megatron.cli.launch import MegatronArguments, report, training_progress
+from kha_megatron.cli.launch import MegatronArguments
 from kha_megatron.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
