@@ -15,18 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.integrity import MANIFEST, check_file, read_manifest
-from kha_megatron.checkpoint.staging import flush
+from kha_megatron.checkpoint.integrity import check_file, read_manifest
 from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
+from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
-
-TRACKER = "latest_checkpointed_iteration.txt"
-COMMIT_MARK = "metadata.json"
-"""Megatron writes this file last: a folder without it was never completed."""
 
 CONVERTED_FROM = "manifest.json"
 """Only in a folder that a conversion wrote: what it was made from, and what it holds."""
@@ -59,7 +54,7 @@ class MegatronCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
-        """Open a ``--save`` folder at its latest iteration, or one ``iter_0000123`` folder.
+        """Open a ``--save`` folder at the iteration that ``tracker.judge`` takes, or one iteration.
 
         Every shard is checked to exist and to be long enough; no tensor is read. With ``verify``
         a file that the checkpoint's manifest lists is hashed before anything is read from it, the
@@ -69,7 +64,7 @@ class MegatronCheckpoint:
             CheckpointError: there is no complete ``torch_dist`` checkpoint; the message names the
                 file that is missing or damaged.
         """
-        path = iteration_folder(Path(path))
+        path = resolve(Path(path))
         mark = path / COMMIT_MARK
         if not mark.is_file():
             raise CheckpointError(_without_commit_mark(path))
@@ -267,85 +262,8 @@ def knock_suffix(projection: Projection) -> str:
     return f"self_attention.knock_{projection}.weight"
 
 
-_OF_A_SAVE = (
-    MANIFEST,
-    COMMIT_MARK,
-    f".{MANIFEST}.partial-*",
-    f"{METADATA}*",
-    "*.distcp",
-    CONVERTED_FROM,
-)
-"""The files of a save. The manifest goes before the mark: alone it would tell of damage."""
-
-
-def is_committed(path: Path) -> bool:
-    """Whether the save of an ``iter_0000123`` folder ended, be it damaged since or not.
-
-    Megatron writes the mark after all shards, not atomically, and the manifest after the mark.
-    """
-    if (path / MANIFEST).is_file():
-        return True
-    try:
-        return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def clear_for_overwriting(path: str | Path) -> None:
-    """Remove an earlier save from a folder that is about to be written, its commit marks first.
-
-    A kill in between or during the new save then leaves a folder that looks as incomplete as it
-    is, without shards of another layout. What is no part of a save stays.
-    """
-    path = Path(path)
-    held = [file for pattern in _OF_A_SAVE for file in path.glob(pattern)]
-    if not held:
-        return
-    what = "a checkpoint" if is_committed(path) else "a save that was cut short"
-    announce(f"{path} holds {what}, which is replaced")
-    for file in held:
-        file.unlink()
-        if file.name in (MANIFEST, COMMIT_MARK):
-            flush(path)
-
-
 def _count(stored: set[int]) -> str:
     return " and ".join(map(str, sorted(stored))) + " matrices" if stored else "none"
-
-
-def iteration_folder(path: Path) -> Path:
-    """The latest iteration in a ``--save`` folder, by its tracker file, or ``path`` if it is one.
-
-    Raises:
-        CheckpointError: the tracker file is missing or torn, or names a folder that is not there.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder: name a --save folder or iter_0000123 in it")
-    tracker = path / TRACKER
-    if not tracker.exists():
-        if (path / COMMIT_MARK).exists() or path.name.startswith("iter_"):
-            return path
-        raise CheckpointError(f"{path} holds no {TRACKER}{_choices(path)}")
-    text = tracker.read_text(errors="replace").strip()
-    if text == "release":
-        folder = path / "release"
-    elif text.isascii() and text.isdecimal():
-        folder = path / f"iter_{int(text):07d}"
-    else:
-        raise CheckpointError(
-            f"{tracker} holds {text[:20]!r} instead of an iteration: a save was cut short"
-            f"{_choices(path)}"
-        )
-    if not folder.is_dir():
-        raise CheckpointError(f"{tracker} names {folder.name}, which is not there{_choices(path)}")
-    return folder
-
-
-def _choices(path: Path) -> str:
-    complete = sorted(mark.parent.name for mark in path.glob(f"*/{COMMIT_MARK}"))
-    if not complete:
-        return ": no complete checkpoint is in it"
-    return f": name one of its folders instead ({', '.join(complete[-5:])})"
 
 
 def _without_commit_mark(path: Path) -> str:
@@ -354,4 +272,4 @@ def _without_commit_mark(path: Path) -> str:
             f"{path} is in Megatron's old torch format: let Megatron convert it with "
             "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
-    return f"{path} has no {COMMIT_MARK}: the save never completed{_choices(path.parent)}"
+    return f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"

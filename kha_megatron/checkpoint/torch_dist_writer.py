@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from kha_megatron.checkpoint.integrity import write_digests
-from kha_megatron.checkpoint.megatron import COMMIT_MARK, CONVERTED_FROM
+from kha_megatron.checkpoint.megatron import CONVERTED_FROM
 from kha_megatron.checkpoint.staging import write_at
 from kha_megatron.checkpoint.tensor_archive import write_tensor
 from kha_megatron.checkpoint.torch_dist import METADATA
+from kha_megatron.checkpoint.tracker import COMMIT_MARK
 from kha_megatron.errors import CheckpointError
 
 COMMON = "common_state"

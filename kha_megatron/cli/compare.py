@@ -113,7 +113,7 @@ def _train_all(planned: comparing.Comparison) -> dict[str, str]:
 
 def _train(run: comparing.Run, board: "Board") -> str | None:
     """One run to its end; in words why it failed, None if it did not."""
-    job, start = runs.begin(run, read_history=plots.read_history)
+    job, start = runs.begin(run)
     board.started(run, start)
     result = recipes.launch(job, on_step=lambda step: board.step(run, step))
     if not result.succeeded:

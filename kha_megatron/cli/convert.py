@@ -18,10 +18,11 @@ from rich.progress import (
 from rich.table import Table
 
 from kha_megatron.checkpoint.staging import check_output_folder
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.cli import console
 from kha_megatron.cli.verify import add_rows, judge, plain, report
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, OutputError
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ app = typer.Typer(name="convert", help="Convert checkpoints.", no_args_is_help=T
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _HF_MARK = "config.json"
-_MEGATRON_MARK = "latest_checkpointed_iteration.txt"
 
 Source = Annotated[
     Path,
@@ -140,7 +140,7 @@ def to_megatron(
     """
     from kha_megatron.conversion import to_megatron as conversion
 
-    _check(out, _MEGATRON_MARK, overwrite, verify)
+    _check(out, TRACKER, overwrite, verify)
     planned = conversion.plan(
         model,
         dtype=dtype,
@@ -237,7 +237,7 @@ def upcycle(
             "nothing to knock: give --kha-preset, or --kha-query, --kha-key, --kha-value"
         )
     size = _bytes(max_shard_size)
-    _check(out, _HF_MARK if to == "hf" else _MEGATRON_MARK, overwrite, verify)
+    _check(out, _HF_MARK if to == "hf" else TRACKER, overwrite, verify)
     planned: Plan
     if to == "hf":
         planned = hf.plan(
@@ -293,6 +293,11 @@ def convert(
 
 def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:
     check_output_folder(out, overwrite=overwrite, mark=mark)
+    if mark == TRACKER and (last := newest(out)) and last.name != RELEASE:
+        raise OutputError(
+            f"{out} holds {last.name} of a training, which --overwrite would delete: name another "
+            "folder"
+        )
     if verify:
         check_training_version()
 

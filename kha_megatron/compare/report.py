@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kha_megatron.compare.runs import Comparison
-from kha_megatron.compare.statistics import Estimate, binned, estimate, final_loss, paired
+from kha_megatron.compare.statistics import Estimate, Losses, binned, estimate, final_loss, paired
 from kha_megatron.history.spikes import Spike, find_spikes
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
@@ -71,8 +71,9 @@ def _run(
     if result is None:
         return entry
     loss, base = final_loss(result["losses"]), results.get((reference, seed))
+    lost = result["losses"].count(None)
     return entry | {
-        "state": "finished",
+        "state": f"finished; {lost} losses were lost" if lost else "finished",
         "loss": loss,
         "delta": loss - final_loss(base["losses"]) if base and variant != reference else None,
         "spikes": [asdict(spike) for spike in _spikes(result["losses"])],
@@ -108,7 +109,10 @@ def _variant(
     mine, base = ([results[variant, s]["losses"] for s in both] for variant in (name, reference))
     delta = paired(list(map(final_loss, mine)), list(map(final_loss, base)))
     differences = [
-        [(x, a - b) for (x, a), (_, b) in zip(binned(one), binned(two), strict=True)]
+        [
+            (x, None if a is None or b is None else a - b)
+            for (x, a), (_, b) in zip(binned(one), binned(two), strict=True)
+        ]
         for one, two in zip(mine, base, strict=True)
     ]
     entry["delta"] = asdict(delta) | {"verdict": _verdict(delta)}
@@ -116,8 +120,8 @@ def _variant(
     return entry
 
 
-def _spikes(losses: Sequence[float]) -> list[Spike]:
-    return find_spikes(enumerate(losses, 1))
+def _spikes(losses: Losses) -> list[Spike]:
+    return find_spikes((i, loss) for i, loss in enumerate(losses, 1) if loss is not None)
 
 
 def _verdict(delta: Estimate) -> str:
@@ -126,10 +130,11 @@ def _verdict(delta: Estimate) -> str:
     return {-1: "lower", 0: "no difference shown", 1: "higher"}[delta.side]
 
 
-def _curve(histories: Sequence[Sequence[tuple[float, float]]]) -> list[list[float | None]]:
-    """Iteration, mean over the seeds and half width, bin by bin."""
+def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[list[float | None]]:
+    """Iteration, mean over the seeds and half width, bin by bin; none where no seed has a loss."""
     bins = zip(*histories, strict=True)
-    found = ((points[0][0], estimate([y for _, y in points])) for points in bins)
+    known = ((points[0][0], [y for _, y in points if y is not None]) for points in bins)
+    found = ((x, estimate(values)) for x, values in known if values)
     return [[x, e.mean, e.half_width] for x, e in found]
 
 

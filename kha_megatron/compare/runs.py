@@ -22,8 +22,10 @@ from statistics import median
 from typing import Any
 
 from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.checkpoint.tracker import iteration_of, newest
+from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, Variant
-from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
+from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import Run as Asked
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import Job, Recipe, prepare
@@ -39,7 +41,6 @@ _OWN = (
     *("--save", "--load", "--tensorboard-dir", "--tensorboard-log-interval"),
     *("--seed", "--kha-init-seed"),
 )
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 History = dict[str, list[tuple[int, float]]]
 """TensorBoard's scalars: values by name, each at its iteration, in order."""
@@ -201,11 +202,11 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def begin(run: Run, *, read_history: Callable[[Path], History]) -> tuple[Job, int]:
-    """Make a run ready to be launched: from its last checkpoint, or anew.
+def begin(run: Run) -> tuple[Job, int]:
+    """Make a run ready to be launched: from its newest complete checkpoint, or anew without one.
 
-    Args:
-        read_history: reads a folder of TensorBoard files; ``DataError`` where it holds none.
+    A folder with a complete checkpoint is never removed; losses that TensorBoard's files lack are
+    missing from the report.
 
     Returns:
         The job, and the iteration that it goes on from.
@@ -218,22 +219,30 @@ def begin(run: Run, *, read_history: Callable[[Path], History]) -> tuple[Job, in
             f"process {pids[0]} still trains in {run.folder}, left over from an earlier command: "
             f"wait for its end, or stop it (kill {' '.join(map(str, pids))})"
         )
-    words = {"data": run.data, "output": run.folder, "overrides": run.overrides}
-    words |= {"ranks": run.ranks, "device": run.device}
-    start, starts = 0, 0
-    try:
-        iteration = int((run.folder / CHECKPOINTS / _TRACKER).read_text())
-        starts = json.loads((run.folder / RUN).read_text())["starts"]
-        job = prepare(run.recipe, **words, resume=True)
-        _losses(read_history(run.folder / TENSORBOARD), iteration)
-        start = iteration
-    except (OSError, ValueError, KeyError, CheckpointError, DataError):
-        shutil.rmtree(run.folder, ignore_errors=True)  # nothing to go on from
-        job = prepare(run.recipe, **words)
+    last = newest(run.folder / CHECKPOINTS)
+    starts = 1 + (_starts(run) if last else 0)
+    if last is None:
+        shutil.rmtree(run.folder, ignore_errors=True)  # saves that were cut short, if any
+    job = prepare(
+        run.recipe,
+        data=run.data,
+        output=run.folder,
+        overrides=run.overrides,
+        ranks=run.ranks,
+        device=run.device,
+        resume=last is not None,
+    )
     run.folder.mkdir(parents=True, exist_ok=True)
-    starts = starts + 1 if start else 1
     write_json(run.folder / RUN, {"starts": starts, "arguments": run.asked.flags})
-    return job, start
+    return job, (iteration_of(last) or 0) if last else 0
+
+
+def _starts(run: Run) -> int:
+    """How many times a run was started; once, where its record is lost."""
+    try:
+        return int(json.loads((run.folder / RUN).read_text())["starts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
 
 
 def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, Any]:
@@ -242,7 +251,7 @@ def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, An
     All checkpoints but the last are removed: with several runs they fill a disk.
 
     Raises:
-        DataError: TensorBoard's files do not hold a finite loss for every iteration.
+        DataError: a loss is not finite, or TensorBoard's files hold none of the last iterations.
         CheckpointError: the last checkpoint cannot be read.
     """
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
@@ -250,7 +259,7 @@ def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, An
 
     history = read_history(run.folder / TENSORBOARD)
     losses = _losses(history, run.iterations)
-    if bad := [i for i, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
+    if bad := [i for i, x in enumerate(losses, 1) if x is not None and not math.isfinite(x)]:
         raise DataError(f"the loss of {run.name} is not finite from iteration {bad[0]} on")
     checkpoint = MegatronCheckpoint.open(run.folder / CHECKPOINTS)
     seconds = [value for _, value in history.get(SECONDS, ())]
@@ -273,20 +282,20 @@ def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, An
     return result
 
 
-def _losses(history: History, iterations: int) -> list[float]:
-    """The loss of each iteration from 1 to ``iterations``.
+def _losses(history: History, iterations: int) -> list[float | None]:
+    """The loss of each iteration from 1 to ``iterations``; None where it was lost.
 
     Raises:
-        DataError: one is missing.
+        DataError: all are missing over which the final loss is the mean.
     """
     found = dict(history.get(LOSS, ()))
-    missing = [i for i in range(1, iterations + 1) if i not in found]
-    if missing:
+    losses = [found.get(i) for i in range(1, iterations + 1)]
+    if all(loss is None for loss in last_share(losses)):
         raise DataError(
-            f"TensorBoard's files hold no loss of iteration {missing[0]} (and of "
-            f"{len(missing) - 1} others): remove the run's folder and train it again"
+            f"TensorBoard's files hold no loss of the last {len(last_share(losses))} iterations: "
+            "remove the run's folder and train it again"
         )
-    return [found[i] for i in range(1, iterations + 1)]
+    return losses
 
 
 def _at_work(folder: Path) -> list[int]:

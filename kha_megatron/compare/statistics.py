@@ -65,17 +65,29 @@ def _within(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + total) if odd else total
 
 
-def final_loss(losses: Sequence[float]) -> float:
-    """Mean of the last 5 % of the iterations, of at least one."""
-    return fmean(losses[-max(1, math.ceil(len(losses) * LAST_SHARE)) :])
+Losses = Sequence[float | None]
+"""Of iterations 1, 2, ...; None where the record of one was lost."""
 
 
-def binned(losses: Sequence[float], points: int = 150) -> list[tuple[float, float]]:
-    """At most ``points`` means of neighbouring iterations, each at its middle, counted from 1."""
+def last_share(losses: Losses) -> Losses:
+    """The last 5 % of the iterations, at least one."""
+    return losses[-max(1, math.ceil(len(losses) * LAST_SHARE)) :]
+
+
+def final_loss(losses: Losses) -> float:
+    """Mean of the last 5 % of the iterations, of which one at least is known."""
+    return fmean(loss for loss in last_share(losses) if loss is not None)
+
+
+def binned(losses: Losses, points: int = 150) -> list[tuple[float, float | None]]:
+    """At most ``points`` means of neighbouring iterations, each at its middle, counted from 1.
+
+    None where no loss of a bin is known.
+    """
     size = math.ceil(len(losses) / points)
-    starts = range(0, len(losses), size)
+    parts = [(start, losses[start : start + size]) for start in range(0, len(losses), size)]
     return [
-        (start + (1 + len(part)) / 2, fmean(part))
-        for start in starts
-        if (part := losses[start : start + size])
+        (start + (1 + len(part)) / 2, fmean(known) if known else None)
+        for start, part in parts
+        for known in [[loss for loss in part if loss is not None]]
     ]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kha_megatron.checkpoint.megatron import LAYERS, TRACKER
+from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import command_line, to_arguments
@@ -25,7 +26,6 @@ from kha_megatron.conversion.table import Place, places
 from kha_megatron.conversion.transforms import Cast, Padded, Upcycled
 from kha_megatron.errors import ConfigError
 
-RELEASE = "release"
 DIVISIBLE_BY = 128
 """Megatron's own default of ``--make-vocab-size-divisible-by``."""
 

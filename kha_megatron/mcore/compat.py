@@ -233,7 +233,7 @@ def guard_checkpoints() -> None:
     from megatron.training.global_vars import get_tensorboard_writer
 
     from kha_megatron.checkpoint.integrity import verify_manifest, write_manifest
-    from kha_megatron.checkpoint.megatron import clear_for_overwriting
+    from kha_megatron.checkpoint.tracker import clear_for_overwriting
 
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)

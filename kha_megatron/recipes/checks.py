@@ -3,13 +3,12 @@
 import os
 from pathlib import Path
 
+from kha_megatron.checkpoint.tracker import judge
 from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
 from kha_megatron.heads import HeadFacts
 from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import Run
-
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_layout(run: Run, ranks: int) -> None:
@@ -90,23 +89,11 @@ def check_folders(run: Run, output: Path | None, *, resume: bool) -> None:
 
 
 def _check_checkpoint(folder: Path, ckpt_format: str) -> None:
-    """Megatron starts from random weights where the tracker file is missing: refuse instead."""
-    try:
-        word = (folder / _TRACKER).read_text().strip()
-    except OSError:
-        raise CheckpointError(
-            f"{folder} holds no complete checkpoint: start again in an empty --output, "
-            "without --resume"
-        ) from None
-    if word != "release" and not word.isdecimal():
-        raise CheckpointError(
-            f"{folder / _TRACKER} is damaged: it must hold the number of an iteration, not {word!r}"
-        )
-    checkpoint = folder / (word if word == "release" else f"iter_{int(word):07d}")
-    # metadata.json is written last, so it marks a finished torch_dist checkpoint
-    mark = checkpoint / "metadata.json" if ckpt_format == "torch_dist" else checkpoint
-    if not mark.exists():
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is missing or unfinished: write the number of a finished one "
-            f"into {folder / _TRACKER}, or start again in an empty --output"
-        )
+    """Megatron starts from random weights where there is nothing to load: refuse instead."""
+    verdict = judge(folder) if folder.is_dir() else None
+    # the commit mark is of torch_dist alone: of another format, the tracker file's word is taken
+    if verdict and (verdict.newest or (verdict.named and ckpt_format != "torch_dist")):
+        return
+    raise CheckpointError(
+        f"{folder} holds no complete checkpoint: start again in an empty --output, without --resume"
+    )

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron import cpu
-from kha_megatron.checkpoint.megatron import (
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint, knock_suffix
+from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
+from kha_megatron.checkpoint.tracker import (
     COMMIT_MARK,
     TRACKER,
-    MegatronCheckpoint,
-    iteration_folder,
-    knock_suffix,
+    folder_name,
+    iteration_of,
+    judge,
+    resolve,
+    tracker_word,
 )
-from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads.knock import MATRICES
@@ -62,21 +65,22 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
     training starts from scratch. What lies in an object store is not looked at.
 
     Raises:
-        CheckpointError: a tracker file is torn, or names a folder that is not there.
+        CheckpointError: the tracker file of a folder that this run does not save into, where it is
+            repaired, is missing or torn, or names another than the newest complete iteration.
     """
     folder = args.pretrained_checkpoint if starts_from_pretrained(args) else args.load
     if folder is None or "://" in str(folder):
         return None
     chosen = None
     if args.ckpt_step:  # as in Megatron, 0 is none
-        chosen = Path(folder) / f"iter_{args.ckpt_step:07d}"
-    elif _is_tracked(folder) or starts_from_pretrained(args):
-        chosen = iteration_folder(Path(folder))
+        chosen = Path(folder) / folder_name(args.ckpt_step)
+    elif _holds_saves(folder) or starts_from_pretrained(args):
+        chosen = _as_megatron_reads(Path(folder))
     if args.non_persistent_ckpt_type == "global":
         passing = args.non_persistent_global_ckpt_dir or Path(folder) / "non_persistent"
         if _is_tracked(passing):
-            newest = iteration_folder(Path(passing))
-            if chosen is None or _iteration(newest) >= _iteration(chosen):
+            newest = _as_megatron_reads(Path(passing))
+            if chosen is None or (iteration_of(newest) or 0) >= (iteration_of(chosen) or 0):
                 chosen = newest
     return chosen
 
@@ -165,6 +169,21 @@ def _is_tracked(folder: str | Path | None) -> bool:
     return folder is not None and (Path(folder) / TRACKER).is_file()
 
 
-def _iteration(folder: Path) -> int:
-    digits = folder.name.removeprefix("iter_")
-    return int(digits) if digits.isdecimal() else 0  # a release
+def _holds_saves(folder: str | Path) -> bool:
+    """Without any, Megatron starts from scratch."""
+    return _is_tracked(folder) or (Path(folder).is_dir() and judge(Path(folder)).newest is not None)
+
+
+def _as_megatron_reads(folder: Path) -> Path:
+    """What the tracker file names; Megatron would exit with 0, or start anew, without a good one.
+
+    Raises:
+        CheckpointError: it is not to be followed, or there is nothing to load.
+    """
+    verdict = judge(folder) if folder.is_dir() else None
+    if verdict and verdict.problem and verdict.newest:
+        raise CheckpointError(
+            f"{folder / TRACKER} {verdict.problem}: write {tracker_word(verdict.newest)} into it, "
+            f"or add --save {folder}, which repairs it"
+        )
+    return resolve(folder)

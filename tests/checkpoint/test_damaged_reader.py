@@ -44,22 +44,6 @@ DAMAGE = {
     "short index": (lambda d: _truncate(d / ITER / ".metadata", 99), r"\.metadata is damaged"),
     "short shard": (lambda d: _truncate(d / ITER / "__1_0.distcp", 1), "__1_0.distcp is cut short"),
     "lost shard": (lambda d: (d / ITER / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "empty tracker": (
-        lambda d: (d / "latest_checkpointed_iteration.txt").write_text(""),
-        rf"latest_checkpointed_iteration.txt holds ''.*\({ITER}\)",
-    ),
-    "torn tracker": (
-        lambda d: (d / "latest_checkpointed_iteration.txt").write_bytes(b"7\0\0"),
-        "latest_checkpointed_iteration.txt holds",
-    ),
-    "stale tracker": (
-        lambda d: (d / "latest_checkpointed_iteration.txt").write_text("12"),
-        rf"names iter_0000012, which is not there.*\({ITER}\)",
-    ),
-    "no tracker": (
-        lambda d: (d / "latest_checkpointed_iteration.txt").unlink(),
-        rf"no latest_checkpointed_iteration.txt.*\({ITER}\)",
-    ),
     "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "no complete checkpoint is in it"),
     "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "is not a folder"),
     "old format": (

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from kha_megatron.compare import parse_variants, plan
+from kha_megatron.compare import parse_variants, plan, runs
 from kha_megatron.compare.runs import MARK, RUN, begin, locked, write_json
+from kha_megatron.compare.statistics import binned, final_loss
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import get_recipe
@@ -73,18 +74,14 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "ten years of work"
 
 
-def no_history(folder):
-    raise DataError(f"{folder} holds no TensorBoard file")
-
-
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
     (run, *_) = planned(tmp_path / "out").runs
-    job, start = begin(run, read_history=no_history)
+    job, start = begin(run)
     assert start == 0
     assert "--load" not in arguments(job)
     assert json.loads((run.folder / RUN).read_text())["starts"] == 1
     (run.folder / "half-written").write_text("")
-    _, start = begin(run, read_history=no_history)
+    _, start = begin(run)
     assert start == 0
     assert [file.name for file in run.folder.iterdir()] == [RUN]
 
@@ -94,33 +91,31 @@ def interrupted(tmp_path):
     """A run with a checkpoint of iteration 20."""
     (run, *_) = planned(tmp_path / "out").runs
     (run.folder / "checkpoints" / "iter_0000020").mkdir(parents=True)
-    (run.folder / "checkpoints" / "iter_0000020" / "metadata.json").write_text("{}")
+    (run.folder / "checkpoints" / "iter_0000020" / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist"}'
+    )
     (run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
     write_json(run.folder / RUN, {"starts": 1, "arguments": run.asked.flags})
     return run
 
 
 def test_an_interrupted_run_goes_on(interrupted):
-    history = {"lm loss": [(i, 2.0) for i in range(1, 28)]}
-    job, start = begin(interrupted, read_history=lambda folder: history)
+    job, start = begin(interrupted)
     assert start == 20
     assert arguments(job)["--load"] == arguments(job)["--save"]
     assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
+    (interrupted.folder / RUN).write_text("{")
+    assert begin(interrupted)[1] == 20
+    assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
 
 
-@pytest.mark.parametrize("known", [range(1, 20), range(2, 40), ()])
-def test_a_run_whose_losses_have_holes_begins_anew(interrupted, known):
-    history = {"lm loss": [(i, 2.0) for i in known]}
-    _, start = begin(interrupted, read_history=lambda folder: history)
-    assert start == 0
-    assert not (interrupted.folder / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("word", ["", "21", "zwanzig"])
-def test_a_damaged_checkpoint_begins_anew(interrupted, word):
-    (interrupted.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(word)
-    history = {"lm loss": [(i, 2.0) for i in range(1, 40)]}
-    assert begin(interrupted, read_history=lambda folder: history)[1] == 0
+def test_lost_losses_are_missing_from_the_numbers_and_not_made_up():
+    losses = runs._losses({"lm loss": [(i, float(i)) for i in (2, 3, 39)]}, 40)
+    assert losses == [None, 2.0, 3.0, *[None] * 35, 39.0, None]
+    assert final_loss(losses) == 39.0
+    assert binned(losses, 20)[:3] == [(1.5, 2.0), (3.5, 3.0), (5.5, None)]
+    with pytest.raises(DataError, match="no loss of the last 2 iterations"):
+        runs._losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, 40)
 
 
 def test_other_arguments_than_the_run_was_begun_with_are_refused(interrupted):
@@ -144,7 +139,7 @@ def test_ranks_left_over_from_a_killed_command_are_named(interrupted):
     try:
         rank.stdout.readline()
         with pytest.raises(OutputError, match=f"process {rank.pid} still trains in"):
-            begin(interrupted, read_history=no_history)
+            begin(interrupted)
     finally:
         rank.kill()
         rank.communicate()

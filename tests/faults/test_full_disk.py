@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from kha_megatron.checkpoint.integrity import verify_manifest
-from kha_megatron.checkpoint.megatron import COMMIT_MARK
+from kha_megatron.checkpoint.tracker import COMMIT_MARK
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from kha_megatron.checkpoint.megatron import COMMIT_MARK, TRACKER, MegatronCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from kha_megatron.checkpoint.integrity import MANIFEST
-from kha_megatron.checkpoint.megatron import COMMIT_MARK, TRACKER, clear_for_overwriting
+from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER, clear_for_overwriting
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.training import recovery
 
@@ -71,23 +71,32 @@ def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, wh
 
 def test_a_checkpoint_that_was_completed_after_the_tracker_file_is_not_lost(tmp_path, capsys):
     make(tmp_path, "1", COMPLETE, COMPLETE, PARTIAL)
-    os.utime(tmp_path / TRACKER, (1.5, 1.5))  # written before the mark of iteration 2
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "2"
     assert "names 1, and iter_0000002 was completed after it" in capsys.readouterr().err
 
 
-def test_a_run_that_was_rolled_back_stays_so(tmp_path, capsys):
-    """Somebody wrote an older iteration into the tracker file, as Megatron's users do."""
-    make(tmp_path, "1", COMPLETE, COMPLETE)
+def test_a_run_that_was_rolled_back_with_ckpt_step_stays_so(tmp_path, capsys):
+    """It went back to 1 and has saved 2 anew: what is left of its first attempt is older."""
+    make(tmp_path, "2", COMPLETE, COMPLETE, COMPLETE)
+    os.utime(tmp_path / "iter_0000002" / COMMIT_MARK, (9, 9))
     recovery.repair_tracker(args(tmp_path))
-    assert tracker(tmp_path) == "1"
+    assert tracker(tmp_path) == "2"
+    assert not capsys.readouterr().err
+
+
+def test_no_time_makes_an_iteration_below_the_named_one_the_newest(tmp_path, capsys):
+    """A copy gives the marks any order."""
+    make(tmp_path, "2", COMPLETE, COMPLETE)
+    os.utime(tmp_path / "iter_0000001" / COMMIT_MARK, (9, 9))
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "2"
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("found", "saves"),
-    [("2", (COMPLETE, COMPLETE)), ("release", (COMPLETE,)), (None, ()), ("", (PARTIAL,))],
+    [("2", (COMPLETE, COMPLETE)), ("release", (PARTIAL,)), (None, ()), ("", (PARTIAL,))],
 )
 def test_what_needs_no_repair_is_left_alone(tmp_path, capsys, found, saves):
     make(tmp_path, found, *saves)
@@ -123,6 +132,18 @@ def test_a_manifest_tells_damage_from_a_save_that_was_cut_short(tmp_path):
     (tmp_path / "iter_0000002" / MANIFEST).write_text("{}")
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "2"
+
+
+def test_a_release_is_left_when_an_iteration_was_saved_after_it(tmp_path):
+    """The kill came before the tracker file's first number."""
+    make(tmp_path, "release", COMPLETE)
+    release = tmp_path / "release"
+    (tmp_path / "iter_0000001").rename(release)
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "release"
+    make(tmp_path, None, COMPLETE)
+    recovery.repair_tracker(args(tmp_path))
+    assert tracker(tmp_path) == "1"
 
 
 def test_the_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):

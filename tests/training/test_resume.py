@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
+from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from tests.conversion.checkpoints import save_gpt
 from tests.training.comparison import assert_same_bytes
@@ -165,6 +166,7 @@ def test_a_non_persistent_checkpoint_does_not_slip_through(saved, tmp_path, name
     (run / "iter_0000007").rename(run / "iter_0000008")
     (run / "latest_checkpointed_iteration.txt").write_text("8")
     check(run, KHA, **words)
+    shutil.rmtree(run / "iter_0000008")
     (run / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(CheckpointError, match="was trained with KHA on nothing"):
         check(run, KHA, **words)
@@ -192,7 +194,7 @@ def test_checkpoints_of_fsdp_are_checked_as_well(tmp_path):
 
 def test_the_settings_come_from_the_checkpoint_if_the_command_line_has_none(saved, tmp_path):
     def restored(folder, **changes):
-        none = dict.fromkeys(("kha_preset", "kha_query", "kha_key", "kha_value"))
+        none = vars(add_model_arguments(ArgumentParser()).parse_args([]))
         given = none | {"kha_fold": "never", "use_checkpoint_args": True}
         return restored_kha(arguments(folder, **given | changes))
 
@@ -240,6 +242,15 @@ def test_an_iteration_that_is_named_is_checked_without_a_tracker_file(copy):
         check(copy, KHAConfig(), ckpt_step=7)
     with pytest.raises(CheckpointError, match="iter_0000008"):
         check(copy, KHA, ckpt_step=8)
+
+
+def test_a_tracker_that_megatron_would_misread_is_refused_where_it_is_not_ours(copy):
+    """Megatron would exit with code 0, or start from random weights."""
+    tracker = copy / "latest_checkpointed_iteration.txt"
+    for spoil in (lambda: tracker.write_text(""), tracker.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match=f"write 7 into it, or add --save {copy}"):
+            check(copy, KHA)
 
 
 def _half_written(iteration: Path) -> None:

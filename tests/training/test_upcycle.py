@@ -110,6 +110,7 @@ def test_a_run_starts_from_the_base_and_goes_on_from_itself(saved, tmp_path):
     assert planned(saved / "plain", run) is None
     # the first save was killed: nothing is lost by starting from the base again
     (run / "latest_checkpointed_iteration.txt").unlink()
+    (run / "iter_0000007" / "metadata.json").unlink()
     assert planned(saved / "plain", run) == saved / "plain" / "iter_0000007"
 
 
