@@ -11,22 +11,16 @@ at the end. A static cache makes transformers compile the model on a GPU; a dyna
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import (
-    Spread,
-    describe_machine,
-    interleaved,
-    markdown_table,
-    publish,
-    ratios,
-)
-from options import exit_with, in_words, parse, parser_for, positive, within
+from bench import in_words, positive, within
+from measuring import Spread, interleaved, ratios
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
@@ -35,8 +29,8 @@ from kha_megatron.conversion import to_hf
 from kha_megatron.recipes.paper import SHAPES, VOCAB_SIZE, Shape
 
 EXAMPLE = """example:
-  python tools/bench_decode.py --shape dense-1.7b --json benchmarks/decode.json
-  python tools/bench_decode.py --caches static --batches 1
+  python tools/bench.py decode --shape dense-1.7b --json benchmarks/decode.json
+  python tools/bench.py decode --caches static --batches 1
 """
 
 SMALL = Shape(layers=4, hidden=512, ffn=1536)
@@ -172,25 +166,24 @@ def judged(
     return {"text": "the baseline's class and cache", "met": same_cache and same_class}
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results in Markdown."""
-    rows = []
-    for result in results:
-        for name, speed in result["tokens_per_second"].items():
-            target = result["targets"].get(name)
-            word = f"{in_words(target)} ({target['text']})" if target else ""
-            held = f"{result['cache_bytes'][name]:,}"
-            over = result["over_baseline"][name].text(4)
-            cells = [str(result["batch"]), result["cache"], name, result["classes"][name]]
-            rows.append([*cells, speed.text(1), over, held, word])
-    header = ["batch", "cache", "model", "class", "tokens/s", "time over baseline"]
-    return markdown_table([*header, "cache bytes", "target"], rows)
+HEADER = ["batch", "cache", "model", "class", "tokens/s", "time over baseline", "cache bytes"]
+HEADER += ["target"]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the user asked for; sizes depend on the device."""
-    parser = parser_for(__doc__, EXAMPLE)
-    add = parser.add_argument
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Of the table."""
+    found = []
+    for name, speed in result["tokens_per_second"].items():
+        target = result["targets"].get(name)
+        word = f"{in_words(target)} ({target['text']})" if target else ""
+        cells = [str(result["batch"]), result["cache"], name, result["classes"][name]]
+        over = result["over_baseline"][name].text(4)
+        found.append([*cells, speed.text(1), over, f"{result['cache_bytes'][name]:,}", word])
+    return found
+
+
+def options(add: Callable[..., Any]) -> None:
+    """What the user may ask for; sizes depend on the device."""
     add("--shape", choices=["small", *SHAPES], help="default: dense-1.7b; on a CPU: small")
     add("--batches", nargs="+", type=positive, help="sequences at once (default: 1 64)")
     add("--prompt", type=positive, help="tokens before the generated ones")
@@ -198,27 +191,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--caches", nargs="+", choices=["dynamic", "static"])
     add("--dtype", choices=["bfloat16", "float16", "float32"])
     add("--folder", type=Path, help="where to put the models meanwhile (default: a temporary one)")
-    return parse(parser, argv, DEFAULTS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Make the models, measure, print, delete."""
-    given = arguments(argv)
-    machine = describe_machine(torch.device(given.device))
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each batch and cache; the models are made before and deleted."""
     dtype = getattr(torch, given.dtype)
     with tempfile.TemporaryDirectory(prefix="kha-decode-", dir=given.folder) as folder:
         models = {
-            name: AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(given.device).eval()
+            name: AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
             for name, path in save_models(given.shape, dtype, Path(folder)).items()
         }
-    results = []
-    for batch in given.batches:
-        for cache in given.caches:
-            print(f"batch {batch}, {cache} cache", file=sys.stderr, flush=True)
-            results.append(measure(models, batch, cache, given))
-    publish(table(results), machine, given, results)
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main)
+    for batch, cache in itertools.product(given.batches, given.caches):
+        print(f"batch {batch}, {cache} cache", file=sys.stderr, flush=True)
+        yield measure(models, batch, cache, given)

@@ -6,7 +6,8 @@ Each work (forward, input gradient, weight gradients, forward with all gradients
   eager      kha_megatron.ops.knocking and autograd
   compiled   the same under torch.compile
   gemms      only the work's matrix products by the library, on contiguous tensors
-  te         Transformer Engine's Linear layers with the same products, where it is installed
+  te         Transformer Engine's Linear layers with the same products, where it is installed, and
+             the same under each of its FP8 recipes: why KHA's matrices stay in bf16
   copy       torch's copy of as many bytes as the work must read and write
 
 in turn, many times, in another order each time. Printed are medians with the quarters around them,
@@ -23,28 +24,22 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import (
-    Spread,
-    describe_machine,
-    interleaved,
-    markdown_table,
-    publish,
-    ratios,
-)
+from bench import positive
+from measuring import Spread, interleaved, ratios
 from torch import Tensor
 
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import fused, knocking
 
 EXAMPLE = """example:
-  python tools/bench_kernels.py --tokens 8192 32768 --json benchmarks/kernels.json
-  python tools/bench_kernels.py --variants mlp gate --dtypes bfloat16 --head-dims 64 128 256
+  python tools/bench.py kernels --tokens 8192 32768 --json benchmarks/kernels.json
+  python tools/bench.py kernels --variants mlp gate --dtypes bfloat16 --head-dims 64 128 256
 """
 
 # Of norms: roundings of hidden features and their gradients, several times half a last place.
@@ -126,25 +121,41 @@ def compiled(case: Case, data: Tensors, *, asked_for: bool = False) -> Way | str
     return Way(lambda x: knock(x, weight, case.variant), [weight])
 
 
-def transformer_engine(case: Case, data: Tensors) -> Way | str:
-    """Linear layers of Transformer Engine, with torch between them."""
+def transformer_engine(case: Case, data: Tensors) -> dict[str, Way | str]:
+    """Linear layers of Transformer Engine, with torch between them: in the case's dtype, and under
+    each FP8 recipe that this GPU has. FP8 must first quantise its input and the weight, which for
+    matrices this small is more memory traffic than the product itself."""
     if importlib.util.find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed"
+        return {"te": "Transformer Engine is not installed"}
     if case.device.type == "cpu":
-        return "Transformer Engine needs a CUDA device"
+        return {"te": "Transformer Engine needs a CUDA device"}
     import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
 
     options = {"bias": False, "params_dtype": case.dtype, "device": case.device}
     layers = [te.Linear(case.head_dim, case.head_dim, **options) for _ in data.weight]
 
-    def knock(x: Tensor) -> Tensor:
-        if case.variant == "linear":
-            return layers[0](x)
-        if case.variant == "gate":
-            return 2 * x * torch.sigmoid(layers[0](x))
-        return layers[2](2 * layers[0](x) * torch.sigmoid(layers[1](x)))
+    def knock(x: Tensor, context: Callable[[], AbstractContextManager] = nullcontext) -> Tensor:
+        with context():
+            if case.variant == "linear":
+                return layers[0](x)
+            if case.variant == "gate":
+                return 2 * x * torch.sigmoid(layers[0](x))
+            return layers[2](2 * layers[0](x) * torch.sigmoid(layers[1](x)))
 
-    return Way(knock, [layer.weight for layer in layers])
+    weights = [layer.weight for layer in layers]
+    found: dict[str, Way | str] = {"te": Way(knock, weights)}
+    for name, make, available in (
+        ("delayed", recipe.DelayedScaling, te.is_fp8_available),
+        ("tensorwise", recipe.Float8CurrentScaling, te.is_fp8_available),
+        ("blockwise", recipe.Float8BlockScaling, te.is_fp8_block_scaling_available),
+        ("mxfp8", recipe.MXFP8BlockScaling, te.is_mxfp8_available),
+    ):
+        can, why = available(return_reason=True)
+        quantised = functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=make())
+        way = Way(functools.partial(knock, context=quantised), weights)
+        found[f"te {name}"] = way if can else why
+    return found
 
 
 def call(work: str, way: Way, data: Tensors) -> Callable[[], Any]:
@@ -186,7 +197,7 @@ def contenders(
     for name, way in ways.items():
         if isinstance(way, str):
             skipped[name] = way
-        elif name in ("compiled", "te") and work not in WHOLE:
+        elif name.startswith(("compiled", "te")) and work not in WHOLE:
             skipped[name] = "its backward pass cannot be timed for one gradient alone"
         else:
             calls[name] = call(work, way, data)
@@ -223,7 +234,7 @@ def measure(case: Case, repetitions: int, compile_on_cpu: bool) -> list[dict[str
         "kernels": kernels(case, data),
         "eager": eager(case, data),
         "compiled": compiled(case, data, asked_for=compile_on_cpu),
-        "te": transformer_engine(case, data),
+        **transformer_engine(case, data),
     }
     errors = check(case, data) if isinstance(ways["kernels"], Way) else None
     results = []
@@ -234,6 +245,7 @@ def measure(case: Case, repetitions: int, compile_on_cpu: bool) -> list[dict[str
         ours = times.get("kernels")
         results.append(
             {
+                "cell": f"{case}, {work}",
                 "case": str(case),
                 "work": work,
                 "bytes": size,
@@ -249,70 +261,45 @@ def measure(case: Case, repetitions: int, compile_on_cpu: bool) -> list[dict[str
     return results
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results in Markdown, and who did not take part, and why."""
-    rows = []
-    for result in results:
-        for name, spread in result["microseconds"].items():
-            ratio = result["kernels_over"].get(name)
-            is_judged = name == "copy" and result["work"] == "forward" and ratio
-            is_judged = is_judged and result["case"].startswith("mlp")
-            slow = is_judged and ratio.median > COPY_RATIO
-            speed = result["terabytes_per_second"][name].text(2)
-            over = ratio.text(3) if ratio else "not measured"
-            over += f" MISSED (at most {COPY_RATIO})" if slow else ""
-            rows.append([result["case"], result["work"], name, spread.text(1), speed, over])
-    absent = {
-        f"- {result['work']}: without {name}: {why}"
-        for result in results
-        for name, why in result["skipped"].items()
-    }
-    header = ["case", "work", "contender", "µs", "TB/s", "kernels / contender"]
-    return "\n".join([markdown_table(header, rows), "", *sorted(absent)])
+HEADER = ["case", "work", "contender", "µs", "TB/s", "kernels / contender"]
+DEFAULTS = {
+    "cuda": {"tokens": [8192, 32768], "repetitions": 50},
+    "cpu": {"tokens": [16], "repetitions": 3},
+}
 
 
-def arguments() -> argparse.Namespace:
-    """What the user asked for; sizes depend on the device."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    cuda = torch.cuda.is_available()
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Of the table."""
+    found = []
+    for name, spread in result["microseconds"].items():
+        ratio = result["kernels_over"].get(name)
+        over = ratio.text(3) if ratio else "not measured"
+        is_judged = result["work"] == "forward" and result["case"].startswith("mlp")
+        if name == "copy" and ratio and is_judged:
+            over += f", {'met' if ratio.median <= COPY_RATIO else 'MISSED'} (at most {COPY_RATIO})"
+        speed = result["terabytes_per_second"][name].text(2)
+        found.append([result["case"], result["work"], name, spread.text(1), speed, over])
+    return found
+
+
+def options(add: Callable[..., Any]) -> None:
+    """What the user may ask for; sizes depend on the device."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
-    add("--device", default="cuda" if cuda else "cpu", choices=["cuda", "cpu"])
     add("--variants", nargs="+", default=["mlp"], choices=list(MATRICES))
-    add("--tokens", nargs="+", type=int, help="default: 8192 32768; on a CPU: 16")
-    add("--heads", type=int, default=4, help="KV heads (default: the paper's 4)")
-    add("--head-dims", nargs="+", type=int, default=[128])
+    add("--tokens", nargs="+", type=positive, help="default: 8192 32768; on a CPU: 16")
+    add("--heads", type=positive, default=4, help="KV heads (default: the paper's 4)")
+    add("--head-dims", nargs="+", type=positive, default=[128])
     add("--dtypes", nargs="+", default=["bfloat16"], choices=dtypes)
-    add("--repetitions", type=int, help="turns of all contenders (default: 50; on a CPU: 3)")
     add("--compile", action="store_true", help="torch.compile on a CPU, too")
-    add("--json", type=Path, help="write the results there, with the machine's description")
-    given = parser.parse_args()
-    if given.device == "cuda" and not cuda:
-        parser.error("--device cuda: no CUDA device was found, use --device cpu")
-    on_gpu = given.device == "cuda"
-    given.tokens = given.tokens or ([8192, 32768] if on_gpu else [16])
-    given.repetitions = given.repetitions or (50 if on_gpu else 3)
-    return given
 
 
-def main() -> None:
-    """Measure what is asked for and print it."""
-    given = arguments()
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each case and work."""
     os.environ[fused.KERNELS_VARIABLE] = "triton"  # an error where they would fall back
-    device = torch.device(given.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    machine = describe_machine(device)
-    results = []
     sizes = itertools.product(given.variants, given.dtypes, given.head_dims, given.tokens)
     for variant, dtype, head_dim, tokens in sizes:
         case = Case(variant, tokens, given.heads, head_dim, getattr(torch, dtype), device)
         print(case, file=sys.stderr, flush=True)
-        results += measure(case, given.repetitions, given.compile)
-    publish(table(results), machine, given, results)
-
-
-if __name__ == "__main__":
-    main()
+        yield from measure(case, given.repetitions, given.compile)

@@ -14,25 +14,16 @@ On a CPU the sizes are tiny and the figures mean nothing: that is for this tool'
 """
 
 import argparse
-import gc
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from measuring import (
-    Spread,
-    describe_machine,
-    interleaved,
-    markdown_table,
-    publish,
-    ratios,
-)
-from options import choose_device, exit_with, in_words, parse, parser_for, positive, within
-from shapes import PRECISIONS, SHAPES
-from variants import STOCK, VARIANTS, runnable
+from bench import add_model_options, choose_device, in_words, positive, within
+from measuring import Spread, interleaved, ratios
+from variants import STOCK, runnable
 
 from kha_megatron.errors import KHAError
 
@@ -40,10 +31,10 @@ if TYPE_CHECKING:
     from layers import Cell, Layer
 
 EXAMPLE = """example:
-  python tools/bench_layer.py --json benchmarks/layer.json
-  python tools/bench_layer.py --shapes moe --tokens 8192 --precisions bf16 tensorwise \\
+  python tools/bench.py layer --json benchmarks/layer.json
+  python tools/bench.py layer --shapes moe --tokens 8192 --precisions bf16 tensorwise \\
       --variants mlp/kernels linear/folded+kernels
-  python tools/bench_layer.py --shapes dense --megatron=--recompute-granularity=selective
+  python tools/bench.py layer --shapes dense --megatron=--recompute-granularity=selective
 """
 
 DEFAULTS = {
@@ -87,6 +78,7 @@ def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> di
         times = interleaved(calls, device, repetitions=given.repetitions)
     over = {name: ratios(t, times[STOCK]) for name, t in times.items()}
     return {
+        "cell": str(cell),
         "shape": cell.shape,
         "tokens": cell.tokens,
         "precision": cell.precision,
@@ -148,69 +140,46 @@ def verdict(target: dict[str, Any] | None) -> str:
     return f"{in_words(target)} (at most {target['at_most']:g}, aim {target['aim']:g})"
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results in Markdown, and who did not take part, and why."""
-    rows, absent = [], {}
-    for result in results:
-        cell = [result["shape"], str(result["tokens"]), result["precision"]]
-        for name, spread in result["milliseconds"].items():
-            ratio = result["over_stock"][name].text(4)
-            target = verdict(result["targets"][name])
-            rows.append([*cell, str(result["backend"]), name, spread.text(3), ratio, target])
-        for word in ("skipped", "failed"):
-            for name, why in result[word].items():
-                absent[f"- {', '.join(cell)}: {name} {word}: {why}"] = None
-    header = ["shape", "tokens", "precision", "modules", "variant", "ms", "over stock", "target"]
-    return "\n".join([markdown_table(header, rows), "", *absent])
+HEADER = ["shape", "tokens", "precision", "modules", "variant", "ms", "over stock", "target"]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the user asked for; sizes depend on the device."""
-    parser = parser_for(__doc__, EXAMPLE)
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=list(SHAPES))
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Of the table."""
+    cell = [result["shape"], str(result["tokens"]), result["precision"], str(result["backend"])]
+    over, targets = result["over_stock"], result["targets"]
+    return [
+        [*cell, name, spread.text(3), over[name].text(4), verdict(targets[name])]
+        for name, spread in result["milliseconds"].items()
+    ]
+
+
+def options(add: Callable[..., Any]) -> None:
+    """What the user may ask for; sizes depend on the device."""
+    add_model_options(add, many=True)
     add("--tokens", nargs="+", type=positive, help="of a microbatch (default: 8192 32768)")
-    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
-    add(
-        "--precisions",
-        nargs="+",
-        choices=list(PRECISIONS),
-        help="bf16, or an FP8 recipe of Megatron's",
-    )
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     add("--microbatches", type=positive, help="of one turn (default: 4)")
-    add(
-        "--megatron",
-        action="append",
-        default=[],
-        metavar="WORD",
-        help="one more argument of Megatron's for every layer, as --megatron=--flag=value",
-    )
-    given = parse(parser, argv, DEFAULTS)
-    for tokens in given.tokens:
-        if tokens % given.sequence:
-            parser.error(f"--tokens {tokens} is no multiple of --sequence {given.sequence}")
-    return given
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is asked for and print it; 1 if a variant broke."""
-    given = arguments(argv)
+def refusal(given: argparse.Namespace) -> str | None:
+    """Why that cannot be measured, or None."""
+    bad = [tokens for tokens in given.tokens if tokens % given.sequence]
+    return f"--tokens {bad[0]} is no multiple of --sequence {given.sequence}" if bad else None
+
+
+def start(given: argparse.Namespace) -> torch.device:
+    """Megatron in this process, on a GPU or on the CPU runtime."""
     device = choose_device(given.device)
-    from layers import Cell, start_megatron
+    from layers import start_megatron
 
     start_megatron()
-    machine = describe_machine(device)
-    results = []
+    return device
+
+
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each cell."""
+    from layers import Cell
+
     for shape, tokens, precision in itertools.product(given.shapes, given.tokens, given.precisions):
         cell = Cell(shape, tokens, given.sequence, precision, tuple(given.megatron))
         print(cell, file=sys.stderr, flush=True)
-        results.append(measure(cell, given, device))
-        gc.collect()
-        torch.cuda.empty_cache()
-    publish(table(results), machine, given, results)
-    return int(any(result["failed"] for result in results))
-
-
-if __name__ == "__main__":
-    exit_with(main)
+        yield measure(cell, given, device)

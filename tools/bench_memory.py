@@ -15,18 +15,17 @@ TRITON_INTERPRET=1 runs the variants with kernels on a CPU, too; choose few toke
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from measuring import describe_machine, markdown_table, publish
-from options import choose_device, exit_with, parse, parser_for, positive
-from shapes import PRECISIONS, SHAPES
+from bench import add_model_options, positive
+from bench_layer import start as start
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from variants import STOCK, VARIANTS, Variant, runnable
+from variants import STOCK, Variant, runnable
 
 from kha_megatron.errors import KHAError
 
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from layers import Cell, Layer
 
 EXAMPLE = """example:
-  python tools/bench_memory.py --json benchmarks/memory.json
-  TRITON_INTERPRET=1 python tools/bench_memory.py --device cpu --shapes moe dense --tokens 128
+  python tools/bench.py memory --json benchmarks/memory.json
+  TRITON_INTERPRET=1 python tools/bench.py memory --device cpu --shapes moe dense --tokens 128
 """
 
 DEFAULTS = {
@@ -131,6 +130,7 @@ def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> di
         row["over_stock"] = row["kept"] - rows[STOCK]["kept"]
         row["beyond_outputs"] = row["over_stock"] - row["outputs"]
     return {
+        "cell": str(cell),
         "shape": cell.shape,
         "tokens": cell.tokens,
         "precision": cell.precision,
@@ -155,59 +155,45 @@ def _width(config: Any, projections: tuple[str, ...]) -> int:
     return config.kv_channels * sum(heads[projection] for projection in projections)
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Bytes for each token, in Markdown, and who did not take part, and why."""
-    rows, absent = [], []
-    for result in results:
-        tokens = result["tokens"]
-
-        def each(size: int | None, tokens: int = tokens) -> str:
-            return "not measured" if size is None else f"{size / tokens:,.1f}"
-
-        for name, row in result["bytes"].items():
-            figures = [each(row[key]) for key in ("kept", "over_stock", "outputs")]
-            met = "" if name == STOCK else "met" if row["beyond_outputs"] <= 0 else "MISSED"
-            beyond = [each(row["beyond_outputs"]), each(row.get("peak")), met]
-            rows.append([result["shape"], str(tokens), name, *figures, *beyond])
-        absent += [f"- {result['shape']}: without {n}: {w}" for n, w in result["skipped"].items()]
-    header = ["shape", "tokens", "variant", "kept", "over stock", "knocked outputs"]
-    header += ["beyond outputs", "peak", "target: 0 beyond outputs"]
-    return "\n".join(["Bytes per token:", "", markdown_table(header, rows), "", *absent])
+HEADER = ["shape", "tokens", "variant", "kept (bytes per token)", "over stock", "knocked outputs"]
+HEADER += ["beyond outputs", "peak", "target: 0 beyond outputs"]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the user asked for; sizes depend on the device."""
-    parser = parser_for(__doc__, EXAMPLE)
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=list(SHAPES))
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Of the table: bytes for each token."""
+    tokens = result["tokens"]
+
+    def each(size: int | None) -> str:
+        return "not measured" if size is None else f"{size / tokens:,.1f}"
+
+    found = []
+    for name, row in result["bytes"].items():
+        figures = [each(row[key]) for key in ("kept", "over_stock", "outputs")]
+        met = "" if name == STOCK else "met" if row["beyond_outputs"] <= 0 else "MISSED"
+        beyond = [each(row["beyond_outputs"]), each(row.get("peak")), met]
+        found.append([result["shape"], str(tokens), name, *figures, *beyond])
+    return found
+
+
+def options(add: Callable[..., Any]) -> None:
+    """What the user may ask for; sizes depend on the device."""
+    add_model_options(add, many=False)
     add("--tokens", type=positive, help="of a microbatch (default: 8192)")
-    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
-    add("--precision", default="bf16", choices=list(PRECISIONS), help="as in bench_layer.py")
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    add("--megatron", action="append", default=[], metavar="WORD", help="as in bench_layer.py")
-    given = parse(parser, argv, DEFAULTS)
+
+
+def refusal(given: argparse.Namespace) -> str | None:
+    """Why that cannot be measured, or None."""
     given.sequence = min(given.sequence, given.tokens)
     if given.tokens % given.sequence:
-        parser.error(f"--tokens {given.tokens} is no multiple of --sequence {given.sequence}")
-    return given
+        return f"--tokens {given.tokens} is no multiple of --sequence {given.sequence}"
+    return None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is asked for and print it."""
-    given = arguments(argv)
-    device = choose_device(given.device)
-    from layers import Cell, start_megatron
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each shape."""
+    from layers import Cell
 
-    start_megatron()
-    machine = describe_machine(device)
-    results = []
     for shape in given.shapes:
         cell = Cell(shape, given.tokens, given.sequence, given.precision, tuple(given.megatron))
         print(cell, file=sys.stderr, flush=True)
-        results.append(measure(cell, given, device))
-    publish(table(results), machine, given, results)
-    return 0
-
-
-if __name__ == "__main__":
-    exit_with(main)
+        yield measure(cell, given, device)

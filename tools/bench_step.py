@@ -17,30 +17,24 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import (
-    Spread,
-    describe_machine,
-    markdown_table,
-    publish,
-    ratios,
-)
-from options import exit_with, parse, parser_for, positive
-from shapes import PRECISIONS, SHAPES, arguments_of
+from bench import add_model_options, positive
+from measuring import Spread, ratios
+from shapes import SHAPES, arguments_of
 from timed_training import ATTENTION, SECONDS
-from variants import STOCK, VARIANTS, Variant, runnable
+from variants import STOCK, Variant, runnable
 
 from kha_megatron import cpu
 from kha_megatron.model.words import render
 from kha_megatron.recipes import get_recipe
 
 EXAMPLE = """example:
-  python tools/bench_step.py --json benchmarks/step.json
-  python tools/bench_step.py --shapes moe --layers 18 --ranks 8 --global-batch 64 \\
+  python tools/bench.py step --json benchmarks/step.json
+  python tools/bench.py step --shapes moe --layers 18 --ranks 8 --global-batch 64 \\
       --megatron=--expert-model-parallel-size=8 --variants mlp/kernels
 """
 
@@ -158,6 +152,7 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
     times = {name: t for name, t in times.items() if name not in failed}
     stock = times.get(STOCK)
     return {
+        "cell": f"{shape}, {given.layers} layers",
         "shape": shape,
         "precision": given.precision,
         "layers": given.layers,
@@ -172,52 +167,35 @@ def measure(shape: str, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The results in Markdown, and who did not take part, and why."""
-    rows, absent = [], []
-    for result in results:
-        cell = [f"{result['shape']}, {result['layers']} layers", str(result["tokens"])]
-        cell.append(result["precision"])
-        for name, spread in result["seconds"].items():
-            over = result["over_stock"].get(name)
-            speed = result["tokens_per_second"][name].text(0)
-            ratio = over.text(4) if over else "not measured"
-            rows.append([*cell, name, spread.text(4), speed, ratio])
-        for word in ("skipped", "failed"):
-            absent += [f"- {cell[0]}: {name} {word}: {why}" for name, why in result[word].items()]
-    header = ["shape", "tokens", "precision", "variant", "s / step", "tokens/s", "over stock"]
-    return "\n".join([markdown_table(header, rows), "", *absent])
+HEADER = ["shape", "tokens", "precision", "variant", "s / step", "tokens/s", "over stock"]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the user asked for; sizes depend on the device."""
-    parser = parser_for(__doc__, EXAMPLE)
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=list(SHAPES))
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Of the table."""
+    found = []
+    for name, spread in result["seconds"].items():
+        over = result["over_stock"].get(name)
+        cell = [result["cell"], str(result["tokens"]), result["precision"], name, spread.text(4)]
+        speed = result["tokens_per_second"][name].text(0)
+        found.append([*cell, speed, over.text(4) if over else "not measured"])
+    return found
+
+
+def options(add: Callable[..., Any]) -> None:
+    """What the user may ask for; sizes depend on the device."""
+    add_model_options(add, many=False, variants=WANTED)
     add("--layers", type=positive, help="of the model (default: 4)")
-    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
     add("--global-batch", type=positive, help="sequences of a step (default: 8)")
-    add("--precision", default="bf16", choices=list(PRECISIONS))
-    add("--variants", nargs="+", choices=list(VARIANTS), default=WANTED)
     add("--steps", type=positive, help="that count, of one run (default: 20)")
     add("--warm-up", type=positive, help="steps before them (default: 5)")
     add("--ranks", type=positive, default=1, help="processes on this machine")
-    add("--megatron", action="append", default=[], metavar="WORD", help="as in bench_layer.py")
-    return parse(parser, argv, DEFAULTS)
 
 
 def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is asked for and print it; 1 if a run failed."""
-    given = arguments(argv)
-    machine = describe_machine(torch.device(given.device))
-    results = [measure(shape, given) for shape in given.shapes]
-    publish(table(results), machine, given, results)
-    return int(any(result["failed"] for result in results))
-
-
-if __name__ == "__main__":
-    exit_with(main)
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each shape."""
+    for shape in given.shapes:
+        yield measure(shape, given)

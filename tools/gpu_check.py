@@ -42,12 +42,11 @@ _ONCE = ["--device", "cpu", "--repetitions", "1"]
 _MOE = ["--shapes", "moe"]
 _SHORT = ["mlp/kernels", "linear/folded+kernels"]
 BENCHMARKS: dict[str, tuple[list[str], list[str] | None]] = {
-    "kernels": (["--repetitions", "20"], _ONCE),
+    "kernels": (["--variants", "mlp", "linear", "--repetitions", "20"], _ONCE),
     "layer": (
         [*_MOE, "--precisions", "bf16", "--repetitions", "10", "--microbatches", "2"],
         [*_ONCE, "--variants", *_SHORT],
     ),
-    "fp8_linear": (["--repetitions", "20"], _ONCE),
     "memory": (_MOE, None),
     "step": (
         [*_MOE, "--repetitions", "1", "--steps", "10", "--variants", "baseline", *_SHORT],
@@ -159,7 +158,7 @@ def benchmarks(check: Check) -> None:
             check.add(stage, name, "not reached", "no time was left for it")
             continue
         numbers = check.folder / f"{name}.json"
-        command = [sys.executable, str(ROOT / f"tools/bench_{name}.py")]
+        command = [sys.executable, str(ROOT / "tools/bench.py"), name]
         command += [*(dry if check.dry and dry else words), "--json", str(numbers)]
         code, seconds, log = check.run(name, command, limit)
         text = log.read_text(encoding="utf-8", errors="replace")

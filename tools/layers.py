@@ -5,7 +5,7 @@ that training on that command line would have, whatever is switched on by its fl
 training: inside a ``TransformerBlock``, which enters the FP8 contexts, inside Megatron's data
 parallelism, which accumulates weight gradients in float32.
 
-Import only after ``options.choose_device``.
+Import only after ``bench.choose_device``.
 """
 
 import contextlib

@@ -3,13 +3,14 @@
     python tools/timed_training.py [--stock] ARGUMENTS    (or under torchrun)
 
 ARGUMENTS are those of `-m kha_megatron.training`. With --stock, layers are Megatron's own and
-nothing of ours is in the model, while the rest of the run stays as it is. `bench_step.py` runs it.
+nothing of ours is in the model, while the rest of the run stays as it is. `bench_step.py` and
+`bench_instruments.py` run it.
 """
 
 import sys
 import time
 
-SECONDS, ATTENTION = "step-seconds", "step-attention"
+SECONDS, PROCESSOR, ATTENTION = "step-seconds", "step-processor", "step-attention"
 """What the lines begin with that are meant for a program."""
 
 
@@ -38,10 +39,10 @@ def main() -> None:
     def timed(forward_step, data, model, *args, **kwargs):
         nonlocal said
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         result = step(forward_step, data, model, *args, **kwargs)
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds, used = time.perf_counter() - start, time.process_time() - used
         if torch.distributed.get_rank() == 0:
             if not said:
                 modules = (module for chunk in model for module in chunk.modules())
@@ -49,7 +50,7 @@ def main() -> None:
                     type(module).__name__ for module in modules if isinstance(module, Attention)
                 }
                 print(f"\n{ATTENTION} {' '.join(sorted(kinds))}", flush=True)
-            print(f"\n{SECONDS} {seconds}", flush=True)
+            print(f"\n{SECONDS} {seconds}\n{PROCESSOR} {used}", flush=True)
         said = True
         return result
 

@@ -1,7 +1,5 @@
 """``make gpu-check``: its dry run, and what it does when something goes wrong."""
 
-import importlib
-import inspect
 import json
 import re
 import shlex
@@ -9,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench
 import gpu_check
 import pytest
 
@@ -109,11 +108,9 @@ def test_missed_targets_are_reported_and_are_no_fault(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", gpu_check.BENCHMARKS)
 def test_benchmarks_take_the_words_that_they_are_given(name, monkeypatch):
-    tool = importlib.import_module(f"bench_{name}")
     words = ["--device", "cuda", *gpu_check.BENCHMARKS[name][0], "--json", "x.json"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", [f"bench_{name}.py", *words])
-    given = tool.arguments(*(None for _ in inspect.signature(tool.arguments).parameters))
+    given = bench.arguments(name, words)
     assert (given.device, given.json) == ("cuda", Path("x.json"))
 
 

@@ -1,12 +1,12 @@
-"""``tools/bench_kernels.py`` on the CPU at tiny sizes, and what it stands on."""
+"""``tools/bench.py kernels`` on the CPU at tiny sizes, and what it stands on."""
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import io
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ def measuring():
 
 def bench(*words, **environment):
     return subprocess.run(
-        [sys.executable, str(TOOLS / "bench_kernels.py"), *words],
+        [sys.executable, str(TOOLS / "bench.py"), "kernels", *words],
         capture_output=True,
         text=True,
         timeout=300,
@@ -53,11 +53,11 @@ def test_times_what_runs_here_and_says_what_does_not(tmp_path):
         assert found["kernels_over"] == {}
     assert found["bytes"] == 7 * 5 * 3 * 64 * 2
     for reason in (
-        "without kernels: tensors are on cpu",
-        "without compiled: torch.compile takes minutes on a CPU",
-        "without te: Transformer Engine",
+        "kernels skipped: tensors are on cpu",
+        "compiled skipped: torch.compile takes minutes on a CPU",
+        "te skipped: Transformer Engine",
     ):
-        assert f"- forward: {reason}" in result.stdout
+        assert f", forward: {reason}" in result.stdout
     assert "| eager |" in result.stdout
     assert "not measured" in result.stdout
 
@@ -65,9 +65,8 @@ def test_times_what_runs_here_and_says_what_does_not(tmp_path):
 def run_here(words):
     """The tool within this process, which may be the interpreter's."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        patch.setattr(sys, "argv", ["bench_kernels.py", *words])
         patch.syspath_prepend(TOOLS)
-        runpy.run_path(str(TOOLS / "bench_kernels.py"), run_name="__main__")
+        assert importlib.import_module("bench").main(["kernels", *words]) == 0
     return out.getvalue()
 
 
@@ -84,7 +83,7 @@ def test_compares_the_kernels_with_everything_else(interpreter, tmp_path):
 def test_help_has_an_example():
     result = bench("--help")
     assert result.returncode == 0
-    assert "python tools/bench_kernels.py --tokens 8192 32768 --json" in result.stdout
+    assert "python tools/bench.py kernels --tokens 8192 32768 --json" in result.stdout
 
 
 def test_every_contender_runs_in_every_turn(measuring):

@@ -28,7 +28,7 @@ def interpreting_rank():
 
 @pytest.fixture
 def tool(monkeypatch):
-    """Imports a tool into this process: ``tool("bench_layer")``; it must not need Megatron."""
+    """Imports a tool into this process: ``tool("bench_layer")``, which must not need Megatron."""
     monkeypatch.syspath_prepend(TOOLS)
     before = set(sys.modules)
     yield importlib.import_module
@@ -39,11 +39,11 @@ def tool(monkeypatch):
 
 
 def run_tool(name: str, words: list[str]) -> tuple[int, str]:
-    """Exit code and standard output of a tool within this process."""
-    module = importlib.import_module(name)
+    """Exit code and standard output of a benchmark within this process."""
+    module = importlib.import_module("bench")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            code = module.main(words)
+            code = module.main([name, *words])
         except SystemExit as ended:
             code = ended.code
     return code, out.getvalue()

@@ -1,4 +1,4 @@
-"""``tools/bench_decode.py`` on the CPU at tiny sizes."""
+"""``tools/bench.py decode`` on the CPU at tiny sizes."""
 
 import json
 
@@ -22,11 +22,11 @@ def bench(tool, monkeypatch, request):
     torch.set_num_threads(threads)
 
 
-def test_folded_is_the_baseline_again_and_mlp_keeps_its_cache(bench, tmp_path, capsys):
+def test_folded_is_the_baseline_again_and_mlp_keeps_its_cache(bench, tool, tmp_path, capsys):
     file = tmp_path / "decode.json"
     words = ["--device", "cpu", "--new", str(NEW), "--prompt", str(PROMPT), "--repetitions", "2"]
     words += ["--batches", *map(str, BATCHES), "--folder", str(tmp_path), "--json", str(file)]
-    assert bench.main(words) == 0
+    assert tool("bench").main(["decode", *words]) == 0
     assert not list(tmp_path.glob("kha-decode-*")), "what it made is deleted"
     results = json.loads(file.read_text())["results"]
     assert [(r["batch"], r["cache"]) for r in results] == [(batch, "dynamic") for batch in BATCHES]

@@ -1,4 +1,4 @@
-"""``tools/bench_layer.py`` and the layers it measures."""
+"""``tools/bench.py layer`` and the layers it measures."""
 
 import json
 
@@ -13,7 +13,7 @@ TINY = ["--device", "cpu", "--tokens", "24", "--sequence", "12", "--microbatches
 def test_every_variant_is_measured_in_every_turn_beside_stock(interpreting_rank, tmp_path):
     file = tmp_path / "layer.json"
     words = ["--variants", "baseline", "linear", "gate", "--repetitions", "4"]
-    code, output = interpreting_rank(run_tool, "bench_layer", [*TINY, *words, "--json", str(file)])
+    code, output = interpreting_rank(run_tool, "layer", [*TINY, *words, "--json", str(file)])
     assert code == 0
     report = json.loads(file.read_text())
     assert report["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0]
@@ -95,7 +95,7 @@ def test_precisions_are_megatrons_recipes(interpreting_rank, recipe):
 
 def test_without_transformer_engine_fp8_is_left_out_with_the_reason(interpreting_rank):
     words = [*TINY, "--variants", "mlp", "--precisions", "tensorwise"]
-    code, output = interpreting_rank(run_tool, "bench_layer", words)
+    code, output = interpreting_rank(run_tool, "layer", words)
     assert code == 0
     assert "mlp skipped: FP8 needs Transformer Engine" in output
     assert "| mlp |" not in output
@@ -108,7 +108,7 @@ def test_times_are_of_a_microbatch_and_ratios_of_a_turn(tool, monkeypatch):
         bench, "built", lambda cell, given: ({"stock": Fake(), "mlp": Fake()}, {}, {})
     )
     monkeypatch.setattr(bench, "interleaved", lambda calls, *_, **__: seconds)
-    given = bench.arguments(["--device", "cpu", "--microbatches", "2"])
+    given = tool("bench").arguments("layer", ["--device", "cpu", "--microbatches", "2"])
     result = bench.measure(Fake(), given, torch.device("cpu"))
     assert result["milliseconds"]["mlp"].median == 1500
     assert result["over_stock"]["mlp"].median == 1

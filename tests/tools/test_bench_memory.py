@@ -1,4 +1,4 @@
-"""``tools/bench_memory.py``: what it counts, and what a knocked layer keeps."""
+"""``tools/bench.py memory``: what it counts, and what a knocked layer keeps."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ VALUES = TOKENS * 2 * 64 * 2  # bytes of the values of shape tiny: two heads of 
 def test_extra_bytes_are_those_that_the_documentation_names(interpreting_rank, tmp_path):
     file = tmp_path / "memory.json"
     sizes = ["--device", "cpu", "--tokens", str(TOKENS), "--sequence", str(SEQUENCE)]
-    code, output = interpreting_rank(run_tool, "bench_memory", [*sizes, "--json", str(file)])
+    code, output = interpreting_rank(run_tool, "memory", [*sizes, "--json", str(file)])
     assert code == 0
     (result,) = json.loads(file.read_text())["results"]
     assert result["qkv_bytes"] == 4 * VALUES  # four query heads, two key and two value heads
@@ -102,8 +102,8 @@ def test_counts_what_is_alive_once_and_nothing_else(tool):
 def test_table_says_what_is_not_measured_and_what_is_missed(tool):
     row = {"kept": 640, "over_stock": 192, "outputs": 64, "beyond_outputs": 128}
     stock = {"kept": 448, "over_stock": 0, "outputs": 0, "beyond_outputs": 0}
-    result = {"shape": "moe", "tokens": 64, "bytes": {"stock": stock, "mlp": row}, "skipped": {}}
-    table = tool("bench_memory").table([result])
+    result = {"shape": "moe", "tokens": 64, "bytes": {"stock": stock, "mlp": row}}
+    table = tool("bench").table("memory", [result])
     assert "| moe | 64 | mlp | 10.0 | 3.0 | 1.0 | 2.0 | not measured | MISSED |" in table
 
 

@@ -1,4 +1,4 @@
-"""``tools/bench_step.py``: real runs at tiny sizes, and how their times become ratios."""
+"""``tools/bench.py step``: real runs at tiny sizes, and how their times become ratios."""
 
 import json
 
@@ -13,8 +13,7 @@ def test_trains_stock_and_ours_in_turns(tool, training_package, tmp_path, capsys
     file = tmp_path / "step.json"
     words = ["--device", "cpu", "--variants", "mlp", "mlp/kernels", "--steps", "2"]
     words += ["--repetitions", "1", "--layers", "1", "--json", str(file)]
-    bench = tool("bench_step")
-    assert bench.main(words) == 0, capsys.readouterr().err
+    assert tool("bench").main(["step", *words]) == 0, capsys.readouterr().err
     (result,) = json.loads(file.read_text())["results"]
     assert set(result["seconds"]) == {"stock", "mlp"}  # each checked for the class of its attention
     assert result["tokens"] == 2 * 32
@@ -32,7 +31,9 @@ def test_ratios_are_of_a_turn(tool, monkeypatch):
     bench = tool("bench_step")
     times = {name: iter(values) for name, values in SECONDS.items()}
     monkeypatch.setattr(bench, "run", lambda variant, shape, given: next(times[variant.name]))
-    given = bench.arguments(["--device", "cpu", "--variants", "mlp", "--repetitions", "2"])
+    given = tool("bench").arguments(
+        "step", ["--device", "cpu", "--variants", "mlp", "--repetitions", "2"]
+    )
     result = bench.measure("tiny", given)
     assert (result["over_stock"]["mlp"].low, result["over_stock"]["mlp"].count) == (1.0625, 2)
     assert result["tokens_per_second"]["mlp"].high == pytest.approx(64 * (1 / 3 + 0.75 / 6))
@@ -42,7 +43,7 @@ def test_a_variant_that_fails_leaves_the_others(tool, monkeypatch, capsys):
     bench = tool("bench_step")
     monkeypatch.setattr(bench, "run", fail_in("gate"))
     words = ["--device", "cpu", "--variants", "gate", "mlp", "--repetitions", "3"]
-    assert bench.main(words) == 1
+    assert tool("bench").main(["step", *words]) == 1
     out = capsys.readouterr().out
     assert "gate failed: exit code 1 after 0 steps" in out
     assert "| mlp |" in out
@@ -60,7 +61,7 @@ def fail_in(name):
 def test_the_command_is_the_recipes(tool):
     """What a GPU machine with Transformer Engine and several ranks would run."""
     bench = tool("bench_step")
-    given = bench.arguments(["--device", "cpu", "--ranks", "2", "--layers", "6"])
+    given = tool("bench").arguments("step", ["--device", "cpu", "--ranks", "2", "--layers", "6"])
     given.device, given.megatron = "cuda", ["--expert-model-parallel-size=2"]
     variants = tool("variants").VARIANTS
     stock = bench.command(variants["stock"], "moe", given)

@@ -20,14 +20,14 @@ VARIANTS = ["mlp", "mlp/kernels", "linear/folded+kernels"]
 @pytest.mark.parametrize(
     ("words", "figures"),
     [
-        (["bench_layer.py", *SIZES, "--repetitions", "2"], "milliseconds"),
-        (["bench_memory.py", *SIZES], "bytes"),
-        (["bench_step.py", "--shapes", "tiny", "--layers", "1", "--repetitions", "1"], "seconds"),
+        (["layer", *SIZES, "--repetitions", "2"], "milliseconds"),
+        (["memory", *SIZES], "bytes"),
+        (["step", "--shapes", "tiny", "--layers", "1", "--repetitions", "1"], "seconds"),
     ],
 )
 def test_every_variant_runs(tmp_path, words, figures):
     report = tmp_path / "report.json"
-    command = [sys.executable, str(TOOLS / words[0]), *words[1:], "--json", str(report)]
+    command = [sys.executable, str(TOOLS / "bench.py"), *words, "--json", str(report)]
     done = subprocess.run(
         [*command, "--variants", *VARIANTS], capture_output=True, text=True, check=False
     )
@@ -39,7 +39,7 @@ def test_every_variant_runs(tmp_path, words, figures):
 
 def test_models_decode(tmp_path):
     report = tmp_path / "report.json"
-    command = [sys.executable, str(TOOLS / "bench_decode.py"), "--shape", "small", "--new", "8"]
+    command = [sys.executable, str(TOOLS / "bench.py"), "decode", "--shape", "small", "--new", "8"]
     command += ["--batches", "2", "--repetitions", "2", "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,7 +8,7 @@ import torch
 from kha_megatron.config import KHAConfig
 from tests.tools.conftest import run_tool
 
-MODELS = ["bench_layer", "bench_memory", "bench_decode", "bench_step"]
+MODELS = ["layer", "memory", "decode", "step", "kernels"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -27,38 +27,38 @@ MODELS = ["bench_layer", "bench_memory", "bench_decode", "bench_step"]
 )
 def test_wrong_arguments_end_with_two(tool, capsys, name, words, says):
     with pytest.raises(SystemExit) as ended:
-        tool(name).main(["--device", "cpu", *words])
+        tool("bench").main([name, "--device", "cpu", *words])
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bench_layer", "bench_memory"])
+@pytest.mark.parametrize("name", ["layer", "memory"])
 def test_sequences_must_fill_a_microbatch(tool, capsys, name):
     with pytest.raises(SystemExit) as ended:
-        tool(name).main(["--device", "cpu", "--tokens", "100", "--sequence", "64"])
+        tool("bench").main([name, "--device", "cpu", "--tokens", "100", "--sequence", "64"])
     assert ended.value.code == 2
     assert "no multiple of --sequence 64" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bench_layer", "bench_step"])
+@pytest.mark.parametrize("name", ["layer", "step"])
 def test_unknown_variants_are_named(tool, capsys, name):
     with pytest.raises(SystemExit) as ended:
-        tool(name).main(["--device", "cpu", "--variants", "mpl"])
+        tool("bench").main([name, "--device", "cpu", "--variants", "mpl"])
     assert ended.value.code == 2
     assert "linear/folded+kernels" in capsys.readouterr().err
 
 
 def test_what_megatron_does_not_know_is_refused(interpreting_rank):
     words = ["--device", "cpu", "--variants", "mlp"]
-    code, _ = interpreting_rank(run_tool, "bench_layer", [*words, "--megatron=--no-such-flag"])
+    code, _ = interpreting_rank(run_tool, "layer", [*words, "--megatron=--no-such-flag"])
     assert code == 2
 
 
 def test_a_refusal_is_one_line(tool, capsys):
-    options = tool("options")
-    given = ["--device", "cpu", "--variants", "mlp", "--megatron=bare"]
+    bench = tool("bench")
+    given = ["step", "--device", "cpu", "--variants", "mlp", "--megatron=bare"]
     with pytest.raises(SystemExit) as ended:
-        options.exit_with(lambda: tool("bench_step").main(given))
+        bench.exit_with(lambda: bench.main(given))
     assert ended.value.code == 2
     err = capsys.readouterr().err
     assert err.startswith("error: unexpected argument 'bare'")
@@ -98,3 +98,14 @@ def test_a_variant_leaves_the_environment_as_it_was(tool, monkeypatch, before):
     with tool("variants").VARIANTS["mlp/kernels"].chosen():
         assert os.environ["KHA_KERNELS"] == "triton"
     assert os.environ.get("KHA_KERNELS") == before
+
+
+def test_an_unknown_benchmark_gets_the_list(tool, capsys):
+    bench = tool("bench")
+    assert bench.main(["speed"]) == 2
+    unknown = capsys.readouterr().out
+    assert bench.main(["--help"]) == 0
+    assert capsys.readouterr().out == unknown
+    for name in bench.BENCHMARKS:
+        assert f"  {name} " in unknown
+        assert callable(tool(f"bench_{name}").results)

@@ -1,17 +1,16 @@
 """Memory and speed of the converter on a synthetic checkpoint, beside copying the same bytes.
 
-    python tools/benchmark_conversion.py --folder /a/disk/with/room
+    python tools/bench.py conversion --folder /a/disk/with/room
 
 Makes a dense bfloat16 model of the sizes of Qwen3-1.7B with an output layer of its own (4.1 GB),
 then runs, in turn and `--repetitions` times: a copy with fsync of the Megatron checkpoint, `convert
 to-hf`, a copy with fsync of the Hugging Face folder, `convert to-megatron`. Both sources are in the
 page cache for the copy as for the conversion, and both find memory in the same state (`SETTLED`).
-Prints a table in Markdown. What it makes is deleted.
+What it makes is deleted.
 """
 
 import argparse
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -20,10 +19,11 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 
 from kha_megatron.checkpoint.staging import flush
@@ -191,32 +191,20 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def measure(name: str, source: Path, target: Path, repetitions: int, *options: str) -> list[str]:
-    """Rows of the table for one direction; leaves its result at ``target``."""
+def measure(name: str, source: Path, target: Path, repetitions: int) -> dict[str, Any]:
+    """All runs of one direction; leaves its result at ``target``."""
     files = next((p for p in source.glob("iter_*")), source)
     copied_to = target.with_name("copy")
-    total, rows, shares, peaks = size(files), [], [], []
     command = [sys.executable, "-m", "kha_megatron", "convert", name, *map(str, (source, target))]
+    runs = []
     for number in range(1, repetitions + 1):
         _settle(target, copied_to)
         copied = copy(files, copied_to)
         _settle(target, copied_to)
-        done = run([*command, "--no-verify", *options], target)
-        shares.append(copied / done.writing)
-        peaks.append(done.peak)
-        columns = (
-            f"{name} | {number} | {total / copied / 1e9:.2f} | {total / done.writing / 1e9:.2f}",
-            f"{shares[-1]:.0%} | {done.writing:.1f} | {done.seconds:.1f} | {done.processor:.1f}",
-            f"{done.peak / 1e9:.2f} | {done.anonymous / 1e9:.2f}",
-        )
-        rows.append(f"| {' | '.join(columns)} |")
-        print(rows[-1], file=sys.stderr)
-    met = max(peaks) < LIMIT_GB * 1e9 and statistics.median(shares) >= SHARE
-    rows.append(
-        f"| {name} | median | | | {statistics.median(shares):.0%} | | | | {max(peaks) / 1e9:.2f} "
-        f"(largest) | targets {'met' if met else 'MISSED'} |"
-    )
-    return rows
+        done = run([*command, "--no-verify"], target)
+        runs.append({"copied": copied, "share": copied / done.writing} | asdict(done))
+        print(f"{name} {number}: {runs[-1]}", file=sys.stderr)
+    return {"direction": name, "bytes": size(files), "runs": runs}
 
 
 def _settle(*outputs: Path) -> None:
@@ -226,50 +214,48 @@ def _settle(*outputs: Path) -> None:
     time.sleep(SETTLED)
 
 
-HEADING = """| direction | run | copy + fsync GB/s | conversion GB/s | share | writing s | \
-whole command s | its CPU s | peak RSS GB | peak RssAnon GB |
-|---|---|---|---|---|---|---|---|---|---|"""
+HEADER = ["direction", "run", "copy + fsync GB/s", "conversion GB/s", "share", "writing s"]
+HEADER += ["whole command s", "its CPU s", "peak RSS GB", "peak RssAnon GB"]
+DEFAULTS = {device: {"repetitions": 3} for device in ("cuda", "cpu")}
 
 
-def main() -> None:
-    """Make, measure, print, delete."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--gigabytes", type=float, default=4.06, help="at least 1.3")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument(
-        "--without-hashes",
-        action="store_true",
-        help="sources as others write them, with nothing to check: half of the hashing",
-    )
-    options = parser.parse_args()
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """Of the table."""
+    name, gigabytes, runs = result["direction"], result["bytes"] / 1e9, result["runs"]
+    found = []
+    for i, r in enumerate(runs, 1):
+        speeds = [f"{gigabytes / r[key]:.2f}" for key in ("copied", "writing")]
+        times = [f"{r[key]:.1f}" for key in ("writing", "seconds", "processor")]
+        peaks = [f"{r[key] / 1e9:.2f}" for key in ("peak", "anonymous")]
+        found.append([name, str(i), *speeds, f"{r['share']:.0%}", *times, *peaks])
+    share, peak = statistics.median(r["share"] for r in runs), max(r["peak"] for r in runs)
+    met = "met" if peak < LIMIT_GB * 1e9 and share >= SHARE else "MISSED"
+    last = [f"{share:.0%}", "", "", "", f"{peak / 1e9:.2f} (largest)", f"targets {met}"]
+    return [*found, [name, "median", "", "", *last]]
+
+
+def options(add: Callable[..., Any]) -> None:
+    """What the user may ask for."""
+    add("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    add("--gigabytes", type=float, default=4.06, help="at least 1.3")
+    words = "sources as others write them, with nothing to check: half of the hashing"
+    add("--without-hashes", action="store_true", help=words)
+
+
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each direction; what they make is deleted."""
     attention, mlp = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * GROUPS), 3 * FFN * HIDDEN
     fixed, layer = 2 * VOCAB * HIDDEN * 2, (attention + mlp) * 2
-    layers = max(1, min(WHOLE, round((options.gigabytes * 1e9 - fixed) / layer)))
+    layers = max(1, min(WHOLE, round((given.gigabytes * 1e9 - fixed) / layer)))
     needed = 4 * (fixed + layers * layer)
-    if (free := shutil.disk_usage(options.folder).free) < needed:
-        raise SystemExit(f"{options.folder} has {free:,} bytes free, {needed:,} are needed")
-    with tempfile.TemporaryDirectory(prefix="kha-benchmark-", dir=options.folder) as made:
+    if (free := shutil.disk_usage(given.folder).free) < needed:
+        raise SystemExit(f"{given.folder} has {free:,} bytes free, {needed:,} are needed")
+    with tempfile.TemporaryDirectory(prefix="kha-benchmark-", dir=given.folder) as made:
         folder = Path(made)
         make(folder / "megatron", layers)
-        if options.without_hashes:
+        if given.without_hashes:
             next(folder.glob("megatron/*/integrity.json")).unlink()
-        rows = measure("to-hf", folder / "megatron", folder / "hf", options.repetitions)
-        if options.without_hashes:
+        yield measure("to-hf", folder / "megatron", folder / "hf", given.repetitions)
+        if given.without_hashes:
             (folder / "hf" / "manifest.json").unlink()
-        rows += measure("to-megatron", folder / "hf", folder / "back", options.repetitions)
-        total = size(folder / "megatron")
-    memory = psutil.virtual_memory().total / 1e9
-    print(f"{total / 1e9:.2f} GB of bfloat16 in {layers} layers; {os.cpu_count()} cores", end=" ")
-    print(
-        f"({platform.machine()}), {memory:.0f} GB of memory; load {os.getloadavg()[0]:.1f};",
-        end=" ",
-    )
-    print(f"Python {platform.python_version()}, torch {torch.__version__}\n\n{HEADING}")
-    print("\n".join(rows))
-
-
-if __name__ == "__main__":
-    main()
+        yield measure("to-megatron", folder / "hf", folder / "back", given.repetitions)
