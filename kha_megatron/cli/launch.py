@@ -10,9 +10,9 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
+from kha_megatron.cli.destination import Destination
 from kha_megatron.cli.following import report, training_progress
 from kha_megatron.cli.options import grouped
-from kha_megatron.cli.place import Place
 from kha_megatron.cli.plan import memory_of
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import hear, say
@@ -31,7 +31,7 @@ MegatronArguments = Annotated[
 @grouped
 def launch(
     recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
-    place: Place,
+    to: Destination,
     megatron: MegatronArguments = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder made by `kha-megatron data prepare`.")
@@ -76,21 +76,19 @@ def launch(
       kha-megatron launch table2/mlp-v --data /data/mine --executor slurm --nodes 4
           --account acme --time 04:00:00 --chain 6 --dry-run
     """
-    chosen, cluster = recipes.get_recipe(recipe), place.cluster()
+    chosen, cluster = recipes.get_recipe(recipe), to.cluster()
     if output is None and cluster is not None and not cluster.shares_files:
-        raise ConfigError(
-            f"--executor {place.executor} needs --output, a folder as the ranks see it"
-        )
+        raise ConfigError(f"--executor {to.executor} needs --output, a folder as the ranks see it")
     words = megatron or []
     if (layout or ("recipe" if cluster is None else "plan")) == "plan":
-        ranks = cluster.ranks if cluster else place.gpus or chosen.ranks
+        ranks = cluster.ranks if cluster else to.gpus or chosen.ranks
         chosen = _planned(chosen, ranks, memory_of(gpu_memory), words)
     job = recipes.prepare(
         chosen,
         data=data,
         output=output or Path("runs", chosen.name),
         overrides=words,
-        ranks=place.gpus,
+        ranks=to.gpus,
         device=device,
         resume=resume,
         cluster=cluster,

@@ -122,7 +122,7 @@ def memory_of(text: str) -> float:
     return float(found[1]) * _UNITS[found[2].upper()]
 
 
-def _as_data(plan: planner.Plan, capacity: float) -> dict[str, Any]:
+def _as_data(plan: planner.PlannedLayout, capacity: float) -> dict[str, Any]:
     layout = plan.layout
     data = asdict(plan)
     data["layout"] = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
@@ -136,7 +136,7 @@ def _as_data(plan: planner.Plan, capacity: float) -> dict[str, Any]:
     return data | {"fits": planner.fits(plan, capacity), "total_memory": plan.total_memory}
 
 
-def _print(plans: list[planner.Plan], capacity: float) -> None:
+def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
     """Two tables, since one of both would not fit into a terminal."""
     spent = _table("GB on the fullest rank", "weights", "grads", "optim", "activ", "KHA", "total")
     spent.add_column("fits")

@@ -1,7 +1,8 @@
 """Where training data lies: names inside a prepared folder, and what a command line points to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kha_megatron.errors import DataError
 
@@ -13,6 +14,39 @@ TOKENIZER = "tokenizer"
 
 BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 """Megatron's arguments that take dataset prefixes."""
+
+
+def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
+    """The datasets and the tokenizer that Megatron's arguments name must be there.
+
+    Args:
+        arguments: by name.
+        look: False where the files lie on machines that this one does not see.
+
+    Raises:
+        DataError: nothing is named, or a file is missing; with the command that makes it.
+    """
+    if arguments.get("mock_data"):
+        return
+    blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
+    listed = arguments.get("data_args_path") or arguments.get("per_split_data_args_path")
+    if not any(blends.values()) and not listed:
+        raise DataError(
+            "no training data: give --data-path PREFIX, or to `kha-megatron launch` --data FOLDER "
+            "(`kha-megatron data prepare` makes both), or --mock-data"
+        )
+    for flag, words in blends.items() if look else ():
+        check_blend(flag, words)
+    kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
+    if kind == "HuggingFaceTokenizer" and not model:
+        raise DataError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FOLDER")
+    if kind is None:
+        raise DataError(
+            "no tokenizer: give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, "
+            "or to `kha-megatron launch` --data FOLDER (`kha-megatron data prepare` makes both)"
+        )
+    if look:
+        check_tokenizer(model)
 
 
 def check_blend(flag: str, words: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ _ROW = "said"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Field:
     """One field and what others call it."""
 
     field: str
@@ -125,7 +125,7 @@ def said(
 
 
 @cache
-def rows(*kinds: type) -> tuple[Row, ...]:
+def rows(*kinds: type) -> tuple[Field, ...]:
     """The rows of dataclasses, in the order of their fields; fields made otherwise have none."""
     found = []
     for owner in kinds:
@@ -137,7 +137,7 @@ def rows(*kinds: type) -> tuple[Row, ...]:
             many = any(get_origin(part) is tuple for part in parts)
             words = [part for part in parts if part in (bool, int, float)]
             found.append(
-                Row(
+                Field(
                     field=item.name,
                     default=None if item.default is MISSING else item.default,
                     kind=words[0] if words else str,

@@ -14,18 +14,18 @@ from typing import Any, Self
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model import rules
-from kha_megatron.model.fields import Row, rows
+from kha_megatron.model.fields import Field, rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.training import Files, Heads, Training
 from kha_megatron.model.words import Arguments, parse, render
 
-TABLE: tuple[Row, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
+TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
 """Every argument of Megatron's and ours that this package gives or reads."""
 
 
 @cache
-def _by(name: str) -> Mapping[str, Row]:
+def _by(name: str) -> Mapping[str, Field]:
     return {getattr(row, name): row for row in TABLE}
 
 

@@ -34,7 +34,7 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlannedLayout:
     """One legal layout and its cost. Bytes and shares are for the rank that has most of them."""
 
     layout: Layout
@@ -93,7 +93,7 @@ def setup_of(
 
 def plan_layouts(
     setup: Setup, gpus: int, gpu_memory: float, fixed: Mapping[str, int | None]
-) -> list[Plan]:
+) -> list[PlannedLayout]:
     """All legal layouts on ``gpus`` GPUs with their cost, best first.
 
     Args:
@@ -155,12 +155,12 @@ def planned(run: Run, gpus: int, gpu_memory: float, fixed: Collection[str]) -> d
     }
 
 
-def fits(plan: Plan, gpu_memory: float) -> bool:
+def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
     """Whether the layout leaves :data:`USABLE` of the memory for what is not counted."""
     return plan.total_memory <= USABLE * gpu_memory
 
 
-def _order(plan: Plan, gpu_memory: float) -> tuple:
+def _order(plan: PlannedLayout, gpu_memory: float) -> tuple:
     steps = int(plan.idle / 0.05)
     return not fits(plan, gpu_memory), steps, plan.communication.total, plan.total_memory
 
@@ -196,13 +196,13 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
                 )
 
 
-def _plan(setup: Setup, layout: Layout) -> Plan:
+def _plan(setup: Setup, layout: Layout) -> PlannedLayout:
     ranks = [Rank.of(setup, layout, stage) for stage in _different_stages(layout)]
     costs = [memory(rank) for rank in ranks]
     worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
     microbatches = ranks[0].microbatches
     bubble = (layout.pp - 1) / (layout.vpp or 1)  # Narayanan et al. 2021, section 2.2, in passes
-    return Plan(
+    return PlannedLayout(
         layout=layout,
         microbatches=microbatches,
         stage=ranks[worst].stage,

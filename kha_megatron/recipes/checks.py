@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 from kha_megatron.checkpoint.tracker import judge
-from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
-from kha_megatron.errors import CheckpointError, ConfigError, DataError, OutputError
+from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.heads import HeadFacts
 from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import Run
@@ -28,35 +27,6 @@ def check_layout(run: Run, ranks: int) -> None:
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")
     check_arguments(run.arguments, ranks)
-
-
-def check_data(run: Run, *, files: bool = True) -> None:
-    """The datasets and the tokenizer must be named, and exist on this machine.
-
-    Args:
-        run: the whole of it.
-        files: False where they lie on machines that this one does not see.
-
-    Raises:
-        DataError: naming the file that is missing and the command that makes it.
-    """
-    given = run.files
-    if given.mock_data:
-        return
-    blends = {flag: run.flags[flag] for flag in BLENDS if flag in run.flags}
-    if not blends and not (given.data_args_path or given.per_split_data_args_path):
-        raise DataError(
-            "no training data: give --data a folder made by `kha-megatron data prepare`"
-        )
-    for flag, words in blends.items() if files else ():
-        check_blend(flag, words)
-    if given.tokenizer_type is None:
-        raise DataError(
-            "no tokenizer: give --data a folder made by `kha-megatron data prepare`, "
-            "or Megatron's --tokenizer-type"
-        )
-    if files:
-        check_tokenizer(given.tokenizer_model)
 
 
 def check_folders(run: Run, output: Path | None, *, resume: bool) -> None:

@@ -13,7 +13,7 @@ import nemo_run as run
 
 from kha_megatron.errors import KHAError
 from kha_megatron.recipes import get_recipe, prepare
-from kha_megatron.recipes.run import experiment_name, task_of
+from kha_megatron.recipes.launching import experiment_name, task_of
 
 _TASK = "train"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.cluster import executor_of
-from kha_megatron.recipes.run import Job, experiment_of, nemo_run, script_of, task_of
+from kha_megatron.recipes.launching import Job, experiment_of, nemo_run, script_of, task_of
 
 _TASK = "train"
 

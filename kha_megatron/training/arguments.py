@@ -6,8 +6,8 @@ import os
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
-from kha_megatron.data.paths import BLENDS, check_blend, check_tokenizer
-from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.data.paths import check_data
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts, Knock
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES
 from kha_megatron.model.rules import check_arguments
@@ -243,10 +243,7 @@ def check_args(args: argparse.Namespace) -> None:
         )
     _check_log_interval(args)
     check_arguments(vars(args), args.world_size)
-    if args.mock_data:
-        return
-    _check_data(args)
-    _check_tokenizer(args)
+    check_data(vars(args))
 
 
 def _check_log_interval(args: argparse.Namespace) -> None:
@@ -262,25 +259,3 @@ def _check_log_interval(args: argparse.Namespace) -> None:
             f"--kha-log-interval {args.kha_log_interval} has nowhere to write: add "
             "--tensorboard-dir, or --wandb-project with --wandb-exp-name"
         )
-
-
-def _check_data(args: argparse.Namespace) -> None:
-    blends = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in BLENDS}
-    if not any(blends.values()) and not (args.data_args_path or args.per_split_data_args_path):
-        raise DataError(
-            "no training data: give --data-path PREFIX (`kha-megatron data prepare` writes one) "
-            "or --mock-data"
-        )
-    for flag, words in blends.items():
-        check_blend(flag, words or ())
-
-
-def _check_tokenizer(args: argparse.Namespace) -> None:
-    if args.tokenizer_type is None:
-        raise DataError(
-            "no tokenizer: give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER "
-            "(`kha-megatron data prepare` writes one)"
-        )
-    if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
-        raise DataError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FOLDER")
-    check_tokenizer(args.tokenizer_model)

@@ -19,10 +19,11 @@ from types import ModuleType
 from typing import Any
 
 from kha_megatron.announcements import announce
+from kha_megatron.data.paths import check_data
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.checks import check_data, check_folders, check_layout
+from kha_megatron.recipes.checks import check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, Step, find_failure, new_lines, parse_step
 from kha_megatron.recipes.recipe import Recipe
@@ -137,7 +138,7 @@ def prepare(
     ranks = recipe.ranks if ranks is None else ranks
     check_layout(run, ranks)
     here = cluster is None or cluster.shares_files
-    check_data(run, files=here)
+    check_data(run.arguments, look=here)
     if here:
         check_folders(run, output, resume=resume)
     if cluster is not None and cluster.restarts:

@@ -10,7 +10,7 @@ from kha_megatron.recipes import EXECUTORS, Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Destination:
     """The options under the names of :class:`kha_megatron.recipes.Cluster`'s fields."""
 
     executor: Annotated[str, typer.Option(help=f"Where it runs: {', '.join(EXECUTORS)}.")] = "local"

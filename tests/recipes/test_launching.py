@@ -13,7 +13,7 @@ import pytest
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.recipes import get_recipe, launch, prepare
-from kha_megatron.recipes.run import _MARK, _processes, dry_run
+from kha_megatron.recipes.launching import _MARK, _processes, dry_run
 
 ODD = ["a b", "$HOME", "it's", "~", "([0]*1+[1]*3)", "-1e-3", "", "a\nb", "*", '"', "\\"]
 
