@@ -174,10 +174,16 @@ class KHAConfig:
             values[projection] = parse_variant(values.get(projection))
         return cls.from_dict(values)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, *, start: bool = True) -> dict[str, Any]:
         """What the model is, as plain JSON values: all fields but ``fold``, and of the mechanisms
-        beside the knock those that it has."""
+        beside the knock those that it has.
+
+        Args:
+            start: also how the matrices began, which is nothing to a trained model.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        if not start:
+            del values["init"], values["init_seed"]
         for name in mechanism_types(type(self)):
             if (mechanism := values.pop(name)) is not None:
                 values[name] = mechanism.to_dict()
@@ -194,11 +200,10 @@ class KHAConfig:
             words += ["--kha-attention", self.attention]
         if self.latent_heads != defaults.latent_heads:
             words += ["--kha-latent-heads", str(self.latent_heads)]
-        for mechanism in self.mechanisms:
-            if not isinstance(mechanism, Knock):
-                settings = mechanism.to_dict().items()
-                named = [f"{mechanism.name}.{key}={json.dumps(value)}" for key, value in settings]
-                words += [word for name in named or [mechanism.name] for word in ("--heads", name)]
+        for mechanism in self.others:
+            settings = mechanism.to_dict().items()
+            named = [f"{mechanism.name}.{key}={json.dumps(value)}" for key, value in settings]
+            words += [word for name in named or [mechanism.name] for word in ("--heads", name)]
         return words
 
     @property
@@ -209,8 +214,13 @@ class KHAConfig:
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """All that a layer has, the knock first, in the order in which they act."""
-        others = (getattr(self, name) for name in mechanism_types(type(self)))
-        return tuple(m for m in (self.knock if self.variants else None, *others) if m is not None)
+        return (*([self.knock] if self.variants else []), *self.others)
+
+    @property
+    def others(self) -> tuple[Mechanism, ...]:
+        """All but the knock."""
+        found = (getattr(self, name) for name in mechanism_types(type(self)))
+        return tuple(mechanism for mechanism in found if mechanism is not None)
 
     @property
     def variants(self) -> dict[Projection, Variant]:

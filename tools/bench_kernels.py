@@ -3,7 +3,7 @@
 Each work (forward, input gradient, weight gradients, forward with all gradients) is done by
 
   kernels    kha_megatron.ops.fused
-  eager      kha_megatron.ops.knocking and autograd
+  eager      kha_megatron.ops.heads.knock and autograd
   compiled   the same under torch.compile
   gemms      only the work's matrix products by the library, on contiguous tensors
   te         Transformer Engine's Linear layers with the same products, where it is installed, and
@@ -35,7 +35,8 @@ from measuring import Spread, interleaved, ratios
 from torch import Tensor
 
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops import fused, knocking
+from kha_megatron.ops import fused
+from kha_megatron.ops.heads import knock as knocking
 
 EXAMPLE = """example:
   python tools/bench.py kernels --tokens 8192 32768 --json benchmarks/kernels.json

@@ -3,10 +3,8 @@
 import hashlib
 import json
 import math
-import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,11 @@ from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from kha_megatron.checkpoint.megatron import TensorInfo
 from kha_megatron.checkpoint.safetensors_file import NAMES, Place, read_header
 from kha_megatron.checkpoint.staging import opened
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-
-_KNOCK = re.compile(r"\.[qkv]_knock\.")
 
 
 class HFCheckpoint:
@@ -128,65 +120,9 @@ class HFCheckpoint:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
         return self._tensors[key]
 
-    @cached_property
-    def kha(self) -> KHAConfig | None:
-        """What is knocked, from ``kha_query``, ``kha_key`` and ``kha_value`` of ``config.json``.
-
-        None for a model without them.
-
-        Raises:
-            ConfigError: a variant that does not exist.
-        """
-        return KHAConfig.recorded(self.config)
-
-    def knock_weights(self) -> dict[tuple[int, Projection], Tensor]:
-        """The shared matrices by layer (from 0) and projection: ``[n, D, D]``, ``x @ W``.
-
-        Stored as ``torch.nn.Linear`` weights, they are transposed and stacked here.
-
-        Raises:
-            CheckpointError: ``config.json`` records no knocking heads, or other matrices than the
-                files hold.
-        """
-        if self.kha is None or not self.kha.variants:
-            raise CheckpointError(
-                f"{self.path / CONFIG} records no knocking heads (kha_query, kha_key, kha_value)"
-            )
-        layers = self.config.get("num_hidden_layers")
-        if type(layers) is not int:
-            raise CheckpointError(f"{self.path / CONFIG} has no num_hidden_layers")
-        names = {
-            (layer, projection): [knock_key(layer, projection, name) for name in MATRICES[variant]]
-            for projection, variant in self.kha.variants.items()
-            for layer in range(layers)
-        }
-        stored = {key for key in self._tensors if _KNOCK.search(key)}
-        if differing := stored.symmetric_difference(chain.from_iterable(names.values())):
-            raise CheckpointError(
-                f"{self.path}: {CONFIG} records {self.kha} in {layers} layers, but "
-                f"{len(differing)} matrices are missing or too many, {min(differing)} for one"
-            )
-        return {
-            place: torch.stack([self.tensor(key).T for key in keys])
-            for place, keys in names.items()
-        }
-
-
-def knock_key(layer: int, projection: Projection, matrix: str) -> str:
-    """Name of one shared matrix: ``model.layers.0.self_attn.v_knock.up_proj.weight``.
-
-    Args:
-        layer: counted from 0.
-        projection: the knocked tensor.
-        matrix: its name in :data:`kha_megatron.heads.knock.MATRICES`.
-    """
-    return f"model.layers.{layer}.self_attn.{knock_name(projection, matrix)}"
-
-
-def knock_name(projection: Projection, matrix: str) -> str:
-    """The same below ``model.layers.0.self_attn.``: ``v_knock.up_proj.weight``."""
-    linear = "proj" if matrix == "proj" else f"{matrix}_proj"
-    return f"{projection[0]}_knock.{linear}.weight"
+    def linears(self, keys: Sequence[str]) -> Tensor:
+        """Weights of square ``torch.nn.Linear`` layers as ``[n, in, out]``: ``x @ W``."""
+        return torch.stack([self.tensor(key).T for key in keys])
 
 
 def _json_object(file: Path) -> dict[str, Any]:

@@ -18,10 +18,7 @@ from torch import Tensor
 from kha_megatron.checkpoint.integrity import check_file, read_manifest
 from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 
 CONVERTED_FROM = "manifest.json"
 """Only in a folder that a conversion wrote: what it was made from, and what it holds."""
@@ -213,57 +210,6 @@ class MegatronCheckpoint:
                 "Megatron's training loop"
             )
         return args.state
-
-    @cached_property
-    def kha(self) -> KHAConfig | None:
-        """What is knocked, as the arguments record it; None for a model of plain Megatron.
-
-        Raises:
-            CheckpointError: the record and the tensors contradict each other.
-            ConfigError: the record names a variant that does not exist.
-        """
-        kha = KHAConfig.recorded(self.args)
-        recorded = kha.variants if kha else {}
-        for projection in PROJECTIONS:
-            stored = {
-                (0, 0, 0, *info.shape)[-3]
-                for key, info in self.keys().items()
-                if key.startswith(LAYERS) and key.endswith(knock_suffix(projection))
-            }
-            variant = recorded.get(projection)
-            if stored != ({len(MATRICES[variant])} if variant else set()):
-                raise CheckpointError(
-                    f"{self.path}: the training arguments record {projection}={variant or 'none'}, "
-                    f"the tensors hold {_count(stored)} of knock_{projection}: the checkpoint is "
-                    "of another version, or its arguments were changed"
-                )
-        return kha
-
-    def knock_weights(self) -> dict[tuple[int, Projection], Tensor]:
-        """The shared matrices by layer (from 0) and projection: ``[n, D, D]``, ``x @ W``.
-
-        Raises:
-            CheckpointError: the model is not knocked, or the checkpoint is damaged.
-        """
-        if self.kha is None or not self.kha.variants:
-            raise CheckpointError(
-                f"{self.path} holds no knocking-heads matrices: it was trained with "
-                + ("the baseline preset" if self.kha else "plain Megatron")
-            )
-        return {
-            (layer, projection): self.layer_tensor(layer, knock_suffix(projection))
-            for projection in self.kha.variants
-            for layer in self.layers_with(knock_suffix(projection))
-        }
-
-
-def knock_suffix(projection: Projection) -> str:
-    """Name of a layer's stacked matrices ``[n, D, D]`` below ``decoder.layers.{layer}.``."""
-    return f"self_attention.knock_{projection}.weight"
-
-
-def _count(stored: set[int]) -> str:
-    return " and ".join(map(str, sorted(stored))) + " matrices" if stored else "none"
 
 
 def _without_commit_mark(path: Path) -> str:

@@ -204,6 +204,10 @@ def upcycle(
     ] = None,
     kha_key: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
     kha_value: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME.FIELD=VALUE", help="A head mechanism's setting; repeat it."),
+    ] = None,
     dtype: Dtype = None,
     tokenizer: Tokenizer = None,
     divisible_by: DivisibleBy = 128,
@@ -231,6 +235,7 @@ def upcycle(
         raise ConfigError(f"--to {to!r}: choose megatron or hf")
     kha = KHAConfig.asked(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
+        | {"heads": heads or ()}
     )
     if kha is None:
         raise ConfigError(

@@ -17,6 +17,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.model.recorded import kha_of, knock_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,23 +58,23 @@ def inspect(
     plots.require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only="*.png")
     opened = _open(checkpoint)
-    weights = opened.knock_weights()
+    kha, weights = kha_of(opened), knock_weights(opened)
     iteration = getattr(opened, "iteration", None)
-    numbers = _diagnose(weights, opened.kha)
+    numbers = _diagnose(weights, kha)
     with staged_folder(out_dir) as folder:
-        _draw(weights, opened.kha, iteration, folder)
+        _draw(weights, kha, iteration, folder)
     files = sorted(file.name for file in out_dir.glob("*.png"))
     if as_json:
         result = {
             "checkpoint": str(opened.path),
             "iteration": iteration,
-            "kha": opened.kha.to_dict(),
+            "kha": kha.to_dict(),
             "matrices": numbers,
             "files": [str(out_dir / name) for name in files],
         }
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
         return
-    for projection, variant in opened.kha.variants.items():
+    for projection, variant in kha.variants.items():
         console.out.print(_table(projection, variant, numbers), "")
     console.out.print(
         "diag: mean of the diagonal; off: share of the energy (sum of squares) off the diagonal; "

@@ -14,6 +14,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.model.recorded import kha_of, knock_weights
 from kha_megatron.model.run import Run
 from kha_megatron.ops.diagnostics import diagnose
 from kha_megatron.plan.counts import count, counted, flops
@@ -72,10 +73,10 @@ def matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any
         One entry for each projection and matrix: ``projection``, ``variant``, ``matrix``,
         ``picture`` (file name), and ``layers`` with the diagnostics of each.
     """
-    kha = checkpoint.kha
+    kha = kha_of(checkpoint)
     if kha is None or not kha.variants:
         return []
-    weights = checkpoint.knock_weights()
+    weights = knock_weights(checkpoint)
     found = []
     for projection, variant in kha.variants.items():
         stacks = {layer: w.float() for (layer, p), w in sorted(weights.items()) if p == projection}

@@ -72,8 +72,6 @@ _OPEN = {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
 _QWEN3 = {"qk_norm": True, "qkv_bias": False}
 _LLAMA = {"qk_norm": False, "qkv_bias": False}
 _WITH_OUTPUT_BIAS = {"attention_bias": False}  # there, it is one of o_proj as well
-_STARTS = ("init", "init_seed")
-"""Fields of a :class:`KHAConfig` that say nothing of a trained model."""
 LATENT = {
     "query_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -341,8 +339,8 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     if model.latent is not None:
         fields |= {theirs: getattr(model.latent, ours) for ours, theirs in LATENT.items()}
     if model_type == "kha":
-        recorded = model.kha.to_dict().items()
-        fields |= {f"kha_{name}": value for name, value in recorded if name not in _STARTS}
+        recorded = model.kha.to_dict(start=False)
+        fields |= {f"kha_{name}": value for name, value in recorded.items()}
     if model_type == "mistral":
         fields["sliding_window"] = None
     experts = family.experts.to(expressed(model, model_type), model_type) if family.experts else {}

@@ -23,6 +23,7 @@ from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import table
 from kha_megatron.mcore.compat import check_training_package
+from kha_megatron.model.recorded import kha_of
 
 
 class Run(NamedTuple):
@@ -169,7 +170,7 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
     saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
     args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
     transformer = core_transformer_config_from_args(args)
-    kha = checkpoint.kha or KHAConfig()
+    kha = kha_of(checkpoint) or KHAConfig()
     if args.hybrid_layer_pattern:
         config = hybrid_config_from_args(args, config=transformer)
         config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)

@@ -28,6 +28,7 @@ from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.model.recorded import kha_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -119,7 +120,7 @@ class MegatronSource(Source):
         rows = held[EMBEDDING].shape[0]
         companions = Companions.of_megatron(args, tokenizer)
         self._step = 2 if hybrid_layers(args) else 1
-        model = from_arguments(args, checkpoint.kha or KHAConfig(), rows)
+        model = from_arguments(args, kha_of(checkpoint) or KHAConfig(), rows)
         if padded:
             self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
         else:

@@ -18,8 +18,7 @@ from kha_megatron.conversion.table import (
     head_row,
 )
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.heads import HeadTensor
-from kha_megatron.ops.knocking import fold
+from kha_megatron.ops import fold, initial_weight
 
 KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
 """Rows whose tensors are not cast."""
@@ -124,26 +123,11 @@ class Upcycled(_Around):
         """See :class:`Source`."""
         if place.row not in self._added:
             return self.source.read(place, meta=meta)
-        dtype = _weights_dtype(self.source, place)
-        weight = torch.empty(place.row.shape(self.model), dtype=dtype, device="meta")
+        tensor, dtype = self._added[place.row], _weights_dtype(self.source, place)
+        weight = torch.empty(tensor.shape, dtype=dtype, device="meta" if meta else "cpu")
         if not meta:
-            weight = _started(torch.empty_like(weight, device="cpu"), self._added[place.row])
+            initial_weight(weight if tensor.matrices else weight[None], tensor.starts)
         return place.row.packing.split(weight, self.model)
-
-
-_STARTS = {
-    "zeros": torch.nn.init.zeros_,
-    "ones": torch.nn.init.ones_,
-    "identity": torch.nn.init.eye_,
-}
-
-
-def _started(weight: Tensor, tensor: HeadTensor) -> Tensor:
-    """Fill a parameter of a mechanism with its start, which changes no bit."""
-    parts = weight.unbind() if tensor.matrices else [weight]
-    for part, start in zip(parts, tensor.starts, strict=True):
-        _STARTS[start](part)
-    return weight
 
 
 class Expressed(_Around):

@@ -60,7 +60,7 @@ class HeadTensor:
     """A parameter of one layer: all that any room needs to know of it."""
 
     name: str
-    """Of the module beside Megatron's attention whose ``weight`` it is."""
+    """Of the module beside Megatron's attention whose ``weight`` it is: ``{mechanism}_...``."""
     shape: tuple[int, ...]
     """Of the whole tensor, over all ranks."""
     gradient: Gradient
@@ -135,8 +135,12 @@ class Mechanism(ABC):
         return False
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """Why such a model cannot have it, with the remedy; None if it can."""
-        return None
+        """Why such a model cannot have it, with the remedy; None if it can.
+
+        Of a mechanism that says no more: the other kinds of attention do not reach its stage.
+        """
+        kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
+        return kind and f"{self} on {kind}, which gives it no place to act: use MHA, MQA or GQA"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

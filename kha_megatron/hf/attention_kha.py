@@ -7,6 +7,8 @@ Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, `
 ``G`` key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -22,8 +24,11 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     rotate_half,
 )
 
-from kha_megatron.heads.knock import MATRICES, Variant, module_name
+from kha_megatron.heads import HeadTensor
+from kha_megatron.heads.knock import PROJECTIONS, Variant
+from kha_megatron.heads.mechanism import Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
+from kha_megatron.ops.heads import FUNCTIONS
 
 CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
@@ -37,21 +42,28 @@ class HeadSharedLinear(nn.Linear):
     told here, and not by the parent, that these matrices start as a no-op.
     """
 
-    def __init__(self, head_dim: int, *, is_gate: bool) -> None:
-        self.is_gate = is_gate
+    def __init__(self, head_dim: int, start: Start) -> None:
+        self.start = start
         super().__init__(head_dim, head_dim, bias=False)
+
+
+class HeadWeight(nn.Module):
+    """A parameter of a head mechanism that is no stack of matrices."""
+
+    def __init__(self, tensor: HeadTensor) -> None:
+        super().__init__()
+        (self.start,) = tensor.starts
+        self.weight = nn.Parameter(torch.empty(tensor.shape))
 
 
 class KHAKnock(nn.Module):
     """The shared matrices of one projected tensor (equations 5-7 and 9, Table 2)."""
 
-    def __init__(self, variant: Variant, head_dim: int) -> None:
+    def __init__(self, variant: Variant, tensor: HeadTensor) -> None:
         super().__init__()
         self.variant = variant
-        for matrix in MATRICES[variant]:
-            self.add_module(
-                module_name(matrix), HeadSharedLinear(head_dim, is_gate=matrix == "gate")
-            )
+        for matrix, start in zip(tensor.matrices, tensor.starts, strict=True):
+            self.add_module(matrix, HeadSharedLinear(tensor.shape[-1], start))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``: ``ops.knock``, one module call per matrix.
@@ -68,8 +80,33 @@ class KHAKnock(nn.Module):
         return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
 
 
-def _knock(variant: Variant | None, head_dim: int) -> nn.Module:
-    return nn.Identity() if variant is None else KHAKnock(variant, head_dim)
+class KHAHeads:
+    """Beside an attention: what its heads have, as modules."""
+
+    def _add_heads(self, config: KHAModelConfig) -> None:
+        """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked."""
+        kha, sizes = config.kha, config.head_sizes
+        knocks = {
+            tensor.heads: KHAKnock(kha.variants[tensor.heads], tensor)
+            for tensor in kha.knock.tensors(sizes)
+        }
+        for projection in PROJECTIONS:
+            setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
+        self.mechanisms = [
+            (mechanism, {tensor.name: tensor.hf for tensor in mechanism.tensors(sizes)})
+            for mechanism in kha.others
+        ]
+        for mechanism, _ in self.mechanisms:
+            for tensor in mechanism.tensors(sizes):
+                setattr(self, tensor.hf, HeadWeight(tensor))
+
+    def _applied(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
+        """``[B, S, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``)."""
+        for mechanism, names in self.mechanisms:
+            if mechanism.stage == stage:
+                weights = {name: getattr(self, hf).weight for name, hf in names.items()}
+                tensors = FUNCTIONS[mechanism.name](tensors, weights, mechanism)
+        return tensors.values()
 
 
 def _attend(
@@ -95,18 +132,16 @@ def _attend(
         scaling=module.scaling,
         **kwargs,
     )
+    (output,) = module._applied("output", output=output)
     return module.o_proj(output.reshape(*shape, -1).contiguous()), weights
 
 
-class KHAAttention(Glm4MoeAttention):
+class KHAAttention(KHAHeads, Glm4MoeAttention):
     """Causal grouped-query attention: project, knock, QK-norm, RoPE, attend, project."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        kha = config.kha
-        self.q_knock = _knock(kha.query, self.head_dim)
-        self.k_knock = _knock(kha.key, self.head_dim)
-        self.v_knock = _knock(kha.value, self.head_dim)
+        self._add_heads(config)
 
     def forward(
         self,
@@ -123,9 +158,13 @@ class KHAAttention(Glm4MoeAttention):
         """
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
-        query = self.q_knock(self.q_proj(hidden_states).view(heads))
-        key = self.k_knock(self.k_proj(hidden_states).view(heads))
-        value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
+        query, key, value = self._applied(
+            "qkv",
+            query=self.q_knock(self.q_proj(hidden_states).view(heads)),
+            key=self.k_knock(self.k_proj(hidden_states).view(heads)),
+            value=self.v_knock(self.v_proj(hidden_states).view(heads)),
+        )
+        value = value.transpose(1, 2)
         if self.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query = _rotate_first(query.transpose(1, 2), *position_embeddings)
@@ -135,7 +174,7 @@ class KHAAttention(Glm4MoeAttention):
         return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
 
 
-class KHATiedAttention(nn.Module):
+class KHATiedAttention(KHAHeads, nn.Module):
     """Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487), its tied state knocked.
 
     All of a key/value head's state is its value; the first half of it is the half of the key
@@ -146,7 +185,7 @@ class KHATiedAttention(nn.Module):
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__()
-        kha, hidden, heads = config.kha, config.hidden_size, config.num_attention_heads
+        hidden, heads = config.hidden_size, config.num_attention_heads
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
         self.num_key_value_groups = heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -160,8 +199,7 @@ class KHATiedAttention(nn.Module):
         if self.use_qk_norm:
             self.q_norm = Glm4MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = Glm4MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.q_knock = _knock(kha.query, self.head_dim)
-        self.v_knock = _knock(kha.value, self.head_dim)
+        self._add_heads(config)
 
     def forward(
         self,
@@ -212,7 +250,7 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 
-class KHALatentAttention(DeepseekV3Attention):
+class KHALatentAttention(KHAHeads, DeepseekV3Attention):
     """Multi-head Latent Attention (DeepSeek-V2, arXiv 2405.04434), with ``linear`` knocks.
 
     Knocked are the parts of queries and keys without position, and the values. With several latent
@@ -226,7 +264,7 @@ class KHALatentAttention(DeepseekV3Attention):
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        kha, eps, groups = config.kha, config.rms_norm_eps, config.num_latent_heads
+        eps, groups = config.rms_norm_eps, config.num_latent_heads
         norm = Glm4MoeRMSNorm if config.use_qk_norm else _no_norm  # the stock epsilon is fixed
         if config.q_lora_rank is not None:
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
@@ -238,9 +276,7 @@ class KHALatentAttention(DeepseekV3Attention):
             )
             if config.use_qk_norm:
                 self.kv_a_layernorm = KHALatentRMSNorm(config.kv_lora_rank, eps, groups)
-        self.q_knock = _knock(kha.query, self.qk_nope_head_dim)
-        self.k_knock = _knock(kha.key, self.qk_nope_head_dim)
-        self.v_knock = _knock(kha.value, self.v_head_dim)
+        self._add_heads(config)
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from typing import ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import KHAConfig, mechanism_types
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
 from kha_megatron.hf.checks_kha import problem_of
@@ -194,6 +194,11 @@ class KHAModelConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
+        mechanisms = {f"kha_{name}" for name in mechanism_types()}
+        for name in [name for name in kwargs if name.startswith("kha_")]:
+            if name not in mechanisms:
+                raise ConfigError(f"{name}={kwargs[name]!r} is of another version of kha-megatron")
+            setattr(self, name, kwargs.pop(name))
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.mlp_layer_types is None:
@@ -250,6 +255,7 @@ class KHAModelConfig(PreTrainedConfig):
                 name.removeprefix("self_attn.").removesuffix(".weight"): _SHARED_BY_HEADS
                 for tensor in self.kha.tensors(self.head_sizes)
                 for name in tensor.hf_names
+                if tensor.matrices
             }
         return {f"layers.*.self_attn.{name}": rule for name, rule in rules.items()}
 

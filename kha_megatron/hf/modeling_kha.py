@@ -9,6 +9,8 @@ Shape legend: ``B`` batch, ``S`` tokens, ``N`` tokens of the whole batch, ``E`` 
 experts per token, ``C`` hidden size.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,6 +36,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from kha_megatron.hf.attention_kha import (
     HeadSharedLinear,
+    HeadWeight,
     KHAAttention,
     KHALatentAttention,
     KHATiedAttention,
@@ -187,13 +190,9 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, HeadSharedLinear):
-            if self.config.kha_init == "random":
-                init.normal_(module.weight, mean=0.0, std=std)
-            elif module.is_gate:
-                init.zeros_(module.weight)
-            else:
-                init.eye_(module.weight)
+        if isinstance(module, HeadSharedLinear | HeadWeight):
+            fill = {"zeros": init.zeros_, "ones": init.ones_, "identity": init.eye_}
+            fill.get(module.start, partial(init.normal_, mean=0.0, std=std))(module.weight)
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):

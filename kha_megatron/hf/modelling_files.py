@@ -11,19 +11,6 @@ from pathlib import Path
 
 from kha_megatron import __version__
 
-MODULES = {
-    "kha_megatron.errors": "errors_kha",
-    "kha_megatron.heads.mechanism": "mechanism_kha",
-    "kha_megatron.heads.knock": "knock_kha",
-    "kha_megatron.heads": "heads_kha",
-    "kha_megatron.config": "knocking_kha",
-    "kha_megatron.hf.checks_kha": "checks_kha",
-    "kha_megatron.hf.configuration_kha": "configuration_kha",
-    "kha_megatron.hf.attention_kha": "attention_kha",
-    "kha_megatron.hf.modeling_kha": "modeling_kha",
-}
-"""The modules that a model needs, and what they are called beside it."""
-
 AUTO_MAP = {
     "AutoConfig": "configuration_kha.KHAModelConfig",
     "AutoModel": "modeling_kha.KHAModel",
@@ -35,6 +22,25 @@ _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
 _PACKAGES = Path(__file__).parents[2]
 
 
+def _source(module: str) -> str:
+    path = _PACKAGES / module.replace(".", "/")
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+
+
+def _reached(module: str, found: dict[str, str]) -> dict[str, str]:
+    """``found`` and what a module imports of this package, by the names of their files."""
+    words = module.split(".")[1:]
+    found[module] = "_".join(words[words[0] == "hf" :]).removesuffix("_kha") + "_kha"
+    for name in _IMPORT.findall(_source(module)):
+        if name not in found:
+            _reached(name, found)
+    return found
+
+
+MODULES = _reached("kha_megatron.hf.modeling_kha", {})
+"""The modules that a model needs, and what they are called beside it."""
+
+
 def write_modelling_files(folder: str | Path) -> dict[str, str]:
     """Write the modules into an existing folder, over those of an earlier save.
 
@@ -44,9 +50,7 @@ def write_modelling_files(folder: str | Path) -> dict[str, str]:
         The ``auto_map`` that belongs into ``config.json``.
     """
     for module, name in MODULES.items():
-        path = _PACKAGES / module.replace(".", "/")
-        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-        relative = _IMPORT.sub(lambda found: f"from .{MODULES[found[1]]} import", source)
+        relative = _IMPORT.sub(lambda found: f"from .{MODULES[found[1]]} import", _source(module))
         header = f"# {module} of kha-megatron {__version__} (Apache-2.0)\n"
         (Path(folder) / f"{name}.py").write_text(header + relative)
     return dict(AUTO_MAP)

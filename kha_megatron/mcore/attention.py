@@ -4,24 +4,28 @@ Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core
 section 4.5.2 for the place before QK-norm, which is what lets KHA-Linear fold into the projection).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, Projection
+from kha_megatron.heads import HeadFacts, HeadSizes, Projection
 from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.heads.mechanism import Stage
 from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.fused_forward import FusedPrologue
-from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.mcore.knocking import HeadWeight, KnockingHeads
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_layout
+from kha_megatron.ops.heads import FUNCTIONS
 
 
 class KnockedAttention:
@@ -37,20 +41,43 @@ class KnockedAttention:
 
     def _add_knocking(self, kha: KHAConfig) -> None:
         self.kha = kha
-        for projection in PROJECTIONS:
-            setattr(self, f"knock_{projection}", self._knocking(projection))
-
-    def _knocking(self, projection: Projection) -> KnockingHeads | None:
-        if projection not in self.kha.variants:
-            return None
-        return KnockingHeads(
-            self.config,
-            self.kha,
-            projection,
-            layer_number=self.layer_number,
-            head_dim=self._head_dim(projection),
-            tp_group=self.tp_group,
+        config = self.config
+        sizes = HeadSizes(
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_query_groups,
+            head_dim=self._head_dim("query"),
+            value_dim=self._head_dim("value"),
         )
+        common = {
+            "layer_number": self.layer_number,
+            "init_seed": kha.init_seed,
+            "tp_group": self.tp_group,
+        }
+        matrices = {tensor.heads: tensor for tensor in kha.knock.tensors(sizes)}
+        for projection in PROJECTIONS:
+            tensor = matrices.get(projection)
+            knocking = tensor and KnockingHeads(
+                config, tensor, variant=kha.variants[projection], **common
+            )
+            setattr(self, f"knock_{projection}", knocking)
+        self.mechanisms = [(m, [tensor.name for tensor in m.tensors(sizes)]) for m in kha.others]
+        for tensor in (tensor for m in kha.others for tensor in m.tensors(sizes)):
+            setattr(self, tensor.name, HeadWeight(config, tensor, **common))
+        if any(m.stage == "output" for m in kha.others):
+            self.linear_proj.register_forward_pre_hook(self._before_projection)
+
+    def _applied(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
+        """``[s, b, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``)."""
+        for mechanism, names in self.mechanisms:
+            if mechanism.stage == stage:
+                weights = {name: getattr(self, name)() for name in names}
+                tensors = FUNCTIONS[mechanism.name](tensors, weights, mechanism)
+        return tensors.values()
+
+    def _before_projection(self, projection: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        heads = inputs[0].unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        (output,) = self._applied("output", output=heads)
+        return output.flatten(-2), *inputs[1:]
 
     @property
     def knockings(self) -> dict[Projection, KnockingHeads]:
@@ -128,9 +155,11 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             if self.is_fused:
                 return self.run_fused(groups)
             parts = self.split(groups)
-            query = self._normed(self.q_layernorm, self._knocked("query", parts["query"]))
-            key = self._normed(self.k_layernorm, self._knocked("key", parts["key"]))
-            value = self._knocked("value", parts["value"])
+            query, key, value = self._applied(
+                "qkv", **{p: self._knocked(p, parts[p]) for p in PROJECTIONS}
+            )
+            query = self._normed(self.q_layernorm, query)
+            key = self._normed(self.k_layernorm, key)
         if self.config.test_mode:
             self.run_realtime_tests()
         return (query, key, value, *([parts["gate"]] if output_gate else []))

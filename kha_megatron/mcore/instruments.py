@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES, PROJECTIONS
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.diagnostics import measure
 
@@ -247,8 +247,7 @@ def _names(kha: KHAConfig) -> list[str]:
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:
-    found = ((p, getattr(attention, f"knock_{p}", None)) for p in PROJECTIONS)
-    return [(projection, knocking) for projection, knocking in found if knocking is not None]
+    return list(getattr(attention, "knockings", {}).items())
 
 
 @torch.no_grad()

@@ -18,86 +18,106 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import LocalNonpersistentObject
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES, Variant
+from kha_megatron.heads import HeadTensor
+from kha_megatron.heads.knock import Variant
 from kha_megatron.ops import initial_weight, knock
 
 
-class KnockingHeads(MegatronModule):
-    """The shared matrices of one projected tensor of one layer (paper section 3.2).
+class HeadWeight(MegatronModule):
+    """One parameter of a head mechanism, as its :class:`~kha_megatron.heads.HeadTensor` says.
 
-    Its only parameter is ``weight`` ``[n, D, D]`` in ``config.params_dtype``: the ``n`` matrices
-    of the variant in the order of ``heads.knock.MATRICES``, stacked so that their gradient takes
-    one all-reduce. ``forward`` maps ``[s, b, heads on this rank, D]`` to the same shape.
-    While ``is_folded``, the projection has knocked already (:mod:`kha_megatron.mcore.folding`),
-    and it returns what it gets.
+    Its only parameter is ``weight`` in ``config.params_dtype``: of the tensor's shape, or this
+    rank's heads of it where every rank has heads of its own. Calling it gives what meets this
+    rank's heads, with the rule for its gradient, and lets hooks run that wait for parameters.
 
     Args:
         config: the model's configuration.
-        kha: how the matrices start (``init``, ``init_seed``).
-        projection: which tensor is knocked; with ``layer_number`` it seeds a random start.
+        tensor: what it is.
         layer_number: global, counted from 1, so that a random start does not depend on the layout.
-        head_dim: ``D``.
+        init_seed: of a random start, with the layer and the name.
         tp_group: ranks over which the heads are split.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
-        kha: KHAConfig,
-        projection: Projection,
+        tensor: HeadTensor,
         *,
         layer_number: int,
-        head_dim: int,
+        init_seed: int,
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
         super().__init__(config)
-        self.variant: Variant = kha.variants[projection]
-        self.init = kha.init
-        self.seed = zlib.crc32(f"{kha.init_seed}/{layer_number}/{projection}".encode())
-        self.tp_group = tp_group
-        self.is_folded = False
+        self.tensor, self.tp_group = tensor, tp_group
+        name = tensor.name.removeprefix("knock_")
+        self.seed = zlib.crc32(f"{init_seed}/{layer_number}/{name}".encode())
+        ranks = tensor.ranks(tp_group.size())
         # Megatron-FSDP sorts modules into sharded and replicated ones by this attribute
-        self.tensor_model_parallel = False
+        self.tensor_model_parallel = ranks > 1
+        shape = (tensor.shape[0] // ranks, *tensor.shape[1:])
         self.weight = torch.nn.Parameter(
-            torch.empty(
-                len(MATRICES[self.variant]),
-                head_dim,
-                head_dim,
-                dtype=config.params_dtype,
-                device=_device(config),
-            )
+            torch.empty(shape, dtype=config.params_dtype, device=_device(config))
         )
+        if self.tensor_model_parallel:
+            set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization:
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial value, the same on every rank (section 3.3)."""
-        initial_weight(
-            self.weight, self.variant, self.init, std=self.config.init_method_std, seed=self.seed
+        """Set the initial value, the same on every rank, or this rank's part of one."""
+        whole = self.weight
+        if self.tensor_model_parallel:
+            whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
+        parts = whole if self.tensor.matrices else whole[None]
+        initial_weight(parts, self.tensor.starts, std=self.config.init_method_std, seed=self.seed)
+        if whole is not self.weight:
+            with torch.no_grad():
+                self.weight.copy_(whole.chunk(self.tp_group.size())[get_pg_rank(self.tp_group)])
+
+    def forward(self) -> Tensor:
+        """What meets this rank's heads: ``[n, D, D]`` of shared matrices, ``[heads, ...]``."""
+        if self.tensor_model_parallel:
+            return self.weight
+        rule = self.tensor.gradient
+        weight = self.weight
+        if rule == "heads" or (rule == "tokens" and self.config.sequence_parallel):
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
+        if self.tensor.per_head:  # more ranks than heads: several share one
+            ranks, heads = self.tp_group.size(), len(weight)
+            first = get_pg_rank(self.tp_group) * heads // ranks
+            weight = weight[first : first + max(1, heads // ranks)]
+        return weight
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Megatron's, cut over tensor-parallel ranks where the parameter is."""
+        if not self.tensor_model_parallel:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        """Knock every head of ``x`` ``[..., D]``.
-
-        Without ``x``, the matrices ``[n, D, D]`` for use elsewhere: through here, so that hooks
-        that wait for parameters run, and with the rule for their gradient.
-        """
-        if x is not None and self.is_folded:
-            return x
-        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
-        if x is None:
-            return weight
-        return knock(x, weight, self.variant)
-
     def keep_at_next_load(self) -> None:
-        """Let the next load of a distributed checkpoint leave the matrices as they are.
+        """Let the next load of a distributed checkpoint leave the parameter as it is.
 
         Megatron asks each module what to read. This one answers once with its own value, so that a
         checkpoint without it can be loaded; any other tensor that it lacks is still an error.
@@ -108,6 +128,35 @@ class KnockingHeads(MegatronModule):
             return {f"{prefix}weight": LocalNonpersistentObject(self.weight.detach())}
 
         self.sharded_state_dict = own_value
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
+
+
+class KnockingHeads(HeadWeight):
+    """The shared matrices of one projected tensor of one layer (paper section 3.2).
+
+    ``weight`` is ``[n, D, D]``: the ``n`` matrices of the variant in the order of
+    ``heads.knock.MATRICES``, stacked so that their gradient takes one all-reduce. ``forward`` maps
+    ``[s, b, heads on this rank, D]`` to the same shape. While ``is_folded``, the projection has
+    knocked already (:mod:`kha_megatron.mcore.folding`), and it returns what it gets.
+
+    Args:
+        variant: which matrices they are; the others as of :class:`HeadWeight`.
+    """
+
+    def __init__(self, *args: Any, variant: Variant, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.variant: Variant = variant
+        self.is_folded = False
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Knock every head of ``x`` ``[..., D]``; without it, the matrices for use elsewhere."""
+        if x is not None and self.is_folded:
+            return x
+        weight = super().forward()
+        return weight if x is None else knock(x, weight, self.variant)
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""

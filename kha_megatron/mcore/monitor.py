@@ -1,14 +1,16 @@
 """What a built model really knocks."""
 
+from collections.abc import Iterable
+
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.attention import Attention
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import PROJECTIONS, Variant
+from kha_megatron.heads import HeadSizes, HeadTensor
 from kha_megatron.mcore.attention import KnockedAttention
+from kha_megatron.mcore.knocking import HeadWeight
 
 
 def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
@@ -29,21 +31,22 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
     attentions = [attention for attention in every if isinstance(attention, KnockedAttention)]
+    sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # which no name depends on
+    wanted = _kinds(kha.tensors(sizes))
     wrong = sum(
-        _built(attention) != kha.variants or getattr(attention, "kind", None) != kha.attention
+        _kinds(m.tensor for m in _weights(attention)) != wanted
+        or getattr(attention, "kind", None) != kha.attention
         for attention in every
     )
-    added = sum(
-        p.numel() for a in attentions for n, p in a.named_parameters() if n.startswith("knock_")
-    )
+    added = sum(weight.tensor.size for attention in attentions for weight in _weights(attention))
     totals = torch.tensor(
-        [len(attentions) if kha.variants else 0, len(every), added, wrong],
+        [len(attentions) if kha.mechanisms else 0, len(every), added, wrong],
         dtype=torch.int64,
         device=torch.cuda.current_device(),
     )
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, total, added, wrong = totals.tolist()
-    if wrong or ((kha.variants or kha.attention) and not total):
+    if wrong or ((kha.mechanisms or kha.attention) and not total):
         raise ConfigError(
             f"{wrong} of {total} layers were built without the asked-for KHA on {kha}: another "
             "layer spec was used (check --spec and pre-wrap hooks)"
@@ -51,7 +54,10 @@ def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
     return f"knocks {kha} in {knocked} of {total} layers: {added:,} parameters added"
 
 
-def _built(attention: Attention) -> dict[Projection, Variant]:
-    """The variants that an attention really has, as in ``KHAConfig.variants``."""
-    knocking = {p: getattr(attention, f"knock_{p}", None) for p in PROJECTIONS}
-    return {p: module.variant for p, module in knocking.items() if module is not None}
+def _weights(attention: Attention) -> list[HeadWeight]:
+    return [module for module in attention.children() if isinstance(module, HeadWeight)]
+
+
+def _kinds(tensors: Iterable[HeadTensor]) -> set[tuple[str, ...]]:
+    """What tells the tensors of one configuration from those of another."""
+    return {(tensor.name, *tensor.matrices) for tensor in tensors}

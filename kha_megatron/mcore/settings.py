@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import CONFIG_VARIABLE, KHAConfig
+from kha_megatron.config import CONFIG_VARIABLE, KHAConfig, mechanism_types
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
 
@@ -44,20 +44,21 @@ def named_config(name: str) -> KHAConfig:
     """
     text = os.environ.get(CONFIG_VARIABLE, "")
     given = _read(text) if text else {}
+    named = dict.fromkeys((*PROJECTIONS, *mechanism_types()))
     if name != FROM_ENVIRONMENT:
         preset = KHAConfig.from_preset(name).to_dict()
-        for projection in PROJECTIONS:
-            if given.get(projection, preset[projection]) != preset[projection]:
+        for field in named:
+            if given.get(field, preset.get(field)) != preset.get(field):
                 raise ConfigError(
-                    f"--spec {name} knocks {projection}={preset[projection] or 'none'}, and "
-                    f"{CONFIG_VARIABLE} says {given[projection] or 'none'}: use --spec "
-                    f"kha_megatron.mcore.specs {FROM_ENVIRONMENT}, or leave {projection} out"
+                    f"--spec {name} knocks {field}={preset.get(field) or 'none'}, and "
+                    f"{CONFIG_VARIABLE} says {given[field] or 'none'}: use --spec "
+                    f"kha_megatron.mcore.specs {FROM_ENVIRONMENT}, or leave {field} out"
                 )
         given = preset | given
-    elif not set(PROJECTIONS) & set(given):
+    elif not named.keys() & given.keys():
         raise ConfigError(
             f"--spec {name} takes its variants from {CONFIG_VARIABLE}, which "
-            + (f"names none of {', '.join(PROJECTIONS)}" if text else "is not set")
+            + (f"names none of {', '.join(named)}" if text else "is not set")
             + f': export {CONFIG_VARIABLE}=\'{{"value": "mlp"}}\', or use a preset\'s name'
         )
     try:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kha_megatron.heads.knock import MATRICES, Variant
-from kha_megatron.ops.knocking import initial_weight
+from kha_megatron.heads.knock import MATRICES, Variant, starts_of
+from kha_megatron.ops.heads import initial_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
         ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each matrix.
     """
     weight = weight.detach().double()
-    start = initial_weight(weight.clone(), variant)
+    start = initial_weight(weight.clone(), starts_of(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
     energy = weight.square().sum((1, 2))
     off_diagonal = (weight - diagonal.diag_embed()).square().sum((1, 2))

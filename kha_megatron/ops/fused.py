@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops import knocking
+from kha_megatron.ops.heads import knock as knocking
 from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS, SHARED_MEMORY
 
 KERNELS_VARIABLE = "KHA_KERNELS"
@@ -37,7 +37,7 @@ KERNELS_VARIABLE = "KHA_KERNELS"
 def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     """Pass every head's row through the matrices that all heads share.
 
-    Arguments, result and equations are those of ``kha_megatron.ops.knocking.knock``. Not
+    Arguments, result and equations are those of ``kha_megatron.ops.heads.knock.knock``. Not
     differentiable twice where it goes through the kernels.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops.knocking import knock
+from kha_megatron.ops.heads.knock import knock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def prologue(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value as the core attention takes them.
 
-    Per head: ``x``, knocked (:func:`~kha_megatron.ops.knocking.knock`); queries and keys then
+    Per head: ``x``, knocked (:func:`~kha_megatron.ops.heads.knock.knock`); queries and keys then
     divided by ``sqrt(mean(x^2) + eps)`` and multiplied by the norm's weight (paper section 4.5.2),
     and turned: with ``a`` and ``b`` the first and second half of the first ``R`` features,
     ``a cos - b sin`` and ``b cos + a sin``. All of it in float32 or better, rounded at the end.

@@ -204,7 +204,7 @@ def asked_kha(args: argparse.Namespace) -> KHAConfig | None:
         ConfigError: a name or a value is unknown.
     """
     given = vars(add_model_arguments(argparse.ArgumentParser()).parse_args([]))
-    return KHAConfig.asked({name.removeprefix("kha_"): getattr(args, name) for name in given})
+    return KHAConfig.asked({name.removeprefix("kha_"): getattr(args, name, None) for name in given})
 
 
 def check_attention(args: argparse.Namespace, kha: KHAConfig) -> None:

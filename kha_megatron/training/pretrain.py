@@ -42,7 +42,7 @@ from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.hybrid import check_pattern
 from kha_megatron.mcore.instruments import watch_heads
-from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.mcore.knocking import HeadWeight
 from kha_megatron.mcore.monitor import describe_model
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 from kha_megatron.training.arguments import (
@@ -173,7 +173,7 @@ def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
 
 
 def _upcycle(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    for module in (m for model in models for m in model.modules() if isinstance(m, KnockingHeads)):
+    for module in (m for model in models for m in model.modules() if isinstance(m, HeadWeight)):
         module.keep_at_next_load()
     return models
 

@@ -4,10 +4,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kha_megatron import cpu
-from kha_megatron.checkpoint.megatron import MegatronCheckpoint, knock_suffix
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
 from kha_megatron.checkpoint.tracker import (
     COMMIT_MARK,
@@ -20,8 +19,8 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore import compat
+from kha_megatron.model.recorded import kha_of, matrices_stored, stacked
 from kha_megatron.training.arguments import asked_kha
 
 _ATTENTION = "self_attention.linear_proj.weight"
@@ -113,7 +112,7 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         return
     stored, shapes = _stored(path)
     saved = stored or KHAConfig()
-    if _made(saved) != _made(kha):
+    if saved.to_dict(start=False) != kha.to_dict(start=False):
         remedy = "resume with the same --kha-* arguments, or start without --load"
         if not saved.mechanisms and saved.attention == kha.attention:
             remedy += ", or start a new run from it with --kha-upcycle"
@@ -121,11 +120,6 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
             f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
             f"{_differences(shapes, kha)}: {remedy}"
         )
-
-
-def _made(kha: KHAConfig) -> tuple[Any, ...]:
-    """What of a configuration gives the model its tensors."""
-    return kha.variants, kha.attention, kha.latent_heads
 
 
 def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]]]:
@@ -137,18 +131,18 @@ def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]]
             shapes = {key: tensor.shape for key, tensor in folder.tensors.items()}
             return KHAConfig.recorded(args), shapes
     checkpoint = MegatronCheckpoint.open(path)
-    return checkpoint.kha, {key: info.shape for key, info in checkpoint.keys().items()}
+    return kha_of(checkpoint), {key: info.shape for key, info in checkpoint.keys().items()}
 
 
 def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig) -> str:
     """The tensors by which a checkpoint differs from a model of this configuration."""
     wanted = {
-        key.removesuffix(_ATTENTION) + knock_suffix(projection): len(MATRICES[variant])
+        key.removesuffix(_ATTENTION) + name: matrices
         for key in shapes
         if key.endswith(_ATTENTION)
-        for projection, variant in kha.variants.items()
+        for name, matrices in stacked(kha).items()
     }
-    stored = {key: shape[-3] for key, shape in shapes.items() if ".knock_" in key}
+    stored = matrices_stored(shapes)
     kinds = {
         "missing": wanted.keys() - stored.keys(),
         "unexpected": stored.keys() - wanted.keys(),

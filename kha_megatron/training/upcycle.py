@@ -11,6 +11,7 @@ from pathlib import Path
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.model.recorded import kha_of
 from kha_megatron.training.resume import checkpoint_to_load, starts_from_pretrained
 
 _NOT_ON_RESTART = {
@@ -44,7 +45,7 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     if not starts_from_pretrained(args):
         return None
     path = checkpoint_to_load(args)
-    found = MegatronCheckpoint.open(path).kha
+    found = kha_of(MegatronCheckpoint.open(path))
     if found and found.mechanisms:
         raise CheckpointError(
             f"{path} was trained with KHA on {found} already: remove --kha-upcycle"

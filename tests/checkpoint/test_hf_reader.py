@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.model.recorded import kha_of, knock_weights
 
 D, LAYERS = 7, 3
 CONFIG = {"model_type": "kha", "num_hidden_layers": LAYERS, "kha_key": "linear", "kha_value": "mlp"}
@@ -61,9 +62,9 @@ def _read_map(folder):
 def test_matrices_are_transposed_and_stacked(request, tensors, kind):
     checkpoint = HFCheckpoint.open(request.getfixturevalue(kind))
     assert list(checkpoint.keys()) == sorted(tensors)
-    assert checkpoint.kha == KHAConfig(key="linear", value="mlp")
+    assert kha_of(checkpoint) == KHAConfig(key="linear", value="mlp")
     assert torch.equal(checkpoint.tensor("model.norm.weight"), tensors["model.norm.weight"])
-    weights = checkpoint.knock_weights()
+    weights = knock_weights(checkpoint)
     assert set(weights) == {(i, p) for i in range(LAYERS) for p in ("key", "value")}
     x = torch.randn(2, D)
     for layer in range(LAYERS):
@@ -98,8 +99,8 @@ def test_it_reads_what_the_model_saves(tmp_path):
             matrix.weight.copy_(torch.arange(16.0).view(4, 4))
     model.save_pretrained(tmp_path)
     checkpoint = HFCheckpoint.open(tmp_path)
-    assert checkpoint.kha == KHAConfig(query="gate", value="mlp")
-    weights = checkpoint.knock_weights()
+    assert kha_of(checkpoint) == KHAConfig(query="gate", value="mlp")
+    weights = knock_weights(checkpoint)
     assert torch.equal(weights[1, "query"], torch.arange(16.0).view(1, 4, 4).mT)
     assert torch.equal(weights[1, "value"][2], torch.arange(16.0).view(4, 4).T)
     assert torch.equal(weights[0, "value"][0], torch.eye(4))
@@ -167,15 +168,15 @@ def test_a_bad_config_is_refused(single, text, message):
 def test_a_config_that_contradicts_the_tensors_is_refused(single, change, error, message):
     (single / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(error, match=message):
-        HFCheckpoint.open(single).knock_weights()
+        knock_weights(HFCheckpoint.open(single))
 
 
 def test_a_model_without_kha_and_an_unknown_key(single):
     plain = {key: value for key, value in CONFIG.items() if not key.startswith("kha_")}
     (single / "config.json").write_text(json.dumps(plain))
     checkpoint = HFCheckpoint.open(single)
-    assert checkpoint.kha is None
+    assert kha_of(checkpoint) is None
     with pytest.raises(CheckpointError, match="records no knocking heads"):
-        checkpoint.knock_weights()
+        knock_weights(checkpoint)
     with pytest.raises(CheckpointError, match="holds no tensor nothing"):
         checkpoint.tensor("nothing")

@@ -16,6 +16,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.errors import CheckpointError
+from kha_megatron.model.recorded import kha_of
 from tests.conversion.checkpoints import ITERATION
 from tests.conversion.fixtures import KHA
 
@@ -191,7 +192,7 @@ def test_an_archive_is_torch_loads_and_its_bytes_are_aligned(tmp_path, monkeypat
 
 def test_what_it_says_of_itself(four):
     checkpoint = MegatronCheckpoint.open(four[1])
-    assert (checkpoint.iteration, checkpoint.kha) == (ITERATION, KHA)
+    assert (checkpoint.iteration, kha_of(checkpoint)) == (ITERATION, KHA)
     identity = checkpoint.identity()
     assert identity["format"] == "torch_dist"
     assert (identity["iteration"], len(identity["sha256"])) == (ITERATION, 64)

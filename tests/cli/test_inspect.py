@@ -13,6 +13,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.cli import plots
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.model.recorded import knock_weights
 from tests.conversion.checkpoints import ITERATION, save_gpt
 
 D, LAYERS = 7, 5
@@ -90,7 +91,7 @@ def test_both_sides_of_a_conversion_look_alike(run, ranks, tmp_path):
     names = {"query": ["q_knock.proj"], "value": [f"v_knock.{m}_proj" for m in MATRICES["mlp"]]}
     matrices = {
         f"model.layers.{layer}.self_attn.{name}.weight": matrix.T.contiguous()
-        for (layer, projection), weight in MegatronCheckpoint.open(save).knock_weights().items()
+        for (layer, projection), weight in knock_weights(MegatronCheckpoint.open(save)).items()
         for name, matrix in zip(names[projection], weight, strict=True)
     }
     model = _write(tmp_path / "hf", matrices)

@@ -10,6 +10,7 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.megatron_arguments import command_line
+from kha_megatron.model.recorded import knock_weights
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.versions import needs_attention_family, needs_training_package
@@ -95,8 +96,8 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
 @pytest.mark.parametrize("name", ["kha", "kha, gta", "kha, mla", "kha, gla, sparse"])
 def test_both_sides_hold_the_same_matrices(models, converted, name):
     """What ``inspect`` reads; those of MLA are not all of one size."""
-    ours = HFCheckpoint.open(models(name)[0]).knock_weights()
-    theirs = MegatronCheckpoint.open(converted(name)).knock_weights()
+    ours = knock_weights(HFCheckpoint.open(models(name)[0]))
+    theirs = knock_weights(MegatronCheckpoint.open(converted(name)))
     assert ours.keys() == theirs.keys()
     assert {p for _, p in ours} == set(CONFIGS[name].kha.variants)
     assert all(torch.equal(ours[place], theirs[place]) for place in ours)

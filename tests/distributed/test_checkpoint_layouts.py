@@ -84,11 +84,11 @@ def load_weights(source, layout, model):
 
 
 def upcycle(source, layout, model):
-    from kha_megatron.mcore.knocking import KnockingHeads
+    from kha_megatron.mcore.knocking import HeadWeight
 
     training = Training(layout, model, False, KHA, seed=99, perturbed=False)
     for module in training.model.modules():
-        if isinstance(module, KnockingHeads):
+        if isinstance(module, HeadWeight):
             module.keep_at_next_load()
     training.load(f"{source}/state", optimizer=False)
     training.save(f"{source}/upcycled")

@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention as FLEX
 from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 from transformers.integrations import flex_attention
 
+from kha_megatron.heads import HeadSizes, Knock
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
 from kha_megatron.hf.attention_kha import KHAAttention, KHAKnock
 from kha_megatron.ops import fold, knock, reference
@@ -87,7 +88,9 @@ def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
 
 @pytest.mark.parametrize("variant", MATRICES)
 def test_knock_module_computes_what_ops_computes(variant):
-    module = KHAKnock(variant, 10).double()
+    sizes = HeadSizes(query_heads=3, kv_heads=1, head_dim=10)
+    (tensor,) = Knock(query=variant).tensors(sizes)
+    module = KHAKnock(variant, tensor).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     stack = torch.stack([module.get_submodule(module_name(m)).weight.T for m in MATRICES[variant]])

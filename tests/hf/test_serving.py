@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from kha_megatron.heads import HeadSizes, Knock
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.hf.attention_kha import HeadSharedLinear, KHAKnock
 from tests.hf.conftest import MOE, TOKENS, make_model, tokens
@@ -149,7 +150,8 @@ def test_a_knock_cannot_be_taken_for_an_mlp():
     with ``act`` a module, and for projections that are statements of their own: a knock has
     neither.
     """
-    knock = KHAKnock("mlp", 10)
+    (tensor,) = Knock(value="mlp").tensors(HeadSizes(query_heads=1, kv_heads=1, head_dim=10))
+    knock = KHAKnock("mlp", tensor)
     assert all(isinstance(child, HeadSharedLinear) for child in knock.children())
     source = ast.parse(textwrap.dedent(inspect.getsource(KHAKnock.forward)))
     assert not [node for node in ast.walk(source) if isinstance(node, ast.Assign | ast.AnnAssign)]

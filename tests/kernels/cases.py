@@ -1,15 +1,16 @@
 """What is tested of the kernels, on any device: in the interpreter on the CPU, and on a GPU.
 
 Shape legend: ``R`` rows (every head of every token), ``D`` head dim. Everything is compared with
-``ops.knocking.knock`` in float64, which ``tests/ops`` holds to the oracle.
+``ops.heads.knock.knock`` in float64, which ``tests/ops`` holds to the oracle.
 """
 
 import itertools
 
 import torch
 
-from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops import initial_weight, knock, knocking
+from kha_megatron.heads.knock import MATRICES, starts_of
+from kha_megatron.ops import initial_weight, knock
+from kha_megatron.ops.heads import knock as knocking
 
 ROWS = {1: (1,), 7: (7,), 63: (21, 3), 129: (43, 3)}
 """Ugly numbers of rows, as leading dimensions: three heads where they divide."""
@@ -64,7 +65,7 @@ def is_identity_at_start(variant, head_dim, dtype, device="cpu"):
     x = 100 * torch.randn(7, 3, head_dim, device=device)
     x[0] *= 10.0 ** torch.linspace(0, -36, head_dim, device=device)
     shape = (len(MATRICES[variant]), head_dim, head_dim)
-    weight = initial_weight(torch.empty(shape, dtype=dtype, device=device), variant)
+    weight = initial_weight(torch.empty(shape, dtype=dtype, device=device), starts_of(variant))
     return torch.equal(knock(x.to(dtype), weight, variant), x.to(dtype))
 
 

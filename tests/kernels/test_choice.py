@@ -11,7 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from kha_megatron import announcements
 from kha_megatron.errors import ConfigError
-from kha_megatron.ops import fused, knock, knocking
+from kha_megatron.ops import fused, knock
+from kha_megatron.ops.heads import knock as knocking
 
 CUDA = torch.device("cuda", 0)
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.knock import MATRICES, starts_of
 from kha_megatron.ops.diagnostics import diagnose
-from kha_megatron.ops.knocking import initial_weight
+from kha_megatron.ops.heads import initial_weight
 
 D = 7
 
@@ -15,7 +15,9 @@ D = 7
 @pytest.mark.parametrize("variant", MATRICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_at_the_start_nothing_has_moved(variant, dtype):
-    weight = initial_weight(torch.empty(len(MATRICES[variant]), D, D, dtype=dtype), variant)
+    weight = initial_weight(
+        torch.empty(len(MATRICES[variant]), D, D, dtype=dtype), starts_of(variant)
+    )
     before = weight.clone()
     results = list(diagnose(weight, variant))
     assert [result.matrix for result in results] == list(MATRICES[variant])

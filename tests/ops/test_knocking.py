@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.knock import MATRICES, starts_of
 from kha_megatron.ops import fold, initial_weight, knock, reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
@@ -14,7 +14,9 @@ TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
 
 def weight_of(variant, dtype=torch.float64, scale=0.3):
     torch.manual_seed(len(variant))
-    weight = initial_weight(torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM), variant)
+    weight = initial_weight(
+        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM), starts_of(variant)
+    )
     return (weight + scale * torch.randn_like(weight)).to(dtype)
 
 
@@ -37,20 +39,19 @@ def test_equals_the_oracle_with_every_gradient(variant):
 @pytest.mark.parametrize("variant", MATRICES)
 def test_starts_as_the_identity_bit_for_bit(variant, dtype):
     weight = initial_weight(
-        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM, dtype=dtype), variant
+        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM, dtype=dtype), starts_of(variant)
     )
     x = (100 * torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM)).to(dtype)
     assert torch.equal(knock(x, weight, variant), x)
 
 
 def test_random_start_is_reproducible_and_independent_of_the_global_state():
-    first = initial_weight(torch.empty(3, 5, 5), "mlp", "random", std=0.5, seed=3)
+    starts = starts_of("mlp", "random")
+    first = initial_weight(torch.empty(3, 5, 5), starts, std=0.5, seed=3)
     torch.manual_seed(99)
-    again = initial_weight(
-        torch.empty(3, 5, 5, dtype=torch.float64), "mlp", "random", std=0.5, seed=3
-    )
+    again = initial_weight(torch.empty(3, 5, 5, dtype=torch.float64), starts, std=0.5, seed=3)
     assert torch.equal(first.double(), again)
-    assert not torch.equal(first, initial_weight(torch.empty(3, 5, 5), "mlp", "random", seed=4))
+    assert not torch.equal(first, initial_weight(torch.empty(3, 5, 5), starts, seed=4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -6,6 +6,7 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.recorded import kha_of, knock_weights
 from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 
 CPU = ["--device", "cpu"]
@@ -39,10 +40,10 @@ def test_experts_with_tensor_and_sequence_parallelism_under_torchrun(corpus, tmp
     added = 3 * HEAD_DIM**2 * LAYERS
     assert run.knocks == f"knocks value=mlp in 4 of 4 layers: {added} parameters added"
     assert run.output.count("a correctness device, not a fast one") == 1
-    assert checkpoint.kha == KHAConfig(value="mlp")
+    assert kha_of(checkpoint) == KHAConfig(value="mlp")
     assert checkpoint.args["kha_preset"] == "kha_mlp"
     assert checkpoint.args["kha_init"] == "identity"
-    weights = checkpoint.knock_weights()
+    weights = knock_weights(checkpoint)
     assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
     assert all(moved(weights))
 
@@ -56,8 +57,8 @@ def test_pipeline_stages_are_counted_together(corpus, tmp_path):
     added = 3 * HEAD_DIM**2 * LAYERS
     expected = f"query=linear key=linear value=gate in 4 of 4 layers: {added} parameters added"
     assert run.knocks == f"knocks {expected}"
-    assert checkpoint.kha == KHAConfig(query="linear", key="linear", value="gate")
-    assert all(moved(checkpoint.knock_weights()))
+    assert kha_of(checkpoint) == KHAConfig(query="linear", key="linear", value="gate")
+    assert all(moved(knock_weights(checkpoint)))
 
 
 NAN_IN_ITERATION_1 = """
@@ -159,6 +160,6 @@ def test_other_kinds_of_attention_train_and_are_recorded(corpus, tmp_path, words
     without = QUERY_GROUPS if kind == "gla" else []
     run, checkpoint = train(words, corpus, tmp_path, 2, without=without)
     assert run.knocks == f"knocks {knocks} in 4 of 4 layers: {added * LAYERS} parameters added"
-    assert str(checkpoint.kha) == knocks
-    for weight in checkpoint.knock_weights().values():
+    assert str(kha_of(checkpoint)) == knocks
+    for weight in knock_weights(checkpoint).values():
         assert not any(torch.equal(matrix, torch.eye(len(matrix))) for matrix in weight)

@@ -13,6 +13,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
+from kha_megatron.model.recorded import kha_of
 from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from tests.conversion.checkpoints import save_gpt
@@ -63,7 +64,7 @@ def test_resumed_training_is_the_same_bit_for_bit(corpus, tmp_path):
         folder = f"iter_{iteration:07d}"
         assert_same_bytes(tmp_path / "whole" / folder, tmp_path / name / folder)
         checkpoint = MegatronCheckpoint.open(tmp_path / name / folder)
-        assert checkpoint.kha == KHA
+        assert kha_of(checkpoint) == KHA
         assert checkpoint.iteration == iteration
         assert checkpoint.args["consumed_train_samples"] == 6 * iteration
 

@@ -59,7 +59,7 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """``ops.knocking.knock``: contiguous ``[..., D]``."""
+    """``ops.heads.knock.knock``: contiguous ``[..., D]``."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch("forward", variant, weight, [x], [y])
     return y
@@ -105,7 +105,7 @@ class FusedKnock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-        """See ``ops.knocking.knock``."""
+        """See ``ops.heads.knock.knock``."""
         weight = weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.variant = variant

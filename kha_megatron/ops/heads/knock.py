@@ -1,4 +1,4 @@
-"""Knocking-Heads Attention on plain tensors (arXiv 2510.23052, sections 3.2 and 3.3).
+"""Knocking-Heads Attention on plain tensors (arXiv 2510.23052, section 3.2).
 
 Shape legend: ``D`` head dim; ``n`` matrices of the variant (``heads.knock.MATRICES``); ``H``
 heads of the knocked tensor; ``K`` input features of its projection; ``...`` any leading
@@ -9,7 +9,7 @@ the right: ``x @ W``, the paper's row-vector convention (``torch.nn.Linear``'s i
 import torch
 from torch import Tensor
 
-from kha_megatron.heads.knock import MATRICES, Init, Variant
+from kha_megatron.heads.knock import Variant
 
 
 def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
@@ -36,37 +36,6 @@ def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
         return 2 * x * torch.sigmoid(x @ weight[0])
     up, gate, down = weight.unbind(0)
     return (2 * (x @ up) * torch.sigmoid(x @ gate)) @ down
-
-
-@torch.no_grad()
-def initial_weight(
-    weight: Tensor,
-    variant: Variant,
-    init: Init = "identity",
-    *,
-    std: float = 0.02,
-    seed: int | None = None,
-) -> Tensor:
-    """Fill a stacked weight in place with its initial value (section 3.3).
-
-    Args:
-        weight: ``[n, D, D]``, any device and dtype.
-        variant: which matrices the stack holds.
-        init: ``identity`` sets every matrix to ``I`` and gates to zero; ``random`` draws all of
-            them from ``N(0, std^2)``.
-        std: standard deviation of ``random``.
-        seed: seed of ``random``, drawn on the CPU in float32 from a generator of its own, so that
-            every rank and device gets the same numbers; None uses torch's current state.
-
-    Returns:
-        ``weight``.
-    """
-    if init == "random":
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return weight.copy_(torch.randn(weight.shape, device="cpu", generator=generator) * std)
-    for matrix, name in zip(weight, MATRICES[variant], strict=True):
-        matrix.zero_() if name == "gate" else torch.nn.init.eye_(matrix)
-    return weight
 
 
 def fold(

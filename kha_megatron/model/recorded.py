@@ -1,0 +1,140 @@
+"""What an opened checkpoint or Hugging Face folder says of its heads, and their learnt matrices.
+
+A checkpoint is anything with what the protocols name: reading files is ``kha_megatron.checkpoint``.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from kha_megatron.config import KHAConfig, mechanism_types
+from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import HeadSizes, Knock, Projection
+from kha_megatron.heads.knock import PROJECTIONS
+
+_LAYERS = "decoder.layers."
+_ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
+"""Neither a tensor's name nor how many matrices are stacked in it depends on the sizes."""
+
+
+class _Megatron(Protocol):
+    """``checkpoint.megatron.MegatronCheckpoint``, as far as it is asked here."""
+
+    path: Path
+    args: dict[str, Any]
+
+    def keys(self) -> Mapping[str, Any]: ...
+    def layers_with(self, suffix: str) -> list[int]: ...
+    def layer_tensor(self, layer: int, suffix: str) -> Any: ...
+
+
+@runtime_checkable
+class _HuggingFace(Protocol):
+    """``checkpoint.hf_reader.HFCheckpoint``, as far as it is asked here."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def keys(self) -> list[str]: ...
+    def linears(self, keys: list[str]) -> Any: ...
+
+
+def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
+    """What the heads have, as Megatron's arguments or ``config.json`` record it.
+
+    Returns:
+        None for a model that was not made with KHA in mind.
+
+    Raises:
+        CheckpointError: Megatron's arguments and the tensors contradict each other.
+        ConfigError: the record names a variant that does not exist.
+    """
+    if isinstance(checkpoint, _HuggingFace):
+        return KHAConfig.recorded(checkpoint.config)
+    kha = KHAConfig.recorded(checkpoint.args)
+    wanted = stacked(kha or KHAConfig())
+    stored: dict[str, set[int]] = {}
+    for key, count in matrices_stored({k: i.shape for k, i in checkpoint.keys().items()}).items():
+        stored.setdefault(key[key.index("self_attention.") :], set()).add(count)
+    for suffix in sorted(wanted.keys() | stored.keys()):
+        if stored.get(suffix) != ({wanted[suffix]} if suffix in wanted else None):
+            raise CheckpointError(
+                f"{checkpoint.path}: the training arguments record KHA on {kha or 'nothing'}, and "
+                f"the tensors hold {_count(stored.get(suffix))} of {suffix}: the checkpoint is of "
+                "another version, or its arguments were changed"
+            )
+    return kha
+
+
+def stacked(kha: KHAConfig) -> dict[str, int]:
+    """Names of a layer's tensors, below ``decoder.layers.{layer}.``, and how many matrices each
+    stacks (0 for what is no stack of matrices)."""
+    return {t.key: len(t.matrices) for t in kha.tensors(_ANY)}
+
+
+def matrices_stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Of the tensors of any mechanism in a Megatron checkpoint, how many matrices each stacks.
+
+    Args:
+        shapes: of all tensors, a layer's alone or stacked over the layers.
+    """
+    names = [f".self_attention.{name}_" for name in (Knock.name, *mechanism_types())]
+    return {
+        key: (0, 0, 0, *shape)[-3] if names[0] in key else 0
+        for key, shape in shapes.items()
+        if _LAYERS in key and any(name in key for name in names)
+    }
+
+
+def knock_weights(
+    checkpoint: _Megatron | _HuggingFace,
+) -> dict[tuple[int, Projection], Any]:
+    """The head-shared matrices by layer (from 0) and projection: tensors ``[n, D, D]``, ``x @ W``.
+
+    Raises:
+        CheckpointError: there are none, the record and the tensors contradict each other, or the
+            checkpoint is damaged.
+    """
+    kha = kha_of(checkpoint)
+    tensors = kha.knock.tensors(_ANY) if kha else ()
+    if isinstance(checkpoint, _HuggingFace):
+        return _of_hf(checkpoint, kha)
+    if kha is None or not tensors:
+        raise CheckpointError(
+            f"{checkpoint.path} holds no knocking-heads matrices: it was trained with "
+            + ("the baseline preset" if kha else "plain Megatron")
+        )
+    return {
+        (layer, tensor.heads): checkpoint.layer_tensor(layer, tensor.key)
+        for tensor in tensors
+        for layer in checkpoint.layers_with(tensor.key)
+    }
+
+
+def _of_hf(checkpoint: _HuggingFace, kha: KHAConfig | None) -> dict[tuple[int, Projection], Any]:
+    file = checkpoint.path / "config.json"
+    if kha is None or not kha.variants:
+        raise CheckpointError(
+            f"{file} records no knocking heads ({', '.join(f'kha_{p}' for p in PROJECTIONS)})"
+        )
+    layers = checkpoint.config.get("num_hidden_layers")
+    if type(layers) is not int:
+        raise CheckpointError(f"{file} has no num_hidden_layers")
+    places = {
+        (layer, tensor.heads): [f"model.layers.{layer}.{name}" for name in tensor.hf_names]
+        for tensor in kha.knock.tensors(_ANY)
+        for layer in range(layers)
+    }
+    keys = checkpoint.keys()
+    stored = {key for key in keys if "_knock." in key}
+    if differing := stored.symmetric_difference(chain.from_iterable(places.values())):
+        raise CheckpointError(
+            f"{checkpoint.path}: {file.name} records {kha} in {layers} layers, but "
+            f"{len(differing)} matrices are missing or too many, {min(differing)} for one"
+        )
+    return {place: checkpoint.linears(keys) for place, keys in places.items()}
+
+
+def _count(stored: set[int] | None) -> str:
+    return " and ".join(map(str, sorted(stored))) + " matrices" if stored else "none"
