@@ -65,9 +65,9 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     """
     model = from_hf_config(config.to_dict())
     for name, value in (
-        ("rope_parameters", model.rope.scaling),
+        ("rope_parameters", model.scaling),
         ("kha_attention", model.kha.attention),
-        ("kv_lora_rank", model.latent),
+        ("kv_lora_rank", model.multi_latent_attention or None),
     ):
         if value is not None:
             raise CheckpointError(
@@ -79,7 +79,7 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     return {
         **{name: arguments[name] for name in _SAME if name in arguments},
         "num_moe_experts": arguments["num_experts"],
-        "share_embeddings_and_output_weights": model.tied,
+        "share_embeddings_and_output_weights": model.tied_embeddings,
         **{f"kha_{name}": value for name, value in heads if name not in _OF_NO_PROVIDER},
     }
 

@@ -1,18 +1,18 @@
-"""What a decoder computes, in terms that belong to neither Megatron nor transformers.
+"""What a decoder computes, for checkpoints of either side.
 
-Both sides are translated to and from this description (``megatron_arguments``, ``hf_configs``), and
-the table of tensors is written against it. What it cannot say cannot be converted.
+Both are translated to and from this description (``megatron_arguments``, ``hf_configs``), and the
+table of tensors is written against it. What it cannot say cannot be converted. Its fields are those
+of :class:`~kha_megatron.model.model.Model`, whose table has Megatron's and Hugging Face's names;
+None and False stand for what a model has not.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
-from kha_megatron.model.qkv import QKVLayout
-
-ScoreFunction = Literal["softmax", "sigmoid"]
+from kha_megatron.heads import HeadFacts, HeadTensor
+from kha_megatron.model.fields import Row, rows, said
+from kha_megatron.model.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,121 +38,59 @@ class Yarn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding."""
-
-    base: float
-    fraction: float = 1.0
-    """Share of a head's features that is rotated."""
-    scaling: Llama3Scaling | Yarn | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The mixture-of-experts layers."""
-
-    count: int
-    per_token: int
-    size: int
-    """Features inside one expert."""
-    sparse: tuple[bool, ...]
-    """For each decoder layer, whether it has experts."""
-    score: ScoreFunction = "softmax"
-    normalised: bool = True
-    """Whether a token's weights sum to one before they are scaled."""
-    scaling: float = 1.0
-    bias: bool = False
-    """Whether the router has a correction bias, which moves the choice of experts only."""
-    shared_size: int = 0
-    """Features inside the shared expert; 0 for none."""
-    shared_gate: bool = False
-    groups: int = 1
-    """Groups of experts that a token's experts are chosen from (DeepSeek-V3); 1 for no grouping."""
-    groups_per_token: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Latent:
-    """MLA and GLA: sizes of the compressed states and of the parts of a head."""
-
-    query_rank: int | None
-    """None for queries without a compressed state."""
-    kv_rank: int
-    """Of all latent heads together."""
-    plain_dim: int
-    """Features of a query or key head without position."""
-    rotary_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(Model):
     """A decoder-only transformer with RMSNorm, SwiGLU and RoPE.
+
+    ``kv_channels`` is a value's width in MLA and GLA, ``moe_layer_freq`` a 0 or 1 for each layer
+    where there are experts.
 
     Raises:
         ConfigError: mechanisms of the heads that the attention cannot carry.
     """
 
-    vocab_size: int
-    """Entries, without padding."""
-    padded_vocab_size: int
-    """Rows of the embedding in a Megatron checkpoint."""
-    hidden_size: int
-    ffn_size: int
-    """Features inside a dense MLP."""
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_positions: int
-    norm_eps: float
-    rope: Rope
-    tied: bool
-    """Whether the output layer is the embedding."""
-    qk_norm: bool = False
-    """RMSNorm of every query and key head; with ``latent``, of the compressed states instead."""
-    qkv_bias: bool = False
-    init_std: float = 0.02
-    attention_dropout: float = 0.0
-    experts: Experts | None = None
-    latent: Latent | None = None
+    scaling: Llama3Scaling | Yarn | None = None
+    """Of RoPE."""
+    normalised: bool = True
+    """Whether the weights of a token's experts sum to one before they are scaled."""
+    moe_router_topk_scaling_factor: float | None = said(
+        "--moe-router-topk-scaling-factor", None, hf="routed_scaling_factor"
+    )
+    moe_router_num_groups: int | None = said("--moe-router-num-groups", None, hf="n_group")
+    """Groups of experts that a token's experts are chosen from (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = said("--moe-router-group-topk", None, hf="topk_group")
+    moe_shared_expert_gate: bool = said(
+        "--moe-shared-expert-gate", False, attribute=None, hf="shared_expert_gate"
+    )
     kha: KHAConfig = field(default_factory=KHAConfig)
 
     def __post_init__(self) -> None:
-        self.kha.check(HeadFacts(multi_latent=self.latent is not None, qk_norm=self.qk_norm))
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
-        return self.experts is not None and self.experts.sparse[layer]
-
-    @cached_property
-    def qkv(self) -> QKVLayout:
-        """The rows of ``linear_qkv``, which MLA and GLA have none of."""
-        return QKVLayout(
-            groups=self.kv_heads,
-            queries=self.heads // self.kv_heads,
-            head_dim=self.head_dim,
-            tied=self.kha.attention == "gta",
-        )
-
-    @property
-    def latent_heads(self) -> int:
-        """Heads of the latent: more than one in GLA only."""
-        return self.kha.latent_heads if self.kha.attention == "gla" else 1
+        latent = self.multi_latent_attention
+        self.kha.check(HeadFacts(multi_latent=latent, qk_norm=self.qk_layernorm))
+        object.__setattr__(self, "kha_attention", self.kha.attention)
+        object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:
         """The parameters of one layer that its heads' mechanisms have."""
-        latent = self.latent
-        sizes = HeadSizes(
-            query_heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=latent.plain_dim if latent else self.head_dim,
-            value_dim=latent.value_dim if latent else None,
-        )
-        return self.kha.tensors(sizes)
+        return self.kha.tensors(self.head_sizes)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are alike, so that Megatron stacks them in its checkpoints."""
-        return self.experts is None or all(self.experts.sparse)
+        return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
+
+
+ROWS: dict[str, Row] = {row.field: row for row in rows(Architecture)}
+"""What Megatron and Hugging Face call each field."""
+
+STYLE = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+}
+"""What all of them have in common."""
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Fields of MLA and GLA."""

@@ -24,10 +24,11 @@ from transformers import (
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import hf_experts
 from kha_megatron.conversion.architecture import (
+    LATENT,
+    ROWS,
+    STYLE,
     Architecture,
-    Latent,
     Llama3Scaling,
-    Rope,
     Yarn,
 )
 from kha_megatron.conversion.hf_experts import ExpertFields, refused
@@ -41,8 +42,8 @@ class Family(NamedTuple):
     config: type[PreTrainedConfig]
     causal_lm: str
     """Name of its class with an output layer."""
-    fields: Mapping[str, str]
-    """Configuration field of each field of the architecture that it leaves open."""
+    fields: tuple[str, ...]
+    """Fields of the architecture that it leaves open."""
     always: Mapping[str, Any] = {}
     """Fields of the architecture that it settles."""
     only: Mapping[str, Any] = {}
@@ -54,38 +55,31 @@ class Family(NamedTuple):
     """Whether it can rotate a part of a head only."""
 
 
-_COMMON = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "ffn_size": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "init_std": "initializer_range",
-    "attention_dropout": "attention_dropout",
-}
-_OPEN = {"qk_norm": "use_qk_norm", "qkv_bias": "attention_bias"}
-_QWEN3 = {"qk_norm": True, "qkv_bias": False}
-_LLAMA = {"qk_norm": False, "qkv_bias": False}
+_COMMON = (
+    "vocab_size",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "init_method_std",
+    "attention_dropout",
+)
+_OPEN = ("qk_layernorm", "add_qkv_bias")
+_QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
+_LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
+_TIED = "tie_word_embeddings"
 _WITH_OUTPUT_BIAS = {"attention_bias": False}  # there, it is one of o_proj as well
-LATENT = {
-    "query_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "plain_dim": "qk_nope_head_dim",
-    "rotary_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-}
 _NO_MTP = {"num_nextn_predict_layers": 0}
 
 FAMILIES: dict[str, Family] = {
     "kha": Family(
         KHAModelConfig,
         "KHAForCausalLM",
-        _COMMON | _OPEN,
+        _COMMON + _OPEN,
         experts=hf_experts.KHA,
         latent=(False, True),
         partial_rope=True,
@@ -102,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         Glm4MoeConfig,
         "Glm4MoeForCausalLM",
-        _COMMON | _OPEN,
+        _COMMON + _OPEN,
         only=_NO_MTP,
         experts=hf_experts.DEEPSEEK,
         partial_rope=True,
@@ -168,25 +162,24 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
     values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
     config = _filled_in(family, values)
     _check_fields(family, values, config)
-    fields = {
-        ours: getattr(config, theirs)
-        for ours, theirs in family.fields.items()
-        if hasattr(config, theirs)
-    }
-    fields.setdefault("head_dim", config.hidden_size // config.num_attention_heads)
-    latent = _read_latent(family, config)
-    model = Architecture(
+    fields = {n: getattr(config, ROWS[n].hf) for n in family.fields if hasattr(config, ROWS[n].hf)}
+    fields |= _read_latent(family, config)
+    fields.setdefault("kv_channels", config.hidden_size // config.num_attention_heads)
+    fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
+    heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+    if heads % groups:
+        raise _refused("num_key_value_heads", groups, f"no divisor of {heads} heads")
+    return Architecture(
+        **STYLE,
         **fields,
         **family.always,
+        **_read_rope(family, config),
+        **(family.experts.of(config) if family.experts else {}),
+        group_query_attention=heads != groups,
         padded_vocab_size=config.vocab_size,
-        rope=_read_rope(family, config, latent),
-        experts=family.experts.of(config) if family.experts else None,
-        latent=latent,
+        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
         kha=KHAConfig.recorded(raw) or KHAConfig(),
     )
-    if model.heads % model.kv_heads:
-        raise _refused("num_key_value_heads", model.kv_heads, f"no divisor of {model.heads} heads")
-    return replace(model, attention_dropout=float(model.attention_dropout or 0.0))
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -213,10 +206,10 @@ def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    known = {*family.fields.values(), *family.only, *_ROPE, *_HARMLESS}
+    names = (*family.fields, *(LATENT if True in family.latent else ()))
+    known = {*(ROWS[name].hf for name in names), _TIED, *family.only, *_ROPE, *_HARMLESS}
     if family.experts is not None:
-        known |= {*family.experts.fields.values(), *family.experts.known}
-    known |= {*LATENT.values()} if True in family.latent else set()
+        known |= {*family.experts.keys.values(), *family.experts.known}
     if family.config is KHAModelConfig:
         known |= {f"kha_{field.name}" for field in dataclasses.fields(KHAConfig)}
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
@@ -243,27 +236,29 @@ def _refused(name: str, value: Any, why: str) -> CheckpointError:
     return CheckpointError(f"config.json has {name}={value!r}, which cannot be expressed ({why})")
 
 
-def _read_rope(family: Family, config: PreTrainedConfig, latent: Latent | None) -> Rope:
+def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     given = dict(config.rope_parameters)
     kind = given.get("rope_type", "default")
     fraction = float(given.get("partial_rotary_factor") or 1.0)
     if fraction != 1.0 and not family.partial_rope:
         raise _refused("partial_rotary_factor", fraction, "only 1.0 in this architecture")
-    base = float(given["rope_theta"])
+    rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
     if kind == "default":
-        return Rope(base=base, fraction=fraction)
-    if kind == "llama3" and latent is None:
+        return rope
+    latent = _has_latent(family, config)
+    scaling: Llama3Scaling | Yarn
+    if kind == "llama3" and not latent:
         scaling = Llama3Scaling(
             factor=float(given["factor"]),
             low_freq_factor=float(given["low_freq_factor"]),
             high_freq_factor=float(given["high_freq_factor"]),
             original_max_positions=given["original_max_position_embeddings"],
         )
-    elif kind == "yarn" and latent is not None:
+    elif kind == "yarn" and latent:
         scaling = _read_yarn(given)
     else:
         raise _refused("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
-    return Rope(base=base, fraction=fraction, scaling=scaling)
+    return rope | {"scaling": scaling}
 
 
 def _read_yarn(given: Mapping[str, Any]) -> Yarn:
@@ -282,12 +277,17 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
     )
 
 
-def _read_latent(family: Family, config: PreTrainedConfig) -> Latent | None:
-    if True not in family.latent or config.kv_lora_rank is None:
-        return None
+def _has_latent(family: Family, config: PreTrainedConfig) -> bool:
+    return True in family.latent and config.kv_lora_rank is not None
+
+
+def _read_latent(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
+    if not _has_latent(family, config):
+        return {}
     if config.num_key_value_heads != config.num_attention_heads:
         raise _refused("num_key_value_heads", config.num_key_value_heads, "one a query head")
-    return Latent(**{ours: getattr(config, theirs) for ours, theirs in LATENT.items()})
+    sizes = {name: getattr(config, ROWS[name].hf) for name in LATENT}
+    return sizes | {"multi_latent_attention": True, "kv_channels": sizes["v_head_dim"]}
 
 
 def stock_type(model: Architecture) -> str:
@@ -300,11 +300,11 @@ def stock_type(model: Architecture) -> str:
         raise CheckpointError(
             f"kha_attention={model.kha.attention!r} has no stock architecture: export it as kha"
         )
-    if model.latent is not None:
+    if model.multi_latent_attention:
         return "deepseek_v3"
-    if model.experts is not None:
-        return "glm4_moe" if model.experts.score == "sigmoid" else "qwen3_moe"
-    return "qwen3" if model.qk_norm else "llama"
+    if model.num_experts:
+        return "glm4_moe" if model.moe_router_score_function == "sigmoid" else "qwen3_moe"
+    return "qwen3" if model.qk_layernorm else "llama"
 
 
 def expressed(model: Architecture, model_type: str) -> Architecture:
@@ -313,13 +313,14 @@ def expressed(model: Architecture, model_type: str) -> Architecture:
     A router with sigmoid scores has a correction bias there, and ``glm4_moe`` and ``deepseek_v3``
     have a shared expert: both are zeros for a model without, which change no bit of its output.
     """
-    experts = model.experts
-    if experts is None or experts.score != "sigmoid":
+    if not model.num_experts or model.moe_router_score_function != "sigmoid":
         return model
-    experts = replace(experts, bias=True)
-    if model_type != "kha" and not experts.shared_size:
-        experts = replace(experts, shared_size=experts.size)
-    return replace(model, experts=experts)
+    shared = model.moe_shared_expert_intermediate_size
+    if model_type != "kha" and not shared:
+        shared = model.moe_ffn_hidden_size
+    return replace(
+        model, moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=shared
+    )
 
 
 def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
@@ -334,10 +335,11 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         )
     family = FAMILIES[model_type]
     _check_expressible(model, model_type, family)
-    fields = {theirs: getattr(model, ours) for ours, theirs in family.fields.items()}
-    fields |= family.only
-    if model.latent is not None:
-        fields |= {theirs: getattr(model.latent, ours) for ours, theirs in LATENT.items()}
+    names = [*family.fields, *(LATENT if model.multi_latent_attention else ())]
+    if model.multi_latent_attention:
+        names.remove("kv_channels")  # there it is of the rotary part, and follows
+    fields = {ROWS[name].hf: getattr(model, name) for name in names} | family.only
+    fields[_TIED] = model.tied_embeddings
     if model_type == "kha":
         recorded = model.kha.to_dict(start=False)
         fields |= {f"kha_{name}": value for name, value in recorded.items()}
@@ -347,7 +349,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     config = family.config(
         **fields,
         **experts,
-        rope_parameters=_write_rope(model.rope, family),
+        rope_parameters=_write_rope(model, family),
     )
     config.architectures = [family.causal_lm]
     return config
@@ -361,26 +363,28 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
         refuse(f"knocking heads ({model.kha})", "fold linear ones away, or choose kha")
     if model_type != "kha" and model.kha.attention is not None:
         refuse(f"kha_attention={model.kha.attention!r}", "no stock architecture can: choose kha")
-    if model.experts is not None and family.experts is None:
+    if model.num_experts and family.experts is None:
         refuse("mixture-of-experts layers")
-    if (model.latent is not None) not in family.latent:
-        refuse("multi-latent attention" if model.latent else "grouped-query attention")
+    if model.multi_latent_attention not in family.latent:
+        refuse(
+            "multi-latent attention" if model.multi_latent_attention else "grouped-query attention"
+        )
     for name, value in family.always.items():
         if getattr(model, name) != value:
             refuse(f"{name}={getattr(model, name)}")
     for name, value in family.only.items():
-        ours = next((o for o, theirs in family.fields.items() if theirs == name), None)
+        ours = next((field for field in family.fields if ROWS[field].hf == name), None)
         if ours and getattr(model, ours) != value:
             refuse(f"{name}={getattr(model, ours)}", f"it has only {value}; choose another")
-    if model.rope.fraction != 1.0 and not family.partial_rope:
-        refuse(f"partial RoPE ({model.rope.fraction})")
+    if model.rotary_percent != 1.0 and not family.partial_rope:
+        refuse(f"partial RoPE ({model.rotary_percent})")
 
 
-def _write_rope(rope: Rope, family: Family) -> dict[str, Any]:
-    values: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.base}
+def _write_rope(model: Architecture, family: Family) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
     if family.partial_rope:
-        values["partial_rotary_factor"] = rope.fraction
-    scaling = rope.scaling
+        values["partial_rotary_factor"] = model.rotary_percent
+    scaling = model.scaling
     if isinstance(scaling, Llama3Scaling):
         values |= {
             "rope_type": "llama3",

@@ -5,37 +5,58 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import Architecture, Experts
+from kha_megatron.conversion.architecture import ROWS, Architecture
 from kha_megatron.errors import CheckpointError
+
+_OFF = {
+    "moe_router_topk_scaling_factor": 1.0,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_shared_expert_intermediate_size": 0,
+}
+"""What configurations say where a field is None."""
 
 
 class ExpertFields(NamedTuple):
-    """How one architecture of transformers says what an :class:`Experts` says."""
+    """How one architecture of transformers says what an :class:`Architecture` says of experts."""
 
-    fields: Mapping[str, str]
-    """Configuration field of each field of :class:`Experts` that has one of its own."""
+    fields: tuple[str, ...]
+    """Those of :class:`Architecture` that have a configuration field of their own."""
     read: Callable[[PreTrainedConfig], dict[str, Any]]
-    """The other fields; ``sparse`` is among them."""
-    write: Callable[[Experts], dict[str, Any]]
+    """The other fields; ``moe_layer_freq`` is among them."""
+    write: Callable[[Architecture], dict[str, Any]]
     """The other configuration fields."""
     known: tuple[str, ...]
     """The other configuration fields that ``config.json`` may have."""
+    count: str = "num_experts"
+    """Configuration field of the number of experts."""
     only: Mapping[str, Any] = {}
-    """Fields of :class:`Experts` of which the architecture has one value."""
+    """Fields of :class:`Architecture` of which there is one value."""
     dense: Mapping[str, str] | None = None
     """Configuration fields of a model without experts, each a field of :class:`Architecture`."""
 
-    def of(self, config: PreTrainedConfig) -> Experts | None:
-        """The experts of a configuration; None if no layer has any.
+    @property
+    def keys(self) -> dict[str, str]:
+        """Configuration field of each of ``fields``."""
+        own = {"num_experts": self.count, "normalised": "norm_topk_prob"}
+        return own | {name: ROWS[name].hf for name in self.fields}
+
+    def of(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Fields of :class:`Architecture` from a configuration; none if no layer has experts.
 
         Raises:
             CheckpointError: Megatron cannot express them; the message names the field.
         """
         rest = self.read(config)
-        if not any(rest["sparse"]):
-            return None
-        given = {ours: getattr(config, theirs) for ours, theirs in self.fields.items()}
-        return Experts(**given | self.only | rest)
+        if not any(rest["moe_layer_freq"]):
+            return {}
+        given = {ours: getattr(config, theirs) for ours, theirs in self.keys.items()} | self.only
+        given = {k: None if k in _OFF and v == _OFF[k] else v for k, v in given.items()} | rest
+        if factor := given["moe_router_topk_scaling_factor"]:
+            given["moe_router_topk_scaling_factor"] = float(factor)
+        if not given["moe_router_num_groups"]:
+            given["moe_router_group_topk"] = None
+        return given
 
     def to(self, model: Architecture, model_type: str) -> dict[str, Any]:
         """The configuration fields of a model.
@@ -43,16 +64,16 @@ class ExpertFields(NamedTuple):
         Raises:
             CheckpointError: the architecture cannot compute what the model does.
         """
-        experts = model.experts
-        if experts is None:
+        if not model.num_experts:
             if self.dense is None:
                 raise refused(model_type, "a dense model")
             return {theirs: getattr(model, ours) for theirs, ours in self.dense.items()}
         for name, value in self.only.items():
-            if (found := getattr(experts, name)) != value:
-                raise refused(model_type, f"experts with {name}={found!r}, only {value!r}")
-        given = {theirs: getattr(experts, ours) for ours, theirs in self.fields.items()}
-        return given | self.write(experts)
+            if (found := getattr(model, name)) != value:
+                raise refused(model_type, f"{name}={found!r}, only {value!r}")
+        values = {ours: getattr(model, ours) for ours in self.keys}
+        given = {self.keys[k]: _OFF.get(k) if v is None else v for k, v in values.items()}
+        return given | self.write(model)
 
 
 def refused(model_type: str, what: str, remedy: str = "choose another --architecture") -> Exception:
@@ -60,36 +81,30 @@ def refused(model_type: str, what: str, remedy: str = "choose another --architec
     return CheckpointError(f"{model_type} cannot express {what}: {remedy}")
 
 
-_COMMON = {
-    "per_token": "num_experts_per_tok",
-    "size": "moe_intermediate_size",
-    "normalised": "norm_topk_prob",
-}
-_GROUPS = {"groups": "n_group", "groups_per_token": "topk_group"}
+_COMMON = ("moe_router_topk", "moe_ffn_hidden_size")
+_SCALED = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk")
 
 
 def _read_kha(config: PreTrainedConfig) -> dict[str, Any]:
     return {
-        "sparse": tuple(kind == "sparse" for kind in config.mlp_layer_types),
-        "scaling": float(config.routed_scaling_factor),
-        "bias": config.scoring_func == "sigmoid",
-        "groups_per_token": config.topk_group if config.n_group > 1 else 1,
+        "moe_layer_freq": tuple(int(kind == "sparse") for kind in config.mlp_layer_types),
+        "moe_router_enable_expert_bias": config.scoring_func == "sigmoid",
     }
 
 
-def _write_kha(experts: Experts) -> dict[str, Any]:
-    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in experts.sparse]}
+def _write_kha(model: Architecture) -> dict[str, Any]:
+    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in model.moe_layer_freq]}
 
 
 def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
     step, dense = config.decoder_sparse_step, config.mlp_only_layers
     layers = range(config.num_hidden_layers)
-    has = config.num_experts > 0
-    return {"sparse": tuple(has and i not in dense and (i + 1) % step == 0 for i in layers)}
+    sparse = (config.num_experts > 0 and i not in dense and (i + 1) % step == 0 for i in layers)
+    return {"moe_layer_freq": tuple(map(int, sparse))}
 
 
-def _write_qwen3(experts: Experts) -> dict[str, Any]:
-    dense = [i for i, sparse in enumerate(experts.sparse) if not sparse]
+def _write_qwen3(model: Architecture) -> dict[str, Any]:
+    dense = [i for i, sparse in enumerate(model.moe_layer_freq) if not sparse]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -105,9 +120,9 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
                 f"config.json has {name}={found!r}, which cannot be expressed (only {only!r})"
             )
     dense = config.first_k_dense_replace
-    sparse = tuple(layer >= dense for layer in range(config.num_hidden_layers))
-    if not any(sparse):
-        return {"sparse": sparse}
+    freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
+    if not any(freq):
+        return {"moe_layer_freq": freq}
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
     size, rest = divmod(config.n_routed_experts, groups)
     if size < 2 or rest:
@@ -121,47 +136,35 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
             f"num_experts_per_tok={per_token}, which cannot be expressed (Megatron ranks a group "
             "by its best num_experts_per_tok / topk_group experts, transformers by two)"
         )
-    return {
-        "sparse": sparse,
-        "scaling": float(config.routed_scaling_factor),
-        "shared_size": config.moe_intermediate_size * (config.n_shared_experts or 0),
-        "groups": groups,
-        "groups_per_token": config.topk_group if groups > 1 else 1,
-    }
+    shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
+    return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
 
 
-def _write_deepseek(experts: Experts) -> dict[str, Any]:
-    dense = experts.sparse.index(True)
+def _write_deepseek(model: Architecture) -> dict[str, Any]:
+    dense, size = model.moe_layer_freq.index(1), model.moe_ffn_hidden_size
+    shared, groups = model.moe_shared_expert_intermediate_size or 0, model.moe_router_group_topk
     for wrong, what in (
-        (not all(experts.sparse[dense:]), "a dense layer behind one with experts"),
+        (not all(model.moe_layer_freq[dense:]), "a dense layer behind one with experts"),
+        (shared % size != 0, f"a shared expert of {shared} features, no multiple of {size}"),
+        (model.num_experts < 2, "a single expert"),
         (
-            experts.shared_size % experts.size != 0,
-            f"a shared expert of {experts.shared_size} features, no multiple of {experts.size}",
-        ),
-        (experts.count < 2, "a single expert"),
-        (
-            experts.groups > 1 and experts.per_token != 2 * experts.groups_per_token,
-            f"moe_router_group_topk={experts.groups_per_token} of {experts.per_token} experts",
+            groups is not None and model.moe_router_topk != 2 * groups,
+            f"moe_router_group_topk={groups} of {model.moe_router_topk} experts",
         ),
     ):
         if wrong:
             raise refused("sigmoid routing of transformers (glm4_moe, deepseek_v3)", what)
-    return {
-        "n_shared_experts": experts.shared_size // experts.size,
-        "first_k_dense_replace": dense,
-    }
+    return {"n_shared_experts": shared // size, "first_k_dense_replace": dense}
 
 
 KHA = ExpertFields(
-    _COMMON
-    | _GROUPS
-    | {
-        "count": "num_experts",
-        "shared_size": "shared_expert_intermediate_size",
-        "shared_gate": "shared_expert_gate",
-        "score": "scoring_func",
-        "scaling": "routed_scaling_factor",
-    },
+    (
+        *_COMMON,
+        *_SCALED,
+        "moe_router_score_function",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+    ),
     _read_kha,
     _write_kha,
     ("num_local_experts", "mlp_layer_types"),
@@ -170,16 +173,21 @@ KHA = ExpertFields(
 """Of ``kha``, whose fields are Megatron's."""
 
 QWEN3 = ExpertFields(
-    _COMMON | {"count": "num_experts"},
+    _COMMON,
     _read_qwen3,
     _write_qwen3,
     ("num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
-    only={"score": "softmax", "scaling": 1.0, "shared_size": 0, "groups": 1},
+    only={
+        "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_num_groups": None,
+    },
 )
 """Of ``qwen3_moe``: softmax, no shared expert, any layer dense."""
 
 DEEPSEEK = ExpertFields(
-    _COMMON | _GROUPS | {"count": "n_routed_experts", "scaling": "routed_scaling_factor"},
+    (*_COMMON, *_SCALED),
     _read_deepseek,
     _write_deepseek,
     (
@@ -190,7 +198,12 @@ DEEPSEEK = ExpertFields(
         "scoring_func",
         "topk_method",
     ),
-    only={"score": "sigmoid", "bias": True, "shared_gate": False},
-    dense={"first_k_dense_replace": "layers"},
+    count="n_routed_experts",
+    only={
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_gate": False,
+    },
+    dense={"first_k_dense_replace": "num_layers"},
 )
 """Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""

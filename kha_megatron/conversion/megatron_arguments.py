@@ -1,15 +1,15 @@
 """Megatron's saved arguments as an architecture, and back to arguments and command line."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import (
+    LATENT,
+    ROWS,
+    STYLE,
     Architecture,
-    Experts,
-    Latent,
     Llama3Scaling,
-    Rope,
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
@@ -48,8 +48,43 @@ REPRESENTED: dict[str, tuple[Any, ...]] = {
 _ROUTING_BY_BALANCE = ("sinkhorn", "quantile_balancing")
 """Load balancing that is a routing rule of its own, not a loss."""
 
-_HYBRID = {"-": False, "E": True}
+_HYBRID = {"-": 0, "E": 1}
 """Symbols of an MLP in ``--hybrid-layer-pattern``, and whether it has experts."""
+
+_AS_THEY_ARE = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "rotary_percent",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "init_method_std",
+    "attention_dropout",
+)
+"""Fields that are read and written without a thought."""
+
+_OF_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+_OF_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+_SIZES = (
+    "num_layers",
+    "num_query_groups",
+    "group_query_attention",
+    "kv_channels",
+    "vocab_size",
+    "padded_vocab_size",
+    "multi_latent_attention",
+)
+"""Fields that are written as they are."""
 
 
 def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
@@ -76,11 +111,11 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
         ) from error
 
 
-def hybrid_layers(args: Mapping[str, Any]) -> tuple[bool, ...] | None:
+def hybrid_layers(args: Mapping[str, Any]) -> tuple[int, ...] | None:
     """For a HybridModel that is a GPT model cut in two, which of its MLPs have experts.
 
     Returns:
-        None for a GPTModel.
+        1 for those, 0 for the others; None for a GPTModel.
 
     Raises:
         CheckpointError: its layers are no alternation of attention and MLPs.
@@ -103,59 +138,47 @@ def _refused(name: str, value: Any, remedy: str) -> CheckpointError:
     )
 
 
+def _read(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: ROWS[name].typed(args[ROWS[name].argument]) for name in names}
+
+
 def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:
-    heads = args["num_attention_heads"]
-    latent = _latent(args) if args.get("multi_latent_attention") else None
     hybrid = hybrid_layers(args)
-    layers = args["num_layers"] if hybrid is None else len(hybrid)
-    grouped = args["group_query_attention"] and latent is None
     for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
         if hybrid and args.get(name):
             raise _refused(name, args[name], "not with hybrid_layer_pattern")
-    if kha.attention == "gta" and latent is None and args["rotary_percent"] != 0.5:
-        raise _refused("rotary_percent", args["rotary_percent"], "only 0.5 with kha_attention=gta")
-    if latent and args["add_qkv_bias"]:
-        raise _refused("add_qkv_bias", True, "not with multi_latent_attention")
+    latent = bool(args.get("multi_latent_attention"))
+    given = _read(args, _AS_THEY_ARE) | (_latent(args) if latent else {})
+    if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
+        raise _refused("rotary_percent", given["rotary_percent"], "only 0.5 with kha_attention=gta")
+    heads, layers = given["num_attention_heads"], len(hybrid or ()) or args["num_layers"]
+    grouped = args["group_query_attention"] and not latent
+    groups = args["num_query_groups"] if grouped else heads
     return Architecture(
+        **STYLE,
+        **given | (_experts(args, layers, hybrid) if args["num_experts"] else {}),
         vocab_size=rows,
         padded_vocab_size=rows,
-        hidden_size=args["hidden_size"],
-        ffn_size=args["ffn_hidden_size"],
-        layers=layers,
-        heads=heads,
-        kv_heads=args["num_query_groups"] if grouped else heads,
-        head_dim=args["kv_channels"] if latent is None else latent.rotary_dim,
-        max_positions=args["max_position_embeddings"],
-        norm_eps=args["layernorm_epsilon"],
-        rope=Rope(
-            base=float(args["rotary_base"]),
-            fraction=float(args["rotary_percent"]),
-            scaling=_latent_scaling(args) if latent else _scaling(args),
-        ),
-        tied=not args["untie_embeddings_and_output_weights"],
-        qk_norm=bool(args["qk_layernorm"]),
-        qkv_bias=bool(args["add_qkv_bias"]),
-        init_std=args["init_method_std"],
-        attention_dropout=args["attention_dropout"],
-        experts=_experts(args, layers, hybrid),
-        latent=latent,
+        num_layers=layers,
+        num_query_groups=groups,
+        group_query_attention=groups != heads,
+        kv_channels=given["v_head_dim"] if latent else args["kv_channels"],
+        rotary_base=float(args["rotary_base"]),
+        scaling=_latent_scaling(args) if latent else _scaling(args),
+        multi_latent_attention=latent,
         kha=kha,
     )
 
 
-def _latent(args: Mapping[str, Any]) -> Latent:
+def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
     if args["q_lora_rank"] is None and args["qk_layernorm"]:
         # then Megatron normalises what queries are projected from
         raise _refused("q_lora_rank", None, "queries must be compressed with qk_layernorm")
     if args.get("rope_type") == "rope" and args["rotary_percent"] != 1.0:
         raise _refused("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
-    return Latent(
-        query_rank=args["q_lora_rank"],
-        kv_rank=args["kv_lora_rank"],
-        plain_dim=args["qk_head_dim"],
-        rotary_dim=args["qk_pos_emb_head_dim"],
-        value_dim=args["v_head_dim"],
-    )
+    if args["add_qkv_bias"]:
+        raise _refused("add_qkv_bias", True, "not with multi_latent_attention")
+    return _read(args, LATENT)
 
 
 def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | None:
@@ -176,18 +199,12 @@ def _latent_scaling(args: Mapping[str, Any]) -> Yarn | None:
 
 
 def _experts(
-    args: Mapping[str, Any], layers: int, hybrid: tuple[bool, ...] | None
-) -> Experts | None:
-    if not args["num_experts"]:
-        return None
-    sigmoid = args["moe_router_score_function"] == "sigmoid"
-    if not sigmoid and args["moe_router_score_function"] != "softmax":
-        raise _refused(
-            "moe_router_score_function",
-            args["moe_router_score_function"],
-            "only softmax and sigmoid",
-        )
-    if args["moe_router_enable_expert_bias"] and not sigmoid:
+    args: Mapping[str, Any], layers: int, hybrid: tuple[int, ...] | None
+) -> dict[str, Any]:
+    score = args["moe_router_score_function"]
+    if score not in ("softmax", "sigmoid"):
+        raise _refused("moe_router_score_function", score, "only softmax and sigmoid")
+    if args["moe_router_enable_expert_bias"] and score != "sigmoid":
         raise CheckpointError(
             "moe_router_enable_expert_bias with softmax scores cannot be expressed: only sigmoid"
         )
@@ -200,23 +217,19 @@ def _experts(
     frequency = args["moe_layer_freq"]
     if isinstance(frequency, int):
         frequency = [layer % frequency == 0 for layer in range(layers)]
-    top_k = args["moe_router_topk"]
-    return Experts(
-        count=args["num_experts"],
-        per_token=top_k,
-        size=args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
-        sparse=hybrid or tuple(map(bool, frequency)),
-        score="sigmoid" if sigmoid else "softmax",
+    factor, groups = args["moe_router_topk_scaling_factor"], args.get("moe_router_num_groups") or 1
+    return _read(args, _OF_EXPERTS) | {
+        "moe_ffn_hidden_size": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
+        "moe_shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"] or None,
+        "moe_layer_freq": hybrid or tuple(map(int, frequency)),
         # Megatron divides sigmoid scores by their sum only when there is more than one, and takes
         # the softmax over the chosen logits unless told to take it before
-        normalised=top_k > 1 if sigmoid else not args["moe_router_pre_softmax"],
-        scaling=args["moe_router_topk_scaling_factor"] or 1.0,
-        bias=bool(args["moe_router_enable_expert_bias"]),
-        shared_size=args["moe_shared_expert_intermediate_size"] or 0,
-        shared_gate=bool(args["moe_shared_expert_gate"]),
-        groups=args.get("moe_router_num_groups") or 1,
-        groups_per_token=args.get("moe_router_group_topk") or 1,
-    )
+        "normalised": args["moe_router_topk"] > 1
+        if score == "sigmoid"
+        else not args["moe_router_pre_softmax"],
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        **({name: args.get(name) for name in _OF_GROUPS} if groups > 1 else {}),
+    }
 
 
 def to_arguments(model: Architecture) -> dict[str, Any]:
@@ -225,48 +238,30 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
     Raises:
         CheckpointError: Megatron cannot compute what the model does.
     """
-    return (
-        {
-            "num_layers": model.layers,
-            "hidden_size": model.hidden_size,
-            "ffn_hidden_size": model.ffn_size,
-            "num_attention_heads": model.heads,
-            "group_query_attention": model.kv_heads != model.heads,
-            "num_query_groups": model.kv_heads,
-            "kv_channels": model.head_dim if model.latent is None else model.latent.value_dim,
-            "max_position_embeddings": model.max_positions,
-            "seq_length": model.max_positions,
-            "normalization": "RMSNorm",
-            "layernorm_epsilon": model.norm_eps,
-            "norm_epsilon": model.norm_eps,
-            "swiglu": True,
-            "add_bias_linear": False,
-            "add_qkv_bias": model.qkv_bias,
-            "qk_layernorm": model.qk_norm,
-            "untie_embeddings_and_output_weights": not model.tied,
-            "init_method_std": model.init_std,
-            "attention_dropout": model.attention_dropout,
-            "hidden_dropout": 0.0,
-            "multi_latent_attention": model.latent is not None,
-            "padded_vocab_size": model.padded_vocab_size,
-            "vocab_size": model.vocab_size,
-        }
-        | _rope_arguments(model)
-        | (_latent_arguments(model) if model.latent else {})
-        | (_expert_arguments(model.experts) if model.experts else {"num_experts": None})
-        | _kha_arguments(model.kha)
-    )
+    names = (*STYLE, *_AS_THEY_ARE, *_SIZES, *(LATENT if model.multi_latent_attention else ()))
+    args = {ROWS[name].argument: getattr(model, name) for name in names}
+    args |= {
+        "seq_length": model.max_position_embeddings,
+        "norm_epsilon": model.layernorm_epsilon,
+        **_rope_arguments(model),
+        **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
+    }
+    if model.multi_latent_attention and model.q_lora_rank is None and model.qk_layernorm:
+        raise CheckpointError(
+            "q_lora_rank=None with a norm of the latent: Megatron would normalise what queries are "
+            "projected from as well: compress queries, or do without the norm"
+        )
+    if model.kha.mechanisms or model.kha.attention is not None:
+        args |= {f"kha_{name}": value for name, value in model.kha.to_dict().items()}
+    return args
 
 
 def _rope_arguments(model: Architecture) -> dict[str, Any]:
-    rope, scaling = model.rope, model.rope.scaling
-    base = int(rope.base) if rope.base == int(rope.base) else rope.base
+    scaling, base = model.scaling, model.rotary_base
     args = {
-        "position_embedding_type": "rope",
         "add_position_embedding": False,
         "use_rotary_position_embeddings": False,
-        "rotary_base": base,
-        "rotary_percent": rope.fraction,
+        "rotary_base": int(base) if base == int(base) else base,
         "rotary_interleaved": False,
         "use_rope_scaling": isinstance(scaling, Llama3Scaling),
     }
@@ -277,7 +272,7 @@ def _rope_arguments(model: Architecture) -> dict[str, Any]:
                 f"{Llama3Scaling(factor=scaling.factor)}"
             )
         args["rope_scaling_factor"] = scaling.factor
-    if model.latent and scaling is None:
+    if model.multi_latent_attention and scaling is None:
         args |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     if isinstance(scaling, Yarn):
         fixed = Yarn(
@@ -297,89 +292,50 @@ def _rope_arguments(model: Architecture) -> dict[str, Any]:
     return args
 
 
-def _latent_arguments(model: Architecture) -> dict[str, Any]:
-    latent = model.latent
-    if latent.query_rank is None and model.qk_norm:
+def _expert_arguments(model: Architecture) -> dict[str, Any]:
+    sigmoid, top_k = model.moe_router_score_function == "sigmoid", model.moe_router_topk
+    if sigmoid and model.normalised != (top_k > 1):
         raise CheckpointError(
-            "q_lora_rank=None with a norm of the latent: Megatron would normalise what queries are "
-            "projected from as well: compress queries, or do without the norm"
+            f"norm_topk_prob={model.normalised} with sigmoid scores and "
+            f"num_experts_per_tok={top_k}: Megatron divides by the sum when there is more than one "
+            "expert, and only then"
         )
-    return {
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.plain_dim,
-        "qk_pos_emb_head_dim": latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-    }
-
-
-def _expert_arguments(experts: Experts) -> dict[str, Any]:
-    sigmoid = experts.score == "sigmoid"
-    if sigmoid and experts.normalised != (experts.per_token > 1):
-        raise CheckpointError(
-            f"norm_topk_prob={experts.normalised} with sigmoid scores and "
-            f"num_experts_per_tok={experts.per_token}: Megatron divides by the sum when there is "
-            "more than one expert, and only then"
-        )
-    if not sigmoid and experts.normalised and experts.per_token == 1:
+    if not sigmoid and model.normalised and top_k == 1:
         raise CheckpointError(
             "norm_topk_prob=True with softmax scores and num_experts_per_tok=1 gives every token "
             "the weight 1, which Megatron refuses to train"
         )
-    grouped = experts.groups > 1
-    return {
-        "num_experts": experts.count,
-        "moe_layer_freq": 1 if all(experts.sparse) else [int(sparse) for sparse in experts.sparse],
-        "moe_ffn_hidden_size": experts.size,
-        "moe_router_topk": experts.per_token,
-        "moe_router_score_function": experts.score,
-        "moe_router_pre_softmax": not sigmoid and not experts.normalised,
-        "moe_router_topk_scaling_factor": None if experts.scaling == 1.0 else experts.scaling,
-        "moe_router_enable_expert_bias": experts.bias,
+    names = (*_OF_EXPERTS, *_OF_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
+    return {name: getattr(model, name) for name in names} | {
+        "moe_layer_freq": 1 if model.is_uniform else list(model.moe_layer_freq),
+        "moe_router_pre_softmax": not sigmoid and not model.normalised,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
-        "moe_router_num_groups": experts.groups if grouped else None,
-        "moe_router_group_topk": experts.groups_per_token if grouped else None,
-        "moe_shared_expert_intermediate_size": experts.shared_size or None,
-        "moe_shared_expert_gate": experts.shared_gate,
         "moe_grouped_gemm": False,
     }
 
 
-def _kha_arguments(kha: KHAConfig) -> dict[str, Any]:
-    if not kha.mechanisms and kha.attention is None:
-        return {}
-    return {f"kha_{name}": value for name, value in kha.to_dict().items()}
-
-
-_FLAGS = {
-    "layernorm_epsilon": "--norm-epsilon",
-    "qk_layernorm": "--qk-layernorm",
-    "use_rope_scaling": "--use-rope-scaling",
-    "rope_scaling_factor": "--rope-scaling-factor",
-    "multi_latent_attention": "--multi-latent-attention",
-    "q_lora_rank": "--q-lora-rank",
-    "kv_lora_rank": "--kv-lora-rank",
-    "qk_head_dim": "--qk-head-dim",
-    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
-    "v_head_dim": "--v-head-dim",
-    "rope_type": "--rope-type",
-    "rotary_scaling_factor": "--rotary-scaling-factor",
-    "mscale": "--mscale",
-    "mscale_all_dim": "--mscale-all-dim",
-    "moe_router_dtype": "--moe-router-dtype",
-    "moe_router_num_groups": "--moe-router-num-groups",
-    "moe_router_group_topk": "--moe-router-group-topk",
-    "moe_shared_expert_gate": "--moe-shared-expert-gate",
-    "bf16": "--bf16",
-    "fp16": "--fp16",
-}
+_UNHEEDED = (
+    "layernorm_epsilon",
+    "qk_layernorm",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "multi_latent_attention",
+    *LATENT,
+    "rope_type",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "moe_router_dtype",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_gate",
+    "bf16",
+    "fp16",
+)
 """Arguments of the model that Megatron's ``--use-checkpoint-args`` leaves as they are."""
 
-_TIED_FLAGS = {
-    "position_embedding_type": "--position-embedding-type",
-    "rotary_percent": "--rotary-percent",
-}
+_UNHEEDED_OF_GTA = ("position_embedding_type", "rotary_percent")
 """Of GTA also these, which our entry point looks at before Megatron reads the checkpoint's."""
 
 
@@ -392,7 +348,8 @@ def command_line(args: Mapping[str, Any], folder: str) -> list[str]:
     """
     words = ["--load", folder, "--use-checkpoint-args"]
     tied = args.get("kha_attention") == "gta"
-    for name, flag in (_FLAGS | (_TIED_FLAGS if tied else {})).items():
+    for name in (*_UNHEEDED, *(_UNHEEDED_OF_GTA if tied else ())):
+        flag = ROWS[name].flag if name in ROWS else f"--{name.replace('_', '-')}"
         value = args.get(name)
         if value is not None and value is not False:
             words += [flag] if value is True else [flag, str(value)]

@@ -28,7 +28,6 @@ from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.model.recorded import kha_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -120,7 +119,7 @@ class MegatronSource(Source):
         rows = held[EMBEDDING].shape[0]
         companions = Companions.of_megatron(args, tokenizer)
         self._step = 2 if hybrid_layers(args) else 1
-        model = from_arguments(args, kha_of(checkpoint) or KHAConfig(), rows)
+        model = from_arguments(args, KHAConfig.recorded(args) or KHAConfig(), rows)
         if padded:
             self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
         else:
@@ -184,7 +183,7 @@ class MegatronSource(Source):
     def _check_shape(self, key: str, index: tuple[int, ...], place: Place) -> None:
         shape = self._infos[key].shape
         expected = place.row.shape(self.model)
-        experts = () if place.expert is None else (self.model.experts.count,)
+        experts = () if place.expert is None else (self.model.num_experts,)
         layers = shape[: len(index) - len(experts)]
         if shape != (*layers, *experts, *expected):
             raise CheckpointError(
@@ -242,7 +241,7 @@ class HFSource(Source):
     def _copy_of_the_embedding(self) -> set[str]:
         """Some tied models are saved with an output layer all the same."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if not self.model.tied or not {head, embedding} <= self._infos.keys():
+        if not self.model.tied_embeddings or not {head, embedding} <= self._infos.keys():
             return set()
         if not torch.equal(self.checkpoint.tensor(head), self.checkpoint.tensor(embedding)):
             raise CheckpointError(

@@ -76,43 +76,43 @@ def places(model: Architecture) -> Iterator[Place]:
     first, *last = (Place(row) for row in MODEL if row.when(model, 0))
     yield first
     rows = (*_INTO_HEADS, *map(head_row, model.head_tensors), *_BEHIND_HEADS)
-    for layer in range(model.layers):
+    for layer in range(model.num_layers):
         for row in rows:
             if not row.when(model, layer):
                 continue
             if row.per_expert:
-                yield from (Place(row, layer, expert) for expert in range(model.experts.count))
+                yield from (Place(row, layer, expert) for expert in range(model.num_experts))
             else:
                 yield Place(row, layer)
     yield from last
 
 
 def _latent(model: Architecture, layer: int) -> bool:
-    return model.latent is not None
+    return model.multi_latent_attention
 
 
 def _grouped(model: Architecture, layer: int) -> bool:
-    return model.latent is None and not model.qkv.tied
+    return not model.multi_latent_attention and not model.qkv.tied
 
 
 def _compressed_queries(model: Architecture, layer: int) -> bool:
-    return model.latent is not None and model.latent.query_rank is not None
+    return model.multi_latent_attention and model.q_lora_rank is not None
 
 
 def _normed_heads(model: Architecture, layer: int) -> bool:
-    return model.qk_norm and model.latent is None
+    return model.qk_layernorm and not model.multi_latent_attention
 
 
 def _sparse(model: Architecture, layer: int) -> bool:
-    return model.is_sparse(layer)
+    return model.is_moe(layer)
 
 
 def _dense(model: Architecture, layer: int) -> bool:
-    return not model.is_sparse(layer)
+    return not model.is_moe(layer)
 
 
 def _shared_expert(model: Architecture, layer: int) -> bool:
-    return model.is_sparse(layer) and model.experts.shared_size > 0
+    return model.is_moe(layer) and bool(model.moe_shared_expert_intermediate_size)
 
 
 def _hidden(model: Architecture) -> tuple[int, ...]:
@@ -125,15 +125,15 @@ def _vocabulary(model: Architecture) -> tuple[int, ...]:
 
 
 def _query_rows(model: Architecture) -> int:
-    return model.latent.plain_dim + model.latent.rotary_dim
+    return model.qk_head_dim + model.qk_pos_emb_head_dim
 
 
 def _key_value_rows(model: Architecture) -> int:
-    return model.latent.plain_dim + model.latent.value_dim
+    return model.qk_head_dim + model.v_head_dim
 
 
 def _whole_heads(model: Architecture) -> list[list[Knocked]]:
-    return [[Knocked(part, model.head_dim)] for part in model.qkv.parts]
+    return [[Knocked(part, model.kv_channels)] for part in model.qkv.parts]
 
 
 def _latent_queries(model: Architecture) -> list[list[Knocked]]:
@@ -142,7 +142,7 @@ def _latent_queries(model: Architecture) -> list[list[Knocked]]:
 
 def _expanded(model: Architecture) -> list[list[Knocked]]:
     rows = _key_value_rows(model)
-    heads = [Knocked("key", rows), Knocked("value", rows, start=model.latent.plain_dim)]
+    heads = [Knocked("key", rows), Knocked("value", rows, start=model.qk_head_dim)]
     return [heads] * model.latent_heads
 
 
@@ -157,20 +157,20 @@ _QKV: tuple[Row, ...] = (
         QKVRows("self_attn.{}_proj.weight"),
         ("self_attention.linear_qkv.weight",),
         lambda m: (m.qkv.rows, m.hidden_size),
-        when=lambda model, layer: model.latent is None,
+        when=lambda model, layer: not model.multi_latent_attention,
         knocked=_whole_heads,
     ),
     Row(
         QKVRows("self_attn.{}_proj.bias"),
         ("self_attention.linear_qkv.bias",),
         lambda m: (m.qkv.rows,),
-        when=lambda model, layer: model.qkv_bias,
+        when=lambda model, layer: model.add_qkv_bias,
         knocked=_whole_heads,
     ),
     Row(
         Packing("self_attn.k_rope_proj.weight"),
         ("self_attention.linear_k_rope.weight",),
-        lambda m: (m.head_dim // 2, m.hidden_size),
+        lambda m: (m.kv_channels // 2, m.hidden_size),
         when=lambda model, layer: model.qkv.tied,
     ),
 )
@@ -181,14 +181,14 @@ _LATENT: tuple[Row, ...] = (
     Row(
         Packing("self_attn.q_proj.weight"),
         ("self_attention.linear_q_proj.weight",),
-        lambda m: (m.heads * _query_rows(m), m.hidden_size),
-        when=lambda model, layer: model.latent is not None and model.latent.query_rank is None,
+        lambda m: (m.num_attention_heads * _query_rows(m), m.hidden_size),
+        when=lambda model, layer: model.multi_latent_attention and model.q_lora_rank is None,
         knocked=_latent_queries,
     ),
     Row(
         Packing("self_attn.q_a_proj.weight"),
         ("self_attention.linear_q_down_proj.weight",),
-        lambda m: (m.latent.query_rank, m.hidden_size),
+        lambda m: (m.q_lora_rank, m.hidden_size),
         when=_compressed_queries,
     ),
     Row(
@@ -197,21 +197,21 @@ _LATENT: tuple[Row, ...] = (
             "self_attention.linear_q_up_proj.layer_norm_weight",
             "self_attention.q_layernorm.weight",
         ),
-        lambda m: (m.latent.query_rank,),
-        when=lambda model, layer: _compressed_queries(model, layer) and model.qk_norm,
+        lambda m: (m.q_lora_rank,),
+        when=lambda model, layer: _compressed_queries(model, layer) and model.qk_layernorm,
         both=True,
     ),
     Row(
         Packing("self_attn.q_b_proj.weight"),
         ("self_attention.linear_q_up_proj.weight",),
-        lambda m: (m.heads * _query_rows(m), m.latent.query_rank),
+        lambda m: (m.num_attention_heads * _query_rows(m), m.q_lora_rank),
         when=_compressed_queries,
         knocked=_latent_queries,
     ),
     Row(
         Packing("self_attn.kv_a_proj_with_mqa.weight"),
         ("self_attention.linear_kv_down_proj.weight",),
-        lambda m: (m.latent.kv_rank + m.latent.rotary_dim, m.hidden_size),
+        lambda m: (m.kv_lora_rank + m.qk_pos_emb_head_dim, m.hidden_size),
         when=_latent,
     ),
     Row(
@@ -220,14 +220,14 @@ _LATENT: tuple[Row, ...] = (
             "self_attention.linear_kv_up_proj.layer_norm_weight",
             "self_attention.kv_layernorm.weight",
         ),
-        lambda m: (m.latent.kv_rank,),
-        when=lambda model, layer: _latent(model, layer) and model.qk_norm,
+        lambda m: (m.kv_lora_rank,),
+        when=lambda model, layer: _latent(model, layer) and model.qk_layernorm,
         both=True,
     ),
     Row(
         LatentHeads("self_attn.kv_b_proj{}.weight"),
         ("self_attention.linear_kv_up_proj.weight",),
-        lambda m: (m.heads * _key_value_rows(m), m.latent.kv_rank // m.latent_heads),
+        lambda m: (m.num_attention_heads * _key_value_rows(m), m.kv_lora_rank // m.latent_heads),
         when=_latent,
         knocked=_expanded,
     ),
@@ -238,7 +238,7 @@ position, then the rotary part or the value, and both rotate neighbouring featur
 ATTENTION_OUTPUT = Row(
     Packing("self_attn.o_proj.weight"),
     ("self_attention.linear_proj.weight",),
-    lambda m: (m.hidden_size, m.heads * (m.latent.value_dim if m.latent else m.head_dim)),
+    lambda m: (m.hidden_size, m.num_attention_heads * (m.kv_channels)),
 )
 
 _INTO_HEADS: tuple[Row, ...] = (
@@ -261,8 +261,8 @@ _INTO_HEADS: tuple[Row, ...] = (
 EXPERT_BIAS = Row(
     Packing("mlp.gate.e_score_correction_bias"),
     ("mlp.router.expert_bias",),
-    lambda m: (m.experts.count,),
-    when=lambda model, layer: model.is_sparse(layer) and model.experts.bias,
+    lambda m: (m.num_experts,),
+    when=lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
 )
 """Keeps float32 whatever dtype is asked for."""
 
@@ -270,13 +270,13 @@ SHARED_EXPERT: tuple[Row, ...] = (
     Row(
         Packing("mlp.shared_experts.{}_proj.weight", ("gate", "up")),
         ("mlp.shared_experts.linear_fc1.weight",),
-        lambda m: (2 * m.experts.shared_size, m.hidden_size),
+        lambda m: (2 * m.moe_shared_expert_intermediate_size, m.hidden_size),
         when=_shared_expert,
     ),
     Row(
         Packing("mlp.shared_experts.down_proj.weight"),
         ("mlp.shared_experts.linear_fc2.weight",),
-        lambda m: (m.hidden_size, m.experts.shared_size),
+        lambda m: (m.hidden_size, m.moe_shared_expert_intermediate_size),
         when=_shared_expert,
     ),
 )
@@ -294,7 +294,7 @@ MODEL: tuple[Row, ...] = (
         Vocabulary("lm_head.weight"),
         ("output_layer.weight",),
         _vocabulary,
-        when=lambda model, layer: not model.tied,
+        when=lambda model, layer: not model.tied_embeddings,
     ),
 )
 """Tensors outside of the layers."""
@@ -303,13 +303,13 @@ _BEHIND_HEADS: tuple[Row, ...] = (
     Row(
         Packing("self_attn.q_norm.weight"),
         ("self_attention.q_layernorm.weight",),
-        lambda m: (m.head_dim,),
+        lambda m: (m.kv_channels,),
         when=_normed_heads,
     ),
     Row(
         Packing("self_attn.k_norm.weight"),
         ("self_attention.k_layernorm.weight",),
-        lambda m: (m.head_dim,),
+        lambda m: (m.kv_channels,),
         when=_normed_heads,
     ),
     *_LATENT,
@@ -318,45 +318,45 @@ _BEHIND_HEADS: tuple[Row, ...] = (
         Packing("post_attention_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
         _hidden,
-        when=lambda model, layer: _dense(model, layer) and model.latent is None,
+        when=lambda model, layer: _dense(model, layer) and not model.multi_latent_attention,
     ),
     Row(
         Packing("post_attention_layernorm.weight"),
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         _hidden,
-        when=lambda model, layer: _sparse(model, layer) or model.latent is not None,
+        when=lambda model, layer: _sparse(model, layer) or model.multi_latent_attention,
         both=True,
     ),
     Row(
         Packing("mlp.{}_proj.weight", ("gate", "up")),
         ("mlp.linear_fc1.weight",),
-        lambda m: (2 * m.ffn_size, m.hidden_size),
+        lambda m: (2 * m.ffn_hidden_size, m.hidden_size),
         when=_dense,
     ),
     Row(
         Packing("mlp.down_proj.weight"),
         ("mlp.linear_fc2.weight",),
-        lambda m: (m.hidden_size, m.ffn_size),
+        lambda m: (m.hidden_size, m.ffn_hidden_size),
         when=_dense,
     ),
     Row(
         Packing("mlp.gate.weight"),
         ("mlp.router.weight",),
-        lambda m: (m.experts.count, m.hidden_size),
+        lambda m: (m.num_experts, m.hidden_size),
         when=_sparse,
     ),
     EXPERT_BIAS,
     Row(
         Packing("{}_proj.weight", ("gate", "up")),
         ("mlp.experts.experts.linear_fc1.weight",),
-        lambda m: (2 * m.experts.size, m.hidden_size),
+        lambda m: (2 * m.moe_ffn_hidden_size, m.hidden_size),
         when=_sparse,
         per_expert=True,
     ),
     Row(
         Packing("down_proj.weight"),
         ("mlp.experts.experts.linear_fc2.weight",),
-        lambda m: (m.hidden_size, m.experts.size),
+        lambda m: (m.hidden_size, m.moe_ffn_hidden_size),
         when=_sparse,
         per_expert=True,
     ),
@@ -365,7 +365,7 @@ _BEHIND_HEADS: tuple[Row, ...] = (
         Packing("mlp.shared_expert_gate.weight"),
         ("mlp.shared_experts.gate_weight",),
         lambda m: (1, m.hidden_size),
-        when=lambda model, layer: _shared_expert(model, layer) and model.experts.shared_gate,
+        when=lambda model, layer: _shared_expert(model, layer) and model.moe_shared_expert_gate,
     ),
 )
 """The other tensors of one decoder layer."""

@@ -173,9 +173,9 @@ class _Put:
         if place.layer is not None:
             uniform = self._model.is_uniform
             prefix = LAYERS if uniform else f"{LAYERS}{place.layer}."
-            grid, position = ((self._model.layers,), (place.layer,)) if uniform else ((), ())
+            grid, position = ((self._model.num_layers,), (place.layer,)) if uniform else ((), ())
         if place.expert is not None:
-            grid, position = (*grid, self._model.experts.count), (*position, place.expert)
+            grid, position = (*grid, self._model.num_experts), (*position, place.expert)
         return prefix, grid, position
 
 

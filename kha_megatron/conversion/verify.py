@@ -145,24 +145,21 @@ def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
 
 def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
     """Give both the expert biases and the shared expert that one of them does without."""
-    sigmoid = [s.model.experts for s in (one, other) if s.model.experts]
-    if len(sigmoid) < 2 or {experts.score for experts in sigmoid} != {"sigmoid"}:
+    models = [source.model for source in (one, other)]
+    if any(not m.num_experts or m.moe_router_score_function != "sigmoid" for m in models):
         return one, other
-    bias = any(experts.bias for experts in sigmoid)
-    shared = max(experts.shared_size for experts in sigmoid)
+    bias = any(model.moe_router_enable_expert_bias for model in models)
+    sizes = [model.moe_shared_expert_intermediate_size or 0 for model in models]
     return tuple(
         Expressed(
             source,
             replace(
                 source.model,
-                experts=replace(
-                    source.model.experts,
-                    bias=bias,
-                    shared_size=source.model.experts.shared_size or shared,
-                ),
+                moe_router_enable_expert_bias=bias,
+                moe_shared_expert_intermediate_size=size or max(sizes) or None,
             ),
         )
-        for source in (one, other)
+        for source, size in zip((one, other), sizes, strict=True)
     )
 
 
@@ -239,7 +236,7 @@ def compare_logits(pair: Pair) -> Agreement:
     tokens = torch.randint(
         0,
         min(model.vocab_size for model in models),
-        (BATCH, min(LENGTH, *(model.max_positions for model in models))),
+        (BATCH, min(LENGTH, *(model.max_position_embeddings for model in models))),
         generator=torch.Generator().manual_seed(0),
     )
     dtypes = [next(source.entries())[1][0].dtype for source in (pair.one, pair.other)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from kha_megatron.config import AttentionKind, KHAConfig
+from kha_megatron.heads import HeadSizes
 from kha_megatron.model.fields import attributes, read, said
 from kha_megatron.model.qkv import QKVLayout
 
@@ -106,7 +107,9 @@ class Model:
     mla_down_proj_fusion: bool = said("--mla-down-proj-fusion", False)
     transformer_impl: str = said("--transformer-impl", "transformer_engine")
 
-    num_experts: int | None = said("--num-experts", None, attribute="num_moe_experts")
+    num_experts: int | None = said(
+        "--num-experts", None, attribute="num_moe_experts", hf="num_experts"
+    )
     moe_layer_freq: int | tuple[int, ...] = said(
         "--moe-layer-freq", 1, reads=pattern_of, writes=_as_pattern
     )
@@ -115,10 +118,12 @@ class Model:
         "--moe-ffn-hidden-size", None, hf="moe_intermediate_size"
     )
     moe_shared_expert_intermediate_size: int | None = said(
-        "--moe-shared-expert-intermediate-size", None
+        "--moe-shared-expert-intermediate-size", None, hf="shared_expert_intermediate_size"
     )
     moe_router_topk: int = said("--moe-router-topk", 2, hf="num_experts_per_tok")
-    moe_router_score_function: str = said("--moe-router-score-function", "softmax")
+    moe_router_score_function: str = said(
+        "--moe-router-score-function", "softmax", hf="scoring_func"
+    )
     moe_router_enable_expert_bias: bool = said("--moe-router-enable-expert-bias", False)
     moe_router_bias_update_rms: bool = said("--moe-router-bias-update-rms", False, attribute=None)
     moe_router_load_balancing_type: tuple[str, ...] = said(
@@ -197,6 +202,17 @@ class Model:
         """Features of a query or key head that may be knocked: without latent attention's rotary
         ones."""
         return self.qk_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def head_sizes(self) -> HeadSizes:
+        """What the mechanisms of the heads act on."""
+        latent = self.multi_latent_attention
+        return HeadSizes(
+            query_heads=self.num_attention_heads,
+            kv_heads=self.num_attention_heads if latent else self.num_query_groups,
+            head_dim=self.head_dim,
+            value_dim=self.v_head_dim if latent else None,
+        )
 
     @property
     def latent_heads(self) -> int:

@@ -237,7 +237,7 @@ def test_a_hybrid_model_that_is_no_gpt_model_is_refused(args, pattern):
 
 def test_a_hybrid_model_of_gpt_layers_is_described_as_one(args):
     model = from_arguments(args | {"hybrid_layer_pattern": "*-*E|*E"}, KHAConfig(), 51)
-    assert (model.layers, model.experts.sparse) == (3, (False, True, True))
+    assert (model.num_layers, model.moe_layer_freq) == (3, (0, 1, 1))
 
 
 def test_groups_of_experts_are_kha_too(args):

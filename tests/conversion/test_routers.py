@@ -8,65 +8,37 @@ import torch
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from kha_megatron.conversion.architecture import Experts
 from kha_megatron.conversion.hf_configs import expressed, from_hf_config, to_hf_config
 from kha_megatron.conversion.megatron_arguments import to_arguments
 from kha_megatron.hf.modeling_kha import KHARouter
 from tests.conversion.models import SIZES
 
 TOKENS, EXPERTS = 9, 8
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CASES = {
-    "softmax": Experts(count=EXPERTS, per_token=3, size=4, sparse=(True, True)),
-    "softmax before the choice": Experts(
-        count=EXPERTS, per_token=3, size=4, sparse=(True, True), normalised=False
-    ),
-    "softmax, top-1": Experts(
-        count=EXPERTS, per_token=1, size=4, sparse=(True, True), normalised=False
-    ),
-    "sigmoid": Experts(
-        count=EXPERTS, per_token=3, size=4, sparse=(True, True), score="sigmoid", bias=True
-    ),
-    "sigmoid, scaled": Experts(
-        count=EXPERTS,
-        per_token=2,
-        size=4,
-        sparse=(True, True),
-        score="sigmoid",
-        bias=True,
-        scaling=2.5,
-    ),
-    "sigmoid, scaled, top-1": Experts(
-        count=EXPERTS,
-        per_token=1,
-        size=4,
-        sparse=(True, True),
-        score="sigmoid",
-        bias=True,
-        normalised=False,
-        scaling=2.5,
-    ),
-    "sigmoid, groups": Experts(
-        count=EXPERTS,
-        per_token=4,
-        size=4,
-        sparse=(True, True),
-        score="sigmoid",
-        bias=True,
-        groups=4,
-        groups_per_token=2,
-    ),
-    "softmax, groups": Experts(
-        count=EXPERTS, per_token=3, size=4, sparse=(True, True), groups=2, groups_per_token=1
-    ),
-    "softmax before the choice, groups": Experts(
-        count=EXPERTS,
-        per_token=2,
-        size=4,
-        sparse=(True, True),
-        normalised=False,
-        groups=4,
-        groups_per_token=2,
-    ),
+    "softmax": {},
+    "softmax before the choice": {"normalised": False},
+    "softmax, top-1": {"moe_router_topk": 1, "normalised": False},
+    "sigmoid": SIGMOID,
+    "sigmoid, scaled": SIGMOID | {"moe_router_topk": 2, "moe_router_topk_scaling_factor": 2.5},
+    "sigmoid, scaled, top-1": SIGMOID
+    | {"moe_router_topk": 1, "normalised": False, "moe_router_topk_scaling_factor": 2.5},
+    "sigmoid, groups": SIGMOID
+    | {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "softmax, groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "softmax before the choice, groups": {
+        "moe_router_topk": 2,
+        "normalised": False,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+    },
+}
+"""Fields of the architecture besides those of :data:`SMALL`."""
+SMALL = {
+    "num_experts": EXPERTS,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 4,
+    "moe_layer_freq": (1, 1),
 }
 
 
@@ -100,7 +72,7 @@ def _dense(router, logits, bias):
 
 @pytest.mark.parametrize("case", CASES)
 def test_routers_agree(ranks, case):
-    experts = CASES[case]
+    sizes = SMALL | CASES[case]
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(TOKENS, EXPERTS, generator=generator).numpy()
     logits[3] = 0.5  # all experts alike
@@ -110,22 +82,22 @@ def test_routers_agree(ranks, case):
     bias[[1, 6]] = bias[1]
     raw = {"model_type": "qwen3", **SIZES, "hidden_size": EXPERTS, "intermediate_size": 4}
 
-    model = replace(from_hf_config(raw), experts=experts)
+    model = replace(from_hf_config(raw), **sizes)
     expected = ranks(megatron_routing, 1, logits, bias, to_arguments(model))[0]
-    assert ((expected != 0).sum(-1) <= experts.per_token).all()
-    stock = "glm4_moe" if experts.score == "sigmoid" else "qwen3_moe"
+    assert ((expected != 0).sum(-1) <= model.moe_router_topk).all()
+    stock = "glm4_moe" if model.moe_router_enable_expert_bias else "qwen3_moe"
     routers = {stock: Glm4MoeTopkRouter if stock == "glm4_moe" else Qwen3MoeTopKRouter}
-    if stock == "qwen3_moe" and experts.groups > 1:
+    if stock == "qwen3_moe" and model.moe_router_num_groups:
         del routers[stock]  # it has none
     routers["kha"] = KHARouter
     for family, router in routers.items():
         config = to_hf_config(expressed(model, family), family)
         found = _dense(router(config), logits, bias)
-        ties = [3, 4, 5] if experts.groups == 1 else []
+        ties = [3, 4, 5] if not model.moe_router_num_groups else []
         clear = [token for token in range(TOKENS) if token not in ties]
         # transformers divides after a softmax over all experts where Megatron takes it over the
         # chosen ones: the same but for the last bits
-        exact = not (family == "qwen3_moe" and experts.normalised)
+        exact = not (family == "qwen3_moe" and model.normalised)
         limit = 0.0 if exact else 1.5e-7
         np.testing.assert_allclose(found[clear], expected[clear], rtol=limit, atol=0)
         # among equals either choice is right: the weights are the same whoever gets them

@@ -152,7 +152,7 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
         ),
         (GLA, "kha_attention='gla' has no stock architecture"),
         (MLA, "deepseek_v3 cannot express rms_norm_eps=3e-05"),
-        (MLA | EPSILON | {"use_qk_norm": False}, "deepseek_v3 cannot express qk_norm=False"),
+        (MLA | EPSILON | {"use_qk_norm": False}, "deepseek_v3 cannot express qk_layernorm=False"),
     ],
 )
 def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model, pattern_of
 from kha_megatron.model.run import TABLE, Run, hear
@@ -50,7 +52,7 @@ def test_every_row_is_megatrons(ranks):
     """Flag, argument, default and whether it stands alone, as the parser itself has them."""
     actions = ranks(_actions, 1)[0]
     assert len({row.argument for row in TABLE}) == len({row.flag for row in TABLE}) == len(TABLE)
-    for row in TABLE:
+    for row in {*TABLE, *rows(Architecture)}:
         argument, default, alone, const = actions[row.flag]
         assert row.argument == argument, row.flag
         if row.field not in WITHOUT:
