@@ -11,7 +11,7 @@ from functools import cached_property
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadFacts, HeadTensor
-from kha_megatron.model.fields import Row, rows, said
+from kha_megatron.model.fields import Field, rows, said
 from kha_megatron.model.model import Model
 
 
@@ -80,7 +80,7 @@ class Architecture(Model):
         return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
 
 
-ROWS: dict[str, Row] = {row.field: row for row in rows(Architecture)}
+ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
 """What Megatron and Hugging Face call each field."""
 
 STYLE = {
