@@ -189,22 +189,17 @@ class KHAConfig:
                 values[name] = mechanism.to_dict()
         return values
 
-    def words(self) -> list[str]:
-        """The command-line words that ask for it."""
-        defaults = KHAConfig()
-        words = ["--kha-preset", "baseline"]
-        for f in fields(Knock):
-            if (value := getattr(self, f.name)) != getattr(defaults, f.name):
-                words += [f"--kha-{f.name.replace('_', '-')}", str(value)]
-        if self.attention:
-            words += ["--kha-attention", self.attention]
-        if self.latent_heads != defaults.latent_heads:
-            words += ["--kha-latent-heads", str(self.latent_heads)]
-        for mechanism in self.others:
-            settings = mechanism.to_dict().items()
-            named = [f"{mechanism.name}.{key}={json.dumps(value)}" for key, value in settings]
-            words += [word for name in named or [mechanism.name] for word in ("--heads", name)]
-        return words
+    def asking(self) -> dict[str, Any]:
+        """What :meth:`asked` makes it of: a value or a word by field, every projection said."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        heads = []
+        for name in mechanism_types(type(self)):
+            if (mechanism := given.pop(name)) is not None:
+                heads.append(name)
+                for setting, value in mechanism.to_dict().items():
+                    heads.append(f"{name}.{setting}={json.dumps(value)}")
+        given |= {projection: given[projection] or "none" for projection in PROJECTIONS}
+        return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
     @property
     def knock(self) -> Knock:

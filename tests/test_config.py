@@ -40,10 +40,8 @@ def test_parameters_of_latent_attention_follow_both_widths():
     ids=str,
 )
 def test_what_is_asked_for_in_its_own_words_is_the_same(kha):
-    words = kha.words()
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    given = {flag.removeprefix("--kha-").replace("-", "_"): word for flag, word in given.items()}
-    asked = KHAConfig.asked(given)
+    words = {name: value and str(value) for name, value in kha.asking().items()}
+    asked = KHAConfig.asked(words)
     assert asked == kha
     assert asked.fold == kha.fold
 

@@ -12,7 +12,8 @@ from kha_megatron.recipes.recipe import Recipe
 
 RANDOM_INIT = "random-init"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-SETTINGS = ("--kha-preset", "--kha-query", "--kha-key", "--kha-value", "--kha-init")
+_DECIDED = ("preset", *PROJECTIONS, "init", "heads")
+SETTINGS = (*(f"--kha-{name}" for name in _DECIDED[:-1]), "--heads")
 """What a variant decides; a recipe's kind of attention is not among it."""
 
 
@@ -25,8 +26,8 @@ class Variant:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with this choice in the place of its own."""
-        words = {f"kha_{p}": self.kha.variants.get(p, "none") for p in PROJECTIONS}
-        return recipe.updated(kha_preset="baseline", **words, kha_init=self.kha.init)
+        asking = self.kha.asking()
+        return recipe.updated(**{f"kha_{name}": asking[name] for name in _DECIDED})
 
 
 def parse_variants(text: str) -> tuple[Variant, ...]:

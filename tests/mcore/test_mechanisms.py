@@ -191,6 +191,7 @@ def test_its_settings_go_the_ways_of_the_others():
     entries = {f"kha_{name}": value for name, value in BOTH.to_dict().items()}
     assert Scaled.recorded(entries) == BOTH
     assert Scaled.recorded({"kha_scale": {}}) == Scaled(scale=Scale())
+    assert BOTH.asking()["heads"] == ("scale", "shared")
     assert str(BOTH) == "value=mlp scale shared"
     with pytest.raises(ConfigError, match=r"unknown setting size of scale"):
         Scaled.from_dict({"scale": {"size": 3}})
