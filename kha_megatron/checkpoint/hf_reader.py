@@ -14,7 +14,7 @@ from torch import Tensor
 from kha_megatron.checkpoint.buffers import bytes_of, from_file
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from kha_megatron.checkpoint.megatron import TensorInfo
-from kha_megatron.checkpoint.safetensors_file import NAMES, Place, read_header
+from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, read_header
 from kha_megatron.checkpoint.staging import opened
 from kha_megatron.errors import CheckpointError
 
@@ -32,7 +32,7 @@ class HFCheckpoint:
     """
 
     def __init__(
-        self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, Place]]
+        self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, Stored]]
     ) -> None:
         self.path = path
         self.config = config
@@ -115,7 +115,7 @@ class HFCheckpoint:
             )
         return tensor
 
-    def _place(self, key: str) -> tuple[Path, Place]:
+    def _place(self, key: str) -> tuple[Path, Stored]:
         if key not in self._tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
         return self._tensors[key]
@@ -138,7 +138,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 _REMEDY = f"copy it again, or delete {MANIFEST} if you changed the model on purpose"
 
 
-def _listed(path: Path, tensors: dict[str, tuple[Path, Place]]) -> dict[str, str]:
+def _listed(path: Path, tensors: dict[str, tuple[Path, Stored]]) -> dict[str, str]:
     """SHA-256 by tensor, from a manifest that lists just the tensors that the files hold."""
     listed = read_manifest(path)
     if listed is None:
@@ -157,11 +157,11 @@ def _listed(path: Path, tensors: dict[str, tuple[Path, Place]]) -> dict[str, str
     return {key: entry["sha256"] for key, entry in listed.items()}
 
 
-def _indexed(path: Path) -> dict[str, tuple[Path, Place]]:
+def _indexed(path: Path) -> dict[str, tuple[Path, Stored]]:
     weight_map = _json_object(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX} has no weight_map")
-    held: dict[str, dict[str, Place]] = {}
+    held: dict[str, dict[str, Stored]] = {}
     for key, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise CheckpointError(
@@ -176,7 +176,7 @@ def _indexed(path: Path) -> dict[str, tuple[Path, Place]]:
     return every | {key: (path / name, held[name][key]) for key, name in weight_map.items()}
 
 
-def _header(path: Path, name: str) -> dict[str, Place]:
+def _header(path: Path, name: str) -> dict[str, Stored]:
     """Of a file of the folder, which may be a link into the cache of Hugging Face's hub only."""
     file, folder = (path / name).resolve(), path.resolve()
     cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []

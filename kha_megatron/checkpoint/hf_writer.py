@@ -22,7 +22,7 @@ from torch import Tensor
 from kha_megatron.checkpoint.buffers import bytes_of
 from kha_megatron.checkpoint.hf_reader import INDEX, WEIGHTS
 from kha_megatron.checkpoint.manifest import write_manifest
-from kha_megatron.checkpoint.safetensors_file import NAMES, Place, TensorEntry, header
+from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, TensorEntry, header
 from kha_megatron.checkpoint.staging import write_at
 from kha_megatron.errors import CheckpointError, OutputError
 
@@ -63,7 +63,7 @@ class HFWriter:
         self, folder: Path, tensors: Sequence[TensorEntry], *, max_shard_bytes: int
     ) -> None:
         self.folder = folder
-        self._places: dict[str, tuple[str, Place]] = {}
+        self._places: dict[str, tuple[str, Stored]] = {}
         self._digests: dict[str, str] = {}
         self._lock = threading.Lock()
         self._started: set[str] = set()

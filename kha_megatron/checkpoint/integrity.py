@@ -13,47 +13,44 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 
-MANIFEST = "integrity.json"
+INTEGRITY = "integrity.json"
 _THREADS_TO_WRITE = 16  # one rank hashes what all have written
 _THREADS_TO_VERIFY = 2  # all ranks of a machine hash at once
 
 
-def write_manifest(folder: str | Path) -> None:
-    """Hash every file of ``folder`` and write its manifest.
+def write_hashes(folder: str | Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Hash every file of ``folder`` and write the list.
+
+    Args:
+        folder: of one iteration or release.
+        known: hashes by file name that need not be computed again.
 
     Raises:
         OutputError: the disk refuses.
     """
-    write_digests(Path(folder), {})
-
-
-def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """The same where the hashes of some files are known already.
-
-    Raises:
-        OutputError: the disk refuses.
-    """
+    folder = Path(folder)
     names = sorted(file.name for file in folder.iterdir() if file.is_file())
-    names = [name for name in names if name != MANIFEST]
+    names = [name for name in names if name != INTEGRITY]
     with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
         digests = pool.map(lambda name: known.get(name) or _digest(folder / name), names)
         files = dict(zip(names, digests, strict=True))
-    with staged_file(folder / MANIFEST) as staged:
+    with staged_file(folder / INTEGRITY) as staged:
         staged.write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
 
 
-def read_manifest(folder: Path) -> dict[str, str] | None:
+def read_hashes(folder: Path) -> dict[str, str] | None:
     """Hexadecimal SHA-256 by file name, or None if the checkpoint was saved without.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    file = folder / MANIFEST
+    file = folder / INTEGRITY
     try:
         content = json.loads(file.read_bytes())
         files = content["files"]
@@ -78,12 +75,12 @@ def check_file(file: Path, digest: str) -> None:
         actual = _digest(file)
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}), and {MANIFEST} lists it: copy it again, or "
-            "take another checkpoint"
+            f"{file} cannot be read ({error.strerror}), and {INTEGRITY} lists it: copy it again, "
+            "or take another checkpoint"
         ) from error
     if actual != digest:
         raise CheckpointError(
-            f"{file} is damaged: its SHA-256 begins with {actual[:12]}, {MANIFEST} says "
+            f"{file} is damaged: its SHA-256 begins with {actual[:12]}, {INTEGRITY} says "
             f"{digest[:12]}: copy it again, or take another checkpoint"
         )
 
@@ -141,7 +138,7 @@ class FileChecks:
                 check.cancel()
 
 
-def verify_manifest(folder: str | Path) -> None:
+def verify_hashes(folder: str | Path) -> None:
     """Check every file that the manifest lists, each on one of the ranks. Call it on every rank.
 
     A checkpoint that was saved without a manifest passes, and rank 0 says so.
@@ -155,7 +152,7 @@ def verify_manifest(folder: str | Path) -> None:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     problem = None
     try:
-        digests = read_manifest(folder)
+        digests = read_hashes(folder)
         if digests is None:
             announce(f"{folder} was saved without hashes: not verified")
         else:

@@ -1,4 +1,10 @@
-"""``manifest.json``: SHA-256, dtype and shape of every tensor that a conversion wrote."""
+"""What a conversion writes beside its tensors: two kinds of JSON file.
+
+``manifest.json`` of a Hugging Face folder has the SHA-256, dtype and shape of every tensor, and is
+checked when the folder is read. ``converted_from.json`` of a Megatron checkpoint says, for people,
+what that was made from: its hashes are in Megatron's own ``integrity.json``. Commits up to cf5b721
+called the second ``manifest.json`` as well.
+"""
 
 import json
 from collections.abc import Mapping
@@ -8,21 +14,36 @@ from typing import Any
 from kha_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+CONVERTED_FROM = "converted_from.json"
 FORMAT = 1
 
+Tensors = Mapping[str, Mapping[str, Any]]
 
-def write_manifest(
-    folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Write the manifest of a folder.
+
+def write_manifest(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
+    """Write the manifest of a Hugging Face folder.
 
     Args:
         folder: where the tensors are.
         source: identity of what they were made from.
         tensors: ``{name: {file, dtype, shape, sha256}}``.
     """
-    content = {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write(folder / MANIFEST, {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)})
+
+
+def write_converted_from(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
+    """Write what a converted Megatron checkpoint was made from.
+
+    Args:
+        folder: of the iteration or release.
+        source: identity of what was converted.
+        tensors: ``{key: {dtype, shape}}``.
+    """
+    _write(folder / CONVERTED_FROM, {"source": dict(source), "tensors": dict(tensors)})
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:

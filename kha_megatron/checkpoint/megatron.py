@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kha_megatron.checkpoint.integrity import check_file, read_manifest
+from kha_megatron.checkpoint.integrity import check_file, read_hashes
 from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
 from kha_megatron.errors import CheckpointError
-
-CONVERTED_FROM = "manifest.json"
-"""Only in a folder that a conversion wrote: what it was made from, and what it holds."""
 
 LEGACY_COMMON = "common.pt"
 """Where Megatron-Core kept what all ranks have in common before 0.19."""
@@ -65,7 +62,7 @@ class MegatronCheckpoint:
         mark = path / COMMIT_MARK
         if not mark.is_file():
             raise CheckpointError(_without_commit_mark(path))
-        digests = (read_manifest(path) or {}) if verify else {}
+        digests = (read_hashes(path) or {}) if verify else {}
         for name in {COMMIT_MARK, METADATA, LEGACY_COMMON} & set(digests):
             check_file(path / name, digests[name])
         try:

@@ -173,7 +173,7 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """The same for one file: the block writes the path it is given.
+    """A new file that takes ``target``'s place, flushed, when the block that writes it ends well.
 
     Raises:
         OutputError: the disk refuses.

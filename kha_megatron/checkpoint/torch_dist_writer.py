@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kha_megatron.checkpoint.integrity import write_digests
-from kha_megatron.checkpoint.megatron import CONVERTED_FROM
+from kha_megatron.checkpoint.integrity import write_hashes
+from kha_megatron.checkpoint.manifest import write_converted_from
 from kha_megatron.checkpoint.staging import write_at
 from kha_megatron.checkpoint.tensor_archive import write_tensor
 from kha_megatron.checkpoint.torch_dist import METADATA
@@ -137,7 +137,7 @@ class TorchDistWriter:
             self._objects[name] = BytesStorageMetadata()
 
     def close(self, common: Mapping[str, Any], source: Mapping[str, Any]) -> None:
-        """Write the common state, the index, ``manifest.json``, the commit mark and the hashes.
+        """Write the common state, the index, where it came from, the commit mark and the hashes.
 
         Args:
             common: what all ranks have in common: ``args`` (a ``Namespace`` of plain values),
@@ -169,10 +169,9 @@ class TorchDistWriter:
             }
             for key, whole in sorted(self._tensors.items())
         }
-        content = {"format": 1, "source": dict(source), "tensors": tensors}
-        (self.folder / CONVERTED_FROM).write_text(json.dumps(content, indent=2) + "\n")
+        write_converted_from(self.folder, source, tensors)
         (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
-        write_digests(self.folder, {shard.name: shard.digest for shard in self._shards})
+        write_hashes(self.folder, {shard.name: shard.digest for shard in self._shards})
 
     def _shard(self) -> "_Shard":
         """This thread's own; call it under the lock."""
@@ -232,7 +231,7 @@ class _Shard:
         return len(part)
 
     def flush(self) -> None:
-        """The same; there is no buffer."""
+        """What ``torch.save`` calls; nothing is buffered here."""
 
     def close(self) -> None:
         if self._file >= 0:

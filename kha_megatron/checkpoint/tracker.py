@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.integrity import MANIFEST
+from kha_megatron.checkpoint.integrity import INTEGRITY
+from kha_megatron.checkpoint.manifest import CONVERTED_FROM
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -25,13 +26,13 @@ COMMIT_MARK = "metadata.json"
 
 _LONGEST = 64  # bytes of a tracker file that are read: no iteration has as many digits
 _OF_A_SAVE = (
-    MANIFEST,
+    INTEGRITY,
     COMMIT_MARK,
-    f".{MANIFEST}.partial-*",
+    f".{INTEGRITY}.partial-*",
     ".metadata*",
     "*.distcp",
-    "manifest.json",
-    "converted_from.json",
+    "manifest.json",  # which commits up to cf5b721 called the next one
+    CONVERTED_FROM,
 )
 """The files of a save. The hashes go before the mark: alone they would tell of damage."""
 
@@ -166,7 +167,7 @@ def is_complete(path: Path) -> bool:
 
     Megatron writes the mark after all shards, not atomically, and the hashes after the mark.
     """
-    if (path / MANIFEST).is_file():
+    if (path / INTEGRITY).is_file():
         return True
     try:
         return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
@@ -196,7 +197,7 @@ def clear_for_overwriting(path: str | Path) -> None:
     announce(f"{path} holds {what}, which is replaced")
     for file in held:
         file.unlink()
-        if file.name in (MANIFEST, COMMIT_MARK):
+        if file.name in (INTEGRITY, COMMIT_MARK):
             flush(path)
 
 

@@ -232,13 +232,13 @@ def guard_checkpoints() -> None:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.training.global_vars import get_tensorboard_writer
 
-    from kha_megatron.checkpoint.integrity import verify_manifest, write_manifest
+    from kha_megatron.checkpoint.integrity import verify_hashes, write_hashes
     from kha_megatron.checkpoint.tracker import clear_for_overwriting
 
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
-    serialization.save_integrity_manifest = write_manifest
-    serialization.verify_integrity_manifest = verify_manifest
+    serialization.save_integrity_manifest = write_hashes
+    serialization.verify_integrity_manifest = verify_hashes
     async_save = TorchDistSaveShardedStrategy.async_save
     if getattr(async_save, "_kha_guarded", False):
         return

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kha_megatron.checkpoint import tensor_archive
-from kha_megatron.checkpoint.integrity import verify_manifest
+from kha_megatron.checkpoint.integrity import verify_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
@@ -171,7 +171,7 @@ def test_archives_and_index_are_those_that_megatron_writes(four):
     }
     assert (two.version, two.planner_data) == (one.version, one.planner_data)
     assert (four[1] / "metadata.json").read_bytes() == (four[0] / "metadata.json").read_bytes()
-    verify_manifest(four[1])
+    verify_hashes(four[1])
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["zip", "zip64"])
@@ -196,7 +196,7 @@ def test_what_it_says_of_itself(four):
     identity = checkpoint.identity()
     assert identity["format"] == "torch_dist"
     assert (identity["iteration"], len(identity["sha256"])) == (ITERATION, 64)
-    manifest = json.loads((four[1] / "manifest.json").read_text())
+    manifest = json.loads((four[1] / "converted_from.json").read_text())
     assert manifest["source"] == SOURCE
     assert manifest["tensors"]["embedding.word_embeddings.weight"] == {
         "dtype": "float32",

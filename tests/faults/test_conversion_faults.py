@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
-from kha_megatron.checkpoint.integrity import write_manifest
+from kha_megatron.checkpoint.integrity import write_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import read_header
 from kha_megatron.checkpoint.staging import staged_folder
@@ -477,7 +477,7 @@ def _hostile_state(folder, bomb):
 def test_a_pickle_with_right_hashes_in_a_megatron_checkpoint(source, old, tmp_path, hide):
     pwned, folder = tmp_path / "pwned", source("to-hf")
     hide(folder, Bomb(pwned))
-    write_manifest(next(folder.rglob(".metadata")).parent)  # the hashes are the attacker's
+    write_hashes(next(folder.rglob(".metadata")).parent)  # the hashes are the attacker's
     assert not pwned.exists()
     refused("to-hf", folder, old, r"names (posix|nt)\.system, which no checkpoint needs", KHAError)
     assert not pwned.exists()

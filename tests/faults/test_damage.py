@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kha_megatron.checkpoint.integrity import (
-    MANIFEST,
-    read_manifest,
-    verify_manifest,
-    write_manifest,
+    INTEGRITY,
+    read_hashes,
+    verify_hashes,
+    write_hashes,
 )
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_found_before_anything_is_read_from_its_file(copy, name
         MegatronCheckpoint.open(folder)._folder.read(key)
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256"):
-        verify_manifest(folder)
+        verify_hashes(folder)
 
 
 def test_without_the_manifest_a_flipped_bit_is_another_weight(copy):
@@ -78,19 +78,19 @@ def test_without_the_manifest_a_flipped_bit_is_another_weight(copy):
 
 def test_the_manifest_itself(copy):
     folder = iteration_folder(copy, 2)
-    digests = read_manifest(folder)
-    assert set(digests) == {file.name for file in folder.iterdir()} - {MANIFEST}
+    digests = read_hashes(folder)
+    assert set(digests) == {file.name for file in folder.iterdir()} - {INTEGRITY}
     for bad in ("", "{}", '{"files": 3}', '{"files": {"../x": "0"}, "algorithm": "sha256"}'):
-        (folder / MANIFEST).write_text(bad)
-        with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged: copy it again"):
+        (folder / INTEGRITY).write_text(bad)
+        with pytest.raises(CheckpointError, match=f"{INTEGRITY} is damaged: copy it again"):
             MegatronCheckpoint.open(folder)
-    (folder / MANIFEST).unlink()
+    (folder / INTEGRITY).unlink()
     MegatronCheckpoint.open(folder).tensor("embedding.word_embeddings.weight")  # older versions
-    write_manifest(folder)
-    assert read_manifest(folder) == digests
+    write_hashes(folder)
+    assert read_hashes(folder) == digests
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"__1_0.distcp cannot be read .*copy it again"):
-        verify_manifest(folder)
+        verify_hashes(folder)
 
 
 def _both_ways(folder, name):
@@ -101,13 +101,13 @@ def _both_ways(folder, name):
 
     folder = Path(folder)
     validation.verify_integrity_manifest(str(folder))
-    verify_manifest(folder)
+    verify_hashes(folder)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         flip(folder / name, 0.5)
     torch.distributed.barrier()
     try:
-        verify_manifest(folder)
+        verify_hashes(folder)
     except CheckpointError as error:
         answer = str(error)
     else:
@@ -186,7 +186,7 @@ def test_a_hostile_pickle_never_runs(entry, copy, tmp_path, where):
     spoil, message = HOSTILE[where]
     file, folder = tmp_path / "pwned", iteration_folder(copy, 2)
     spoil(folder, _Bomb(file))
-    write_manifest(folder)  # whoever can write the checkpoint can write its hashes
+    write_hashes(folder)  # whoever can write the checkpoint can write its hashes
     run = entry(arguments(copy), 2)
     assert not file.exists()
     assert run.codes == [2, 2], run.output[-3000:]

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from kha_megatron.checkpoint.integrity import verify_manifest
+from kha_megatron.checkpoint.integrity import verify_hashes
 from kha_megatron.checkpoint.tracker import COMMIT_MARK
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
@@ -37,7 +37,7 @@ def check_resumed(run, folder):
     assert run.codes == [0, 0], run.output[-3000:]
     assert resumed(run.output) == 1
     assert "ignoring iter_0000002: the save was cut short" in "".join(run.remarks)
-    verify_manifest(iteration_folder(folder, 2))
+    verify_hashes(iteration_folder(folder, 2))
 
 
 @pytest.mark.parametrize(

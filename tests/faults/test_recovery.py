@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 
-from kha_megatron.checkpoint.integrity import MANIFEST
+from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER, clear_for_overwriting
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.training import recovery
@@ -129,7 +129,7 @@ def test_a_named_iteration_is_left_to_the_user(tmp_path):
 def test_a_manifest_tells_damage_from_a_save_that_was_cut_short(tmp_path):
     """It is written last: the mark was whole once, so going back in silence would hide a fault."""
     make(tmp_path, "2", COMPLETE, TORN_MARK)
-    (tmp_path / "iter_0000002" / MANIFEST).write_text("{}")
+    (tmp_path / "iter_0000002" / INTEGRITY).write_text("{}")
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "2"
 
@@ -171,7 +171,7 @@ def test_a_tracker_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 def test_what_is_no_part_of_a_save_survives_its_replacement(tmp_path, capsys):
     save = make(tmp_path, None, COMPLETE) / "iter_0000001"
-    for name in (MANIFEST, f".{MANIFEST}.partial-7", ".metadata", ".metadata.tmp", "notes.txt"):
+    for name in (INTEGRITY, f".{INTEGRITY}.partial-7", ".metadata", ".metadata.tmp", "notes.txt"):
         (save / name).write_text("x")
     clear_for_overwriting(save)
     assert [file.name for file in save.iterdir()] == ["notes.txt"]
