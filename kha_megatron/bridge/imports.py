@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 
 from kha_megatron.errors import MissingDependencyError, VersionError
+from kha_megatron.versions import version_of
 
 _SUPPORTED = "0.6"
 
@@ -27,10 +27,9 @@ def bridge_imports() -> Iterator[None]:
 
 
 def _check_version() -> None:
-    try:
-        found = metadata.version("megatron-bridge")
-    except metadata.PackageNotFoundError:
-        raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge") from None
+    found = version_of("megatron-bridge")
+    if found is None:
+        raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
     if not f"{found}.".startswith(f"{_SUPPORTED}."):
         raise VersionError(
             f"megatron-bridge {found} is not supported ({_SUPPORTED} is): "

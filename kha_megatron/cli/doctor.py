@@ -30,10 +30,10 @@ from kha_megatron.cli.installation import (
     location,
     probe,
     supported_range,
-    version,
 )
 from kha_megatron.mcore import compat
-from kha_megatron.patching import megatron_version
+from kha_megatron.mcore.compat import megatron_version
+from kha_megatron.versions import version_of
 
 FLASH_ATTENTION = ">=2.1.1,<2.8.4"
 """What Transformer Engine 2.20 accepts."""
@@ -211,7 +211,7 @@ def check_megatron(name: str) -> list[Finding]:
     )
     if core is None:
         return [missing]
-    found, folder = megatron_version(location(core)) or version(name), location(core)
+    found, folder = megatron_version(location(core)) or version_of(name), location(core)
     status = "ok" if found and in_range(found, supported) else "wrong"
     untested = bool(found) and compat.release(found) > compat.NEWEST
     first = replace(
@@ -275,7 +275,7 @@ def see_transformer_engine(findings: list[Finding]) -> list[Finding]:
     seen = probe("import torch, transformer_engine.pytorch\nprint('{}')")
     if "error" not in seen:
         return findings
-    found = version(name) or "without a version"
+    found = version_of(name) or "without a version"
     # Megatron falls back on ImportError alone; with anything else its own import ends too
     harmless = "ImportError" in seen["kinds"]
     effect = TE_ABSENT if harmless else "`import megatron.core` fails with it"
@@ -287,7 +287,7 @@ def see_transformer_engine(findings: list[Finding]) -> list[Finding]:
             found=f"{found}, without its torch extension" if extension else found,
             effect=f"{effect}: {seen['error']}",
             remedy=f"pip install --no-build-isolation transformer-engine-torch=={found}"
-            if extension and version(name)
+            if extension and version_of(name)
             else f"{TE_INSTALL}, or pip uninstall {name}",
             blocks=not harmless,
         )
@@ -307,7 +307,7 @@ def check_apex(name: str) -> list[Finding]:
     )
     if spec is None:
         return [none]
-    folder, found = location(spec), version("apex")
+    folder, found = location(spec), version_of("apex")
     parts = ("optimizers", "normalization", "multi_tensor_apply")
     if not all(find_module(f"apex.{part}") for part in parts):
         impostor = replace(
@@ -336,7 +336,8 @@ def check_nemo_run(name: str) -> list[Finding]:
         finding = replace(
             finding,
             status="wrong",
-            effect=f"`import nemo_run` fails: leptonai {version('leptonai') or '(missing)'} has no "
+            effect="`import nemo_run` fails: leptonai "
+            f"{version_of('leptonai') or '(missing)'} has no "
             "leptonai.api.v1",
             remedy=f"pip install 'leptonai{supported_range('leptonai')}'",
         )

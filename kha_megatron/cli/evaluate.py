@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from contextlib import redirect_stdout
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +23,7 @@ from kha_megatron.errors import (
     MissingDependencyError,
     OutputError,
 )
+from kha_megatron.versions import version_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -90,7 +90,7 @@ def evaluate(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(target),
         "settings": {"num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size},
-        "versions": {name: version(name) for name in ("lm-eval", "transformers", "torch")},
+        "versions": {name: version_of(name) for name in ("lm-eval", "transformers", "torch")},
         "tasks": _report(results),
     }
     text = json.dumps(report, indent=2, allow_nan=False)

@@ -28,6 +28,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from kha_megatron.versions import version_of
+
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 PROBE_SECONDS = 120
@@ -61,14 +63,6 @@ class Finding:
     """What to do; empty if nothing needs to be done."""
     blocks: bool = False
     """Training cannot start like this: the command exits with code 1."""
-
-
-def version(package: str) -> str | None:
-    """The installed version of a distribution, None if there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def requirements() -> tuple[str, list[Requirement]]:
@@ -177,7 +171,7 @@ def check_package(
         supported: versions; None takes what kha-megatron asks for.
         install: what to run; None takes ``pip install`` with the supported versions.
     """
-    found = version(name)
+    found = version_of(name)
     supported = supported_range(name) if supported is None else supported
     status = "missing" if found is None else "ok" if in_range(found, supported) else "wrong"
     return [

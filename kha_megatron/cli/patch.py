@@ -10,10 +10,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from kha_megatron import patching
 from kha_megatron.cli import console
 from kha_megatron.cli.installation import find_module
-from kha_megatron.patching import Finding, Tree
+from kha_megatron.mcore import patching
+from kha_megatron.mcore.patching import Finding, Tree
 
 app = typer.Typer(
     name="patch",

@@ -4,13 +4,13 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean, median
 from typing import Any
 
 from kha_megatron.compare.runs import Comparison
 from kha_megatron.compare.statistics import Estimate, Losses, binned, estimate, final_loss, paired
 from kha_megatron.history.spikes import Spike, find_spikes
+from kha_megatron.versions import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
 
@@ -139,10 +139,4 @@ def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[li
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {package: found for package in _PACKAGES if (found := version_of(package))}

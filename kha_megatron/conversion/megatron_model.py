@@ -154,36 +154,17 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
         overrides: arguments in place of the saved ones, and of an unsharded float32 model.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import (
-        core_transformer_config_from_args,
-        gpt_config_from_args,
-        hybrid_config_from_args,
-    )
     from megatron.training.arguments import add_megatron_arguments
     from megatron.training.models.gpt import GPTModelBuilder
     from megatron.training.models.hybrid import HybridModelBuilder
 
-    from kha_megatron.conversion.megatron_latent import latent_layer_spec
-    from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
+    from kha_megatron.mcore.building import model_config
 
     defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
     saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
     args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
-    transformer = core_transformer_config_from_args(args)
-    kha = kha_of(checkpoint) or KHAConfig()
-    if args.hybrid_layer_pattern:
-        config = hybrid_config_from_args(args, config=transformer)
-        config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
-        builder = HybridModelBuilder(config)
-    else:
-        config = gpt_config_from_args(args, config=transformer)
-        config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it
-        config.transformer_layer_spec = (
-            latent_layer_spec(transformer)
-            if args.multi_latent_attention and kha == KHAConfig()
-            else lambda model_config: kha_layer_spec(model_config, kha)
-        )
-        builder = GPTModelBuilder(config)
+    config = model_config(args, kha_of(checkpoint) or KHAConfig())
+    builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
 

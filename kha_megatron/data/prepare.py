@@ -20,6 +20,7 @@ from kha_megatron.data import tokenization
 from kha_megatron.data.report import CORPUS, REPORT, TOKENIZER, DataReport
 from kha_megatron.data.text_files import Skips, check_files, find_files, printable
 from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.versions import version_of
 
 DEFAULT_VOCAB_SIZE = 4096
 
@@ -206,15 +207,10 @@ def _meter(on_progress: OnProgress, stage: str, files: int, size: int) -> Callab
     return advance
 
 
-def _versions() -> dict[str, str]:
-    import megatron.core
-    import tokenizers
-    import transformers
-
+def _versions() -> dict[str, str | None]:
+    packages = ("megatron-core", "tokenizers", "transformers")
     return {
         "python": platform.python_version(),
         "kha-megatron": kha_megatron.__version__,
-        "megatron-core": megatron.core.__version__,
-        "tokenizers": tokenizers.__version__,
-        "transformers": transformers.__version__,
+        **{name: version_of(name) for name in packages},
     }

@@ -18,7 +18,6 @@ from typing import Any
 
 from kha_megatron.errors import VersionError
 from kha_megatron.mcore.symbols import PLUG_IN, TRAINING_PACKAGE, Symbols, missing_symbols
-from kha_megatron.patching import megatron_version
 
 OLDEST, NEWEST, TRAINING, HYBRID, FAMILY = (0, 17), (0, 19), (0, 19), (0, 18), (0, 19)
 
@@ -35,6 +34,16 @@ def installed_version() -> str:
         return (folders and megatron_version(Path(folders[0]))) or metadata.version("megatron-core")
     except ImportError:
         raise VersionError(f"megatron-core is not installed: `{install()}`") from None
+
+
+def megatron_version(core: Path) -> str | None:
+    """The version in the ``package_info.py`` of a ``megatron/core`` folder, read as text."""
+    try:
+        text = (core / "package_info.py").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
+    return ".".join(numbers.values()) if len(numbers) == 3 else None
 
 
 def release(version: str) -> tuple[int, int]:

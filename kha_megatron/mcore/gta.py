@@ -32,6 +32,7 @@ from torch import Tensor
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.attention import KHASelfAttention, refuse_other_rows
+from kha_megatron.mcore.knocking import parameter_device
 
 _FUSED_NORM = "input_layernorm."
 
@@ -50,12 +51,9 @@ class RotaryKeyProjection(MegatronModule):
         super().__init__(config)
         self.tp_group = tp_group
         self.tensor_model_parallel = False  # by which Megatron-FSDP sorts modules
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        if config.init_model_with_meta_device:
-            device = "meta"
         shape = (config.kv_channels // 2, config.hidden_size)
         self.weight = torch.nn.Parameter(
-            torch.empty(shape, dtype=config.params_dtype, device=device)
+            torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
         )
         if config.perform_initialization:
             # from the random state that tensor-parallel ranks share, like a router's weight

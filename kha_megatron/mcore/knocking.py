@@ -66,7 +66,7 @@ class HeadWeight(MegatronModule):
         self.tensor_model_parallel = ranks > 1
         shape = (tensor.shape[0] // ranks, *tensor.shape[1:])
         self.weight = torch.nn.Parameter(
-            torch.empty(shape, dtype=config.params_dtype, device=_device(config))
+            torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
         )
         if self.tensor_model_parallel:
             set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
@@ -163,7 +163,8 @@ class KnockingHeads(HeadWeight):
         return f"{self.variant}, weight={tuple(self.weight.shape)}"
 
 
-def _device(config: TransformerConfig) -> torch.device | int | str:
+def parameter_device(config: TransformerConfig) -> torch.device | int | str:
+    """Where ``config`` wants a new parameter."""
     if config.init_model_with_meta_device:
         return "meta"
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

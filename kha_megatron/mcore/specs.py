@@ -36,11 +36,18 @@ with megatron_imports():
     from megatron.core.utils import get_pg_rank
 
     from kha_megatron.mcore.attention import KHASelfAttention, check_config
-    from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
-    from kha_megatron.mcore.gla import check_grouped, grouped
     from kha_megatron.mcore.gta import KHAGroupedTiedAttention, check_tied, tied_layer
-    from kha_megatron.mcore.mla import KHAFusedMLASelfAttention, KHAMLASelfAttention
-    from kha_megatron.mcore.norm import TorchNorm, accept_sequence_parallelism
+    from kha_megatron.mcore.latent import (
+        KHAFusedMLASelfAttention,
+        KHAMLASelfAttention,
+        check_grouped,
+        grouped,
+    )
+    from kha_megatron.mcore.local_modules import (
+        GatheredDotProductAttention,
+        TorchNorm,
+        accept_sequence_parallelism,
+    )
     from kha_megatron.mcore.settings import named_config, publish
 
 Spec = ModuleSpec | TransformerBlockSubmodules
@@ -63,7 +70,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
 
     Every ``SelfAttention`` becomes :class:`~kha_megatron.mcore.attention.KHASelfAttention` (or
     :class:`~kha_megatron.mcore.gta.KHAGroupedTiedAttention`), every ``MLASelfAttention`` one of
-    :mod:`kha_megatron.mcore.mla`. Of the local modules, the norm becomes one that sequence
+    :mod:`kha_megatron.mcore.latent`. Of the local modules, the norm becomes one that sequence
     parallelism accepts and the core attention one that context parallelism and latent attention
     accept. The rest, the experts and the backend's linear layers included, stays as it was.
     ``spec`` is not changed.

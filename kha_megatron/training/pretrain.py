@@ -23,12 +23,7 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
-from megatron.training.argument_utils import (
-    core_transformer_config_from_args,
-    gpt_config_from_args,
-    hybrid_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -38,13 +33,13 @@ from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.mcore import compat
+from kha_megatron.mcore.attention import describe_model
 from kha_megatron.mcore.balancing import balance_experts
+from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.hybrid import check_pattern
 from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import HeadWeight
-from kha_megatron.mcore.monitor import describe_model
-from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
@@ -122,15 +117,8 @@ def run(program_start: float) -> None:
 
 
 def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """Megatron's configuration of a GPTModel or a HybridModel whose layers we specify."""
-    transformer = core_transformer_config_from_args(args)
-    if args.hybrid_layer_pattern:
-        config = hybrid_config_from_args(args, config=transformer)
-        config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
-    else:
-        config = gpt_config_from_args(args, config=transformer)
-        config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it: always 8
-        config.transformer_layer_spec = partial(_layer_spec, kha=kha)
+    """Megatron's configuration of the model, and what is done to the model before it is wrapped."""
+    config = model_config(args, kha)
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
@@ -176,10 +164,6 @@ def _upcycle(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     for module in (m for model in models for m in model.modules() if isinstance(m, HeadWeight)):
         module.keep_at_next_load()
     return models
-
-
-def _layer_spec(config: Any, vp_stage: int | None = None, *, kha: KHAConfig) -> Any:
-    return kha_layer_spec(config, kha, vp_stage)
 
 
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors", "heads", "announcements"}
+EVERYONE = {"config", "errors", "heads", "announcements", "versions"}
 FREE = {
     "heads",
     *("ops", "model", "checkpoint", "history", "mcore", "cpu", "data", "training", "hf"),
@@ -24,13 +25,13 @@ ARROWS = {
     "config": set(),
     "errors": set(),
     "announcements": set(),
+    "versions": set(),
     "heads": set(),
-    "patching": {"checkpoint"},
     "ops": set(),
     "model": set(),
     "checkpoint": set(),
     "history": set(),
-    "mcore": {"ops", "model", "checkpoint", "patching"},
+    "mcore": {"ops", "model", "checkpoint"},
     "cpu": set(),
     "data": {"checkpoint"},
     "training": {"mcore", "model", "checkpoint", "data", "cpu"},
@@ -40,15 +41,15 @@ ARROWS = {
     "plan": {"model"},
     "compare": {"recipes", "plan", "model", "checkpoint", "history", "mcore", "ops"},
     "bridge": {"hf", "mcore", "conversion", "checkpoint"},
-    "cli": FREE - {"cli", "bridge"} | {"patching"},
+    "cli": FREE - {"cli", "bridge"},
 }
 OUTSIDE = {
     "": set(),
     "config": set(),
     "errors": set(),
     "announcements": set(),
+    "versions": set(),
     "heads": set(),
-    "patching": set(),
     "ops": {"torch", "triton"},
     "model": set(),
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
@@ -143,13 +144,74 @@ print(kha_megatron.KHAConfig.from_preset("kha_mlp"))
     assert result.stdout.strip() == "value=mlp"
 
 
-def test_version_checks_live_in_compat_only():
+A_VERSION = re.compile(
+    r"((importlib\.metadata|packaging|pkg_resources|kha_megatron\.versions|.*\bpackage_info)(\..*)?"
+    r"|(.*\.)?(__version__|is_\w*_min_version|is_version_at_least"
+    r"|(get_\w+|megatron|installed)_version))"
+)
+RECORD = r"kha_megatron\.versions.*"
+MAY_READ = {
+    "mcore/compat.py": ".*",
+    "versions.py": r"importlib\.metadata",
+    # the rest writes versions down or holds them against what is supported
+    "mcore/patching.py": r".*\bmegatron_version",
+    "cli/installation.py": rf"{RECORD}|packaging.*|importlib\.metadata",
+    "cli/doctor.py": rf"{RECORD}|.*\bmegatron_version",
+    **dict.fromkeys(
+        ("bridge/imports.py", "cli/evaluate.py", "compare/report.py", "data/prepare.py"), RECORD
+    ),
+}
+"""Which modules may learn what version something is, and by which words."""
+
+
+def version_reads(source):
+    """Words by which a source text learns what version something is, but for our own."""
+    words = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="kha_megatron")):
+                continue
+            case ast.Attribute(attr=word):
+                words.append(word)
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(word)), *_]):
+                words.append(word)
+            case ast.Import(names=names):
+                words += [alias.name for alias in names]
+            case ast.ImportFrom(module=module, names=names) if module != "kha_megatron":
+                words += [f"{module}.{alias.name}" for alias in names]
+    return [word for word in words if A_VERSION.fullmatch(word)]
+
+
+def test_versions_are_read_in_compat_only():
     for path in MODULES:
-        if path.relative_to(PACKAGE).as_posix() == "mcore/compat.py":
-            continue
-        text = path.read_text()
-        for word in ("is_te_min_version", "is_torch_min_version", "is_version_at_least"):
-            assert word not in text, f"{path}: {word} belongs in mcore/compat.py"
+        name = path.relative_to(PACKAGE).as_posix()
+        read = version_reads(path.read_text())
+        wrong = [word for word in read if not re.fullmatch(MAY_READ.get(name, ""), word)]
+        assert not wrong, f"{name} reads {wrong}: ask mcore/compat.py"
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        "import megatron.core\nif megatron.core.__version__ >= '0.19': pass",
+        "from megatron.core import __version__",
+        "from megatron import core\nnew = getattr(core, '__version__', '0')",
+        "from megatron.core import package_info",
+        "from importlib.metadata import version",
+        "from importlib import metadata\nmetadata.version('megatron-core')",
+        "from packaging.version import Version",
+        "import packaging.version as v",
+        "from kha_megatron.versions import version_of",
+        "from megatron.core.utils import is_te_min_version",
+        "from megatron.core import utils\nutils.is_torch_min_version('2.6')",
+        "from kha_megatron.mcore.compat import installed_version",
+        "from kha_megatron.mcore import compat\ncompat.installed_version()",
+    ],
+)
+def test_a_version_if_anywhere_else_is_found(mutation):
+    source = (PACKAGE / "mcore" / "attention.py").read_text()
+    assert not version_reads(source)
+    assert version_reads(f"{source}\n{mutation}")
 
 
 def test_presets_build():

@@ -6,8 +6,9 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from kha_megatron import cli, patching
+from kha_megatron import cli
 from kha_megatron.cli import patch as command
+from kha_megatron.mcore import patching
 
 DIFF = b"""Say two in words
 

@@ -349,7 +349,7 @@ def with_shared_matrices_reduced_like_experts():
 
 @contextmanager
 def with_the_rotary_key_left_to_megatron():
-    from kha_megatron.mcore.mla import _KnockedLatentAttention as Ours
+    from kha_megatron.mcore.latent import _KnockedLatentAttention as Ours
 
     rule = Ours._qkv_down_projection
     Ours._qkv_down_projection = lambda self, hidden: super(Ours, self)._qkv_down_projection(hidden)
@@ -361,7 +361,7 @@ def with_the_rotary_key_left_to_megatron():
 
 @contextmanager
 def with_the_query_norm_left_to_megatron():
-    from kha_megatron.mcore.mla import _KnockedLatentAttention as Ours
+    from kha_megatron.mcore.latent import _KnockedLatentAttention as Ours
 
     rule = Ours._count_query_norm_once
     Ours._count_query_norm_once = lambda self: None
@@ -422,7 +422,7 @@ def test_without_the_reduction_outside_of_experts_replicas_drift(ranks, unsharde
 
 
 def test_megatron_alone_gets_the_rotary_key_of_mla_wrong(ranks, unsharded):
-    """Should this fail, upstream has mended it, and the override in ``mcore/mla.py`` can go."""
+    """Should this fail, upstream has mended it, and the override in ``mcore/latent.py`` can go."""
     needs_attention_family()
     latent = case(khas=(MLA,), tp=2, config=LATENT)
     wrong = mutated(ranks, unsharded, latent, with_the_rotary_key_left_to_megatron)

@@ -19,7 +19,7 @@ def attended(cp, window=None):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
 
-    from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
+    from kha_megatron.mcore.local_modules import GatheredDotProductAttention
     from tests.distributed import models
 
     models.initialize(context_parallel_size=cp)

@@ -254,7 +254,7 @@ def test_a_stock_script_meets_the_same_refusals(ranks):
 
 
 def described(asked, built, pattern):
-    from kha_megatron.mcore.monitor import describe_model
+    from kha_megatron.mcore.attention import describe_model
     from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
 

@@ -19,7 +19,7 @@ def rewritten_spec():
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from kha_megatron.mcore.attention import KHASelfAttention
-    from kha_megatron.mcore.context_parallel import GatheredDotProductAttention
+    from kha_megatron.mcore.local_modules import GatheredDotProductAttention
     from kha_megatron.mcore.specs import with_kha
     from tests.distributed import models
 

@@ -104,7 +104,7 @@ def test_a_nan_stops_a_resumed_run_before_its_first_step(corpus, tmp_path):
 
 
 def _describe(asked, built, layout):
-    from kha_megatron.mcore.monitor import describe_model
+    from kha_megatron.mcore.attention import describe_model
     from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 

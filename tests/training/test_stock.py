@@ -12,7 +12,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.patching import change, find_tree, load_patches
+from kha_megatron.mcore.patching import change, find_tree, load_patches
 from kha_megatron.training import stock
 from kha_megatron.training.arguments import add_kha_arguments
 from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, start

@@ -1,10 +1,10 @@
-"""Context parallelism for Megatron's local core attention, which has none of its own.
+"""Norm and core attention without Transformer Engine, for parallelisms that Megatron's refuse.
 
-Every rank gathers the keys and values of the whole sequence and attends with its own queries. That
-costs the memory that context parallelism is meant to save, so it is a correctness device for
-machines without Transformer Engine (``kha_megatron.cpu``), whose ring attention replaces it on a
-GPU. The split of the sequence is Megatron's: of ``2 * cp`` equal chunks, rank ``i`` holds chunks
-``i`` and ``2 * cp - 1 - i``.
+In context parallelism every rank gathers the keys and values of the whole sequence and attends with
+its own queries. That costs the memory that context parallelism is meant to save, so it is a
+correctness device for machines without Transformer Engine (``kha_megatron.cpu``), whose ring
+attention replaces it on a GPU. The split of the sequence is Megatron's: of ``2 * cp`` equal chunks,
+rank ``i`` holds chunks ``i`` and ``2 * cp - 1 - i``.
 """
 
 import copy
@@ -14,12 +14,45 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kha_megatron.errors import ConfigError
+
+
+class TorchNorm:
+    """Megatron's ``WrappedTorchNorm`` with the mark that sequence parallelism needs.
+
+    Upstream refuses sequence parallelism only because torch's norms do not set the
+    ``sequence_parallel`` attribute by which Megatron sums the weight gradients of sequence shards;
+    the norm itself works row by row. Transformer Engine's and apex's set it, and so does this one.
+    """
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> torch.nn.Module:
+        """Build the ``torch.nn`` norm that ``config.normalization`` names."""
+        accepted = copy.copy(config)
+        accepted.sequence_parallel = False
+        norm = WrappedTorchNorm(accepted, hidden_size, eps)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def accept_sequence_parallelism() -> None:
+    """Let a block made of one repeated layer spec end in :class:`TorchNorm`.
+
+    Such a spec (``--spec`` names one) cannot choose the block's final norm: Megatron takes
+    Transformer Engine's, apex's, or without both ``WrappedTorchNorm``. Only that last is replaced,
+    by what builds the same norm and refuses nothing more.
+    """
+    if transformer_block.LayerNormImpl is WrappedTorchNorm:
+        transformer_block.LayerNormImpl = TorchNorm
 
 
 class GatheredDotProductAttention(DotProductAttention):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron import patching
 from kha_megatron.errors import OutputError, PatchError
-from kha_megatron.patching import change, examine, find_tree, load_patches, parse
+from kha_megatron.mcore import patching
+from kha_megatron.mcore.patching import change, examine, find_tree, load_patches, parse
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 VERSIONS = sorted(
     p.name.removeprefix("megatron-core-") for p in (REPOSITORY / "patches").glob("m*")
 )
@@ -320,7 +320,7 @@ def test_a_link_inside_the_tree_stays_one(small):
 
 KILLED = """
 import os, pathlib, signal, sys
-from kha_megatron.patching import change, find_tree, parse
+from kha_megatron.mcore.patching import change, find_tree, parse
 tree = find_tree(pathlib.Path(sys.argv[1]))
 replace, calls = pathlib.Path.replace, []
 def counted(self, target):
@@ -420,7 +420,7 @@ def test_a_wheel_holds_the_patches(tmp_path):
         archive.extractall(tmp_path / "site")
     shipped = contents(tmp_path / "site/kha_megatron/patches")
     assert shipped.keys() == contents(REPOSITORY / "patches").keys()
-    code = "from kha_megatron import patching\n"
+    code = "from kha_megatron.mcore import patching\n"
     code += "print(patching.patch_folder(), len(patching.load_patches('0.19.0')))"
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import PatchError
+from kha_megatron.mcore.compat import megatron_version
 
 State = Literal["absent", "applied", "partial", "mismatch"]
 
@@ -54,16 +55,6 @@ class Finding:
     """For a mismatch what is wrong, else hunks that are at another line than in the release."""
 
 
-def megatron_version(core: Path) -> str | None:
-    """The version in the ``package_info.py`` of a ``megatron/core`` folder, read as text."""
-    try:
-        text = (core / "package_info.py").read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
-    return ".".join(numbers.values()) if len(numbers) == 3 else None
-
-
 def find_tree(path: Path) -> Tree:
     """The Megatron that ``path`` means.
 
@@ -87,7 +78,7 @@ def find_tree(path: Path) -> Tree:
 
 def patch_folder() -> Path:
     """Where the diffs are: in the installed package, or beside it in a source tree."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     return here / "patches" if (here / "patches").is_dir() else here.parent / "patches"
 
 
