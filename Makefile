@@ -32,6 +32,7 @@ test-matrix: setup ## The core of it against every supported Megatron-Core (VERS
 gpu-check: ## Prove and measure what needs a GPU, in 8 minutes; ARGS=--dry-run does without one
 	@$(firstword $(wildcard $(PYTHON_IN_VENV)) python3) tools/gpu_check.py $(ARGS)
 
-lint: setup ## Style and formatting
+lint: setup ## Style, formatting and types
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy

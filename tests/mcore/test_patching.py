@@ -418,6 +418,7 @@ def test_a_wheel_holds_the_patches(tmp_path):
     )
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
+    assert (tmp_path / "site/kha_megatron/py.typed").is_file()
     shipped = contents(tmp_path / "site/kha_megatron/patches")
     assert shipped.keys() == contents(REPOSITORY / "patches").keys()
     code = "from kha_megatron.mcore import patching\n"
