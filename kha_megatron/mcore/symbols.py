@@ -42,6 +42,11 @@ PLUG_IN: Symbols = MappingProxyType(
         "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": ("group",),
         "megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region": ("group",),
         "megatron.core.tensor_parallel:scatter_to_sequence_parallel_region": ("group",),
+        "megatron.core.tensor_parallel:set_tensor_model_parallel_attributes": (
+            "is_parallel",
+            "dim",
+            "stride",
+        ),
         "megatron.core.transformer:transformer_block.LayerNormImpl": (),
         "megatron.core.transformer.attention:Attention": (),
         "megatron.core.transformer.attention:SelfAttention": (
@@ -114,6 +119,10 @@ PLUG_IN: Symbols = MappingProxyType(
         ),
         "megatron.core.utils:get_model_config": ("model",),
         "megatron.core.utils:get_pg_rank": ("group",),
+        "megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint": (
+            "tp_group",
+            "dp_cp_group",
+        ),
     }
 )
 """What ``mcore`` without ``hybrid`` imports from Megatron, as ``module:name``, and the parameters
