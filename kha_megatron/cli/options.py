@@ -15,9 +15,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             that class's fields, which are annotated with ``typer.Option`` and have plain defaults.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
 
-    @functools.wraps(command)
     def ungrouped(**given: Any) -> None:
         for name, kind in groups.items():
             given[name] = kind(**{item.name: given.pop(item.name) for item in fields(kind)})
@@ -42,7 +41,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
                     annotation=own[item.name],
                 )
             )
-    del ungrouped.__wrapped__  # which inspect would look through
-    ungrouped.__annotations__ = {p.name: p.annotation for p in parameters}
-    ungrouped.__signature__ = signature(command).replace(parameters=parameters)
-    return ungrouped
+    shown: Any = functools.wraps(command)(ungrouped)
+    del shown.__wrapped__  # which inspect would look through
+    shown.__annotations__ = {p.name: p.annotation for p in parameters}
+    shown.__signature__ = signature(command).replace(parameters=parameters)
+    return shown

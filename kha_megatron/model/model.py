@@ -215,6 +215,17 @@ class Model:
         )
 
     @property
+    def heads(self) -> HeadSizes:
+        """What head mechanisms act on, over all tensor-parallel ranks."""
+        latent, query = self.multi_latent_attention, self.num_attention_heads
+        return HeadSizes(
+            query_heads=query,
+            kv_heads=query if latent else self.num_query_groups,
+            head_dim=self.head_dim,
+            value_dim=self.v_head_dim if latent else None,
+        )
+
+    @property
     def latent_heads(self) -> int:
         """Heads of the latent of keys and values: 1 in MLA."""
         return self.kha_latent_heads if self.kha_attention == "gla" else 1
@@ -228,6 +239,32 @@ class Model:
     def norm_parameters(self) -> int:
         """Parameters of a norm for each feature."""
         return 1 if self.normalization == "RMSNorm" else 2
+
+    @property
+    def layers(self) -> int:
+        """How many there are, where that is known."""
+        assert self.num_layers is not None, "the depth of a hybrid model"
+        return self.num_layers
+
+    @property
+    def dense_width(self) -> int:
+        """Features inside a dense MLP; 0 where that is not known."""
+        return self.ffn_hidden_size or 0
+
+    @property
+    def experts(self) -> int:
+        """Routed ones of a layer that has them; 0 without."""
+        return self.num_experts or 0
+
+    @property
+    def expert_width(self) -> int:
+        """Features inside one expert."""
+        return self.moe_ffn_hidden_size or 0
+
+    @property
+    def shared_width(self) -> int:
+        """Features inside the shared expert; 0 without."""
+        return self.moe_shared_expert_intermediate_size or 0
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer (counted from 0) has experts."""

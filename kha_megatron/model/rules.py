@@ -289,8 +289,8 @@ def _check_pipeline(model: Model, layout: Layout) -> None:
 
 def _check_split(layers: int, layout: Layout) -> None:
     """Layers over pipeline ranks, the first and last of which may have a number of their own."""
-    own = {"first": layout.first_stage_layers, "last": layout.last_stage_layers}
-    own = {name: count for name, count in own.items() if count is not None}
+    ends = {"first": layout.first_stage_layers, "last": layout.last_stage_layers}
+    own = {name: count for name, count in ends.items() if count is not None}
     extra = {"embedding": layout.embedding_as_layer, "loss": layout.loss_as_layer}
     names = [f"the {name}" for name, counted in extra.items() if counted]
     if own and names:

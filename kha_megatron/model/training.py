@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from kha_megatron.model.fields import read, said
 
@@ -33,7 +33,9 @@ class Training:
     gradient_accumulation_fusion: bool = _option(
         "--no-gradient-accumulation-fusion", True, argument="gradient_accumulation_fusion"
     )
-    recompute_granularity: str | None = _option("--recompute-granularity", None)
+    recompute_granularity: Literal["selective", "full"] | None = _option(
+        "--recompute-granularity", None
+    )
     decrease_batch_size_if_needed: bool = _option("--decrease-batch-size-if-needed", False)
     split: str | None = _option("--split", None)
     num_workers: int = _option("--num-workers", 2, least=0)

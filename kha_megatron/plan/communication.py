@@ -98,7 +98,7 @@ def _attention(rank: Rank) -> float:
 
 
 def _shared_expert(rank: Rank) -> float:
-    return _block(rank) if rank.model.moe_shared_expert_intermediate_size else 0
+    return _block(rank) if rank.model.shared_width else 0
 
 
 def _ends(rank: Rank) -> float:

@@ -9,13 +9,11 @@ Multi-head and multi-query attention are grouped-query attention with ``g = n`` 
 """
 
 import itertools
-import re
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadSizes
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 
@@ -35,8 +33,6 @@ class Attention:
     """Multiply-adds for one query and one key with its value, over all heads."""
     cache: int
     """Numbers that decoding keeps of one token."""
-    heads: HeadSizes
-    """What the mechanisms act on, over all tensor-parallel ranks."""
 
     @property
     def parameters(self) -> int:
@@ -59,7 +55,6 @@ def grouped_query(model: Model) -> Attention:
         norms=_qk_norms(model),
         pair=2 * n * head,
         cache=2 * g * head,
-        heads=HeadSizes(query_heads=n, kv_heads=g, head_dim=head),
     )
 
 
@@ -72,7 +67,6 @@ def grouped_tied(model: Model) -> Attention:
         norms=_qk_norms(model),
         pair=2 * n * head,
         cache=g * head + head // 2,
-        heads=HeadSizes(query_heads=n, kv_heads=g, head_dim=head),
     )
 
 
@@ -92,7 +86,6 @@ def latent(model: Model) -> Attention:
         norms=(query_rank + rank) * model.norm_parameters if model.qk_layernorm else 0,
         pair=n * (key + position + value),
         cache=rank + position,
-        heads=HeadSizes(query_heads=n, kv_heads=n, head_dim=key, value_dim=value),
     )
 
 
@@ -131,21 +124,20 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
     attention = attention_of(model)
     matrices = 3 if model.swiglu else 2
-    knocking = kha.parameters(attention.heads, tp)
+    knocking = kha.parameters(model.heads, tp)
     norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0
-    for layer in itertools.chain(*layout.stage_layers(model.num_layers, stage)):
+    for layer in itertools.chain(*layout.stage_layers(model.layers, stage)):
         count += 1
         linear += attention.weights // tp
         if not model.is_moe(layer):
-            linear += matrices * hidden * model.ffn_hidden_size // tp
+            linear += matrices * hidden * model.dense_width // tp
             continue
-        shared = model.moe_shared_expert_intermediate_size or 0
-        linear += matrices * hidden * shared // tp
-        router += model.num_experts * hidden
-        local = model.num_experts // layout.ep
-        expert += local * matrices * hidden * model.moe_ffn_hidden_size // layout.expert_tp
+        linear += matrices * hidden * model.shared_width // tp
+        router += model.experts * hidden
+        local = model.experts // layout.ep
+        expert += local * matrices * hidden * model.expert_width // layout.expert_tp
 
     table = model.padded_vocab(tp) * hidden // tp
     first, last = stage == 0, stage == layout.pp - 1
@@ -161,7 +153,7 @@ def active_parameters(model: Model, kha: KHAConfig) -> int:
     whole = parameters(model, kha, Layout())
     if not whole.experts:
         return whole.total
-    return whole.dense + whole.experts * model.moe_router_topk // model.num_experts
+    return whole.dense + whole.experts * model.moe_router_topk // model.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +242,7 @@ def count(model: Model, kha: KHAConfig) -> Counts:
         active=active_parameters(model, kha),
         kha=whole.kha,
         cache_per_layer=cache,
-        cache_bytes=_CACHE_BYTES * cache * model.num_layers,
+        cache_bytes=_CACHE_BYTES * cache * model.layers,
     )
 
 
@@ -262,22 +254,22 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
     are the paper's own.
     """
     attention = attention_of(model)
-    layers, hidden = model.num_layers, model.hidden_size
+    layers, hidden = model.layers, model.hidden_size
     matrices = 3 if model.swiglu else 2
     width = router = 0
     for layer in range(layers):
         if not model.is_moe(layer):
-            width += model.ffn_hidden_size
+            width += model.dense_width
             continue
-        width += model.moe_router_topk * model.moe_ffn_hidden_size
-        width += model.moe_shared_expert_intermediate_size or 0
-        router += model.num_experts
+        width += model.moe_router_topk * model.expert_width
+        width += model.shared_width
+        router += model.experts
     return Flops(
         projections=2 * length * layers * attention.weights,
         scores=2 * length**2 * layers * attention.pair,
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
-        kha=length * layers * kha.flops(attention.heads),
+        kha=length * layers * kha.flops(model.heads),
         logits=2 * length * hidden * model.padded_vocab(1),
     )
 
@@ -289,7 +281,7 @@ def as_printed(number: int, example: str) -> tuple[str, str]:
     "rounded")``: the paper does both. A count that comes to other digits is rounded, with how far
     off it is.
     """
-    digits, unit = re.fullmatch(r"([\d.]+)([MB])", example).groups()
+    digits, unit = example[:-1], example[-1]
     scaled, step = Decimal(number) / _UNITS[unit], Decimal(digits)
     rounded = scaled.quantize(step, rounding=ROUND_HALF_UP)
     for value, how in (

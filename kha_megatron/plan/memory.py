@@ -134,13 +134,13 @@ def layer_activations(rank: Rank, moe: bool) -> float:
 
     between = 2 if model.swiglu else 1
     if not moe:
-        width_here = model.ffn_hidden_size / layout.tp
+        width_here = model.dense_width / layout.tp
         kept += share * hidden * (width + entry)
         return kept + tokens * width_here * (between * width + entry)
     routed = share * model.moe_router_topk * layout.expert_tp
-    expert_width = model.moe_ffn_hidden_size / layout.expert_tp
+    expert_width = model.expert_width / layout.expert_tp
     kept += 2 * share * hidden * width  # in and out of the norm, which the router keeps
-    kept += share * model.num_experts * 9  # scores and probabilities in fp32, the routing map
+    kept += share * model.experts * 9  # scores and probabilities in fp32, the routing map
     kept += routed * hidden * entry + routed * expert_width * (between * width + entry)
-    shared = (model.moe_shared_expert_intermediate_size or 0) / layout.tp
+    shared = model.shared_width / layout.tp
     return kept + tokens * shared * (between * width + entry)

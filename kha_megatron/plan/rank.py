@@ -7,7 +7,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
-from kha_megatron.plan.counts import Parameters, attention_of, parameters
+from kha_megatron.plan.counts import Parameters, parameters
 
 Precision = Literal["fp32", "bf16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -58,9 +58,9 @@ class Rank:
             setup=setup,
             layout=layout,
             stage=stage,
-            chunks=layout.stage_layers(model.num_layers, stage),
+            chunks=layout.stage_layers(model.layers, stage),
             counts=parameters(model, setup.kha, layout, stage),
-            heads=attention_of(model).heads.on_rank(layout.tp),
+            heads=model.heads.on_rank(layout.tp),
             microbatches=batch.microbatches(layout.dp),
             tokens=tokens,
             share=tokens / layout.tp if layout.sequence_parallel else tokens,

@@ -106,19 +106,20 @@ def plan_layouts(
     low, high = GPUS
     if not low <= gpus <= high:
         raise ConfigError(f"--gpus {gpus}: plan knows {low} to {high} GPUs")
-    fixed = {name: size for name, size in fixed.items() if size is not None}
-    for name, size in fixed.items():
+    given = {name: size for name, size in fixed.items() if size is not None}
+    for name, size in given.items():
         if size < 1:
             raise ConfigError(f"--{name} {size}: give a whole number from 1 up")
-    plans, refusal = [], None
-    for layout in _candidates(setup, gpus, fixed):
+    plans: list[PlannedLayout] = []
+    refusal: ConfigError | None = None
+    for layout in _candidates(setup, gpus, given):
         try:
             check_layout(setup.model, layout, setup.batch)
         except ConfigError as error:
             refusal = refusal or error
         else:
             plans.append(_plan(setup, layout))
-    if not plans:
+    if refusal and not plans:
         raise refusal
     return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
 
@@ -160,7 +161,7 @@ def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
     return plan.total_memory <= USABLE * gpu_memory
 
 
-def _order(plan: PlannedLayout, gpu_memory: float) -> tuple:
+def _order(plan: PlannedLayout, gpu_memory: float) -> tuple[bool, int, float, float]:
     steps = int(plan.idle / 0.05)
     return not fits(plan, gpu_memory), steps, plan.communication.total, plan.total_memory
 
@@ -174,14 +175,14 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
 
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     tensor = sizes("tp", [n for n in divisors if n <= NODE])
-    pipeline = sizes("pp", [n for n in divisors if n <= model.num_layers])
+    pipeline = sizes("pp", [n for n in divisors if n <= model.layers])
     context = sizes("cp", [n for n in divisors if n <= NODE])
-    experts = sizes("ep", [n for n in divisors if n == 1 or not (model.num_experts or 1) % n])
+    experts = sizes("ep", [n for n in divisors if n == 1 or not (model.experts or 1) % n])
     for tp, pp, cp, ep in itertools.product(tensor, pipeline, context, experts):
         # a size that is 1 already is not split twice
         for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
-            loss_as_layer = bool(model.num_layers % pp) and not (model.num_layers + 1) % pp
-            deepest = (model.num_layers + loss_as_layer) // pp if pp > 1 else 1
+            loss_as_layer = bool(model.layers % pp) and not (model.layers + 1) % pp
+            deepest = (model.layers + loss_as_layer) // pp if pp > 1 else 1
             for vpp in sizes("vpp", [n for n in range(1, deepest + 1) if deepest % n == 0]):
                 yield Layout(
                     world_size=gpus,

@@ -152,9 +152,8 @@ class Cluster:
             common = item.name in ("gpus", "environment", "code", "retries", "settings")
             if item.name == "executor" or common or item.name in kind.names:
                 continue
-            slurm = self.executor == "slurm"  # which alone has the rest
-            default = item.default if item.default is not MISSING else item.default_factory()
-            if not slurm and getattr(self, item.name) != default:
+            # Slurm alone has the rest
+            if self.executor != "slurm" and getattr(self, item.name) != item.default:
                 raise ConfigError(
                     f"{self.executor} has no {_flag(item.name)}: leave it out, or look for a field "
                     f"of NeMo-Run's {kind.executor} that --set can fill"

@@ -157,7 +157,7 @@ def recipe_of(
     }
     attention = grouped_query(32, 4) if attention is None else attention
     experts = _experts(*shape.experts, shape.ffn) if shape.experts else {}
-    values = sizes | ATTENTION | attention | experts | training.arguments() | _OPTIMISATION
+    values = sizes | ATTENTION | dict(attention) | experts | training.arguments() | _OPTIMISATION
     values |= {"device": "cuda", "kha_preset": preset, **(heads or {})}
     return Recipe(
         name=name,

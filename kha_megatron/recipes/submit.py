@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes.cluster import executor_of
+from kha_megatron.recipes.cluster import Cluster, executor_of
 from kha_megatron.recipes.launching import Job, experiment_of, nemo_run, script_of, task_of
 
 _TASK = "train"
@@ -66,9 +66,10 @@ def submit(job: Job, *, detach: bool = False) -> SubmitResult:
         MissingDependencyError: NeMo-Run is not installed.
         ConfigError: the executor cannot be made, or cannot be left alone.
     """
-    if detach and job.cluster.executor not in ("slurm", "skypilot", "lepton"):
+    executor = _cluster(job).executor
+    if detach and executor not in ("slurm", "skypilot", "lepton"):
         raise ConfigError(
-            f"{job.cluster.executor} jobs end with this command: remove --detach, and leave it "
+            f"{executor} jobs end with this command: remove --detach, and leave it "
             "running in tmux or with nohup"
         )
     start = time.monotonic()
@@ -82,7 +83,7 @@ def submit(job: Job, *, detach: bool = False) -> SubmitResult:
                 jobs=(),
                 seconds=time.monotonic() - start,
                 folder=folder,
-                reason=f"{job.cluster.executor} did not take the job: {_line(error)}",
+                reason=f"{executor} did not take the job: {_line(error)}",
             )
     # leaving the experiment is what waits; asked again, some schedulers forget a job that is over
     names = tuple(str(item.handle or "") for item in experiment.jobs)
@@ -90,6 +91,11 @@ def submit(job: Job, *, detach: bool = False) -> SubmitResult:
     if detach and status not in ("failed", "cancelled"):
         status = "submitted"
     return SubmitResult(status=status, jobs=names, seconds=time.monotonic() - start, folder=folder)
+
+
+def _cluster(job: Job) -> Cluster:
+    assert job.cluster is not None, "a job for this machine is launched, not submitted"
+    return job.cluster
 
 
 def _line(error: Exception) -> str:
@@ -113,11 +119,12 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def _experiment(job: Job) -> Iterator[Any]:
     """A NeMo-Run experiment with the chain's jobs, each after the one before."""
-    executor = executor_of(job.cluster, job.environment, nemo_run())
+    cluster = _cluster(job)
+    executor = executor_of(cluster, job.environment, nemo_run())
     with experiment_of(job, executor) as experiment:
         before: list[str] = []
-        for number in range(job.cluster.chain):
-            name = _TASK if job.cluster.chain == 1 else f"{_TASK}-{number + 1}"
+        for number in range(cluster.chain):
+            name = _TASK if cluster.chain == 1 else f"{_TASK}-{number + 1}"
             before = [experiment.add(task_of(job), name=name, dependencies=before)]
         yield experiment
 

@@ -157,8 +157,8 @@ def choose_device(argv: list[str]) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("no CUDA device found: add --device cpu to train on the CPU")
         return
-    for name, value in cpu.ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for name, variable in cpu.ENVIRONMENT.items():
+        os.environ.setdefault(name, variable)
     cpu.install(despite_cuda=True, quiet=bool(help_only))
     given = {word.split("=", 1)[0] for word in argv}
     for name, value in cpu.MEGATRON_FLAGS.items():

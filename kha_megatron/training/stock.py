@@ -13,6 +13,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.model.model import Model
 from kha_megatron.training.arguments import (
     add_model_arguments,
     check_attention,
@@ -107,11 +108,6 @@ def _kha(args: argparse.Namespace) -> KHAConfig:
 
 
 def _sizes(args: argparse.Namespace) -> HeadSizes:
-    query = args.num_attention_heads
-    latent = args.multi_latent_attention
-    return HeadSizes(
-        query_heads=query,
-        kv_heads=args.num_query_groups if args.group_query_attention else query,
-        head_dim=args.qk_head_dim if latent else args.kv_channels,
-        value_dim=args.v_head_dim if latent else None,
-    )
+    model = Model.of(vars(args))
+    assert model is not None, "Megatron has validated its sizes"
+    return model.heads
