@@ -14,7 +14,7 @@ from rich.table import Table
 from kha_megatron import compare as comparing
 from kha_megatron import recipes
 from kha_megatron.checkpoint.staging import staged_file
-from kha_megatron.cli import console, plots
+from kha_megatron.cli import console
 from kha_megatron.cli.following import report
 from kha_megatron.cli.launch import MegatronArguments
 from kha_megatron.compare import runs
@@ -120,7 +120,7 @@ def _train(run: comparing.Run, board: "Board") -> str | None:
         report(result)
         return f"{result.status}: {result.failure}"
     try:
-        runs.finish(run, read_history=plots.read_history)
+        runs.finish(run)
     except KHAError as error:
         console.error(str(error))
         return str(error)

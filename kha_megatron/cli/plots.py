@@ -1,7 +1,6 @@
-"""Pictures: the shared matrices (the paper's Fig. 3) and the loss, and where the loss is read."""
+"""Pictures: the shared matrices (the paper's Fig. 3) and the loss."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,17 +8,11 @@ from typing import TYPE_CHECKING
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import DataError
+from kha_megatron.history.tensorboard import LOSS, VALIDATION_LOSS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-History = dict[str, list[tuple[int, float]]]
-"""Values by name, each at its training iteration, in order."""
-
-LOSS = "lm loss"
-VALIDATION_LOSS = "lm loss validation"
-
-_LOG_LINE = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|(.*)")
 _DPI = 160
 
 
@@ -70,7 +63,7 @@ def loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path
     """Draw the training loss over iterations, and the validation loss where there is one.
 
     Args:
-        history: from :func:`read_history` or :func:`read_megatron_log`; its ``lm loss`` and
+        history: of ``kha_megatron.history``, from TensorBoard or a log; its ``lm loss`` and
             ``lm loss validation`` are drawn. Values that are not finite leave gaps.
         out_png: written at once or not at all; its folder must exist.
 
@@ -98,70 +91,6 @@ def loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path
     axis.legend(frameon=False)
     with staged_file(out_png) as file:
         figure.savefig(file, format="png", dpi=_DPI)
-
-
-def read_history(tensorboard_dir: Path) -> History:
-    """All scalars of a ``--tensorboard-dir``, without the copies over samples.
-
-    A step that several runs wrote (after a resume) has the value of the newest. A step that one run
-    wrote twice has the first: Megatron ends with the test loss under the validation loss's name.
-
-    Raises:
-        DataError: the folder holds no TensorBoard event file.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    files = sorted(Path(tensorboard_dir).glob("events.out.tfevents.*"))
-    if not files:
-        raise DataError(
-            f"{tensorboard_dir} holds no TensorBoard file (events.out.tfevents.*): "
-            "train with --tensorboard-dir"
-        )
-    merged: dict[str, dict[int, float]] = {}
-    for file in files:  # their names begin with the time of their start
-        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
-        events.Reload()
-        for name in events.Tags()["scalars"]:
-            if not name.endswith(" vs samples"):
-                first = {event.step: event.value for event in reversed(events.Scalars(name))}
-                merged.setdefault(name, {}).update(first)
-    return {name: sorted(values.items()) for name, values in merged.items()}
-
-
-def read_megatron_log(path: Path) -> History:
-    """What Megatron prints at each ``--log-interval``, from a file that may hold other text too.
-
-    Lines look like `` iteration 3/ 10 | ... | lm loss: 4.4E+00 | ...``; prefixes of launchers and
-    ranks are accepted, and a repeated iteration counts once, the last time. The second line after
-    a start is a mean over two iterations: :func:`read_history` has the exact values.
-
-    Raises:
-        DataError: the file cannot be read, or holds no such line.
-    """
-    latest: dict[str, dict[int, float]] = {}
-    try:
-        with Path(path).open(encoding="utf-8", errors="replace") as stream:
-            for match in filter(None, map(_LOG_LINE.search, stream)):
-                for name, value in _log_values(match[2]):
-                    latest.setdefault(name, {})[int(match[1])] = value
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if not latest:
-        raise DataError(
-            f"{path} holds no line of Megatron's training log ('iteration 1/ 10 | ...')"
-        )
-    return {name: sorted(values.items()) for name, values in latest.items()}
-
-
-def _log_values(fields: str) -> list[tuple[str, float]]:
-    values = []
-    for field in fields.split("|")[:-1]:  # what follows the last bar is another rank's output
-        name, _, text = field.partition(": ")
-        try:
-            values.append((name.strip(), float(text)))
-        except ValueError:
-            continue  # a field of words
-    return values
 
 
 def _grid(n: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import MegatronArguments
 from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.history.tensorboard import LOSS, History, read_history
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion
@@ -66,7 +67,7 @@ def quickstart(
 
     _heading(2, f"training under NeMo-Run: {output / 'run'}")
     trained = _train(output, megatron or [])
-    history = plots.read_history(output / "run" / "tensorboard")
+    history = read_history(output / "run" / "tensorboard")
 
     _heading(3, f"to Hugging Face: {output / 'hf'}")
     written, verification = convert(output / "run" / "checkpoints", output / "hf", overwrite=True)
@@ -117,12 +118,12 @@ def _train(output: Path, overrides: list[str]) -> "LaunchResult":
 
 def _summary(
     output: Path,
-    history: plots.History,
+    history: History,
     trained: "LaunchResult",
     written: "Conversion",
     verification: "Verification | None",
 ) -> dict[str, Any]:
-    losses = history[plots.LOSS]
+    losses = history[LOSS]
     agreement = verification and verification.logits
     config = json.loads((output / "hf" / "config.json").read_text())
     return {

@@ -11,9 +11,11 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kha_megatron.cli import console, plots
+from kha_megatron.cli import console
 from kha_megatron.errors import DataError
+from kha_megatron.history.log_lines import read_log
 from kha_megatron.history.spikes import Definition, Spike, find_spikes
+from kha_megatron.history.tensorboard import LOSS, read_history
 
 
 def spikes(
@@ -26,7 +28,7 @@ def spikes(
     ],
     name: Annotated[
         str, typer.Option("--name", help="Which of the run's numbers to look at.")
-    ] = plots.LOSS,
+    ] = LOSS,
     window: Annotated[
         int, typer.Option("--window", help="Logged values that make the level and the noise.")
     ] = Definition.window,
@@ -59,7 +61,7 @@ def spikes(
       kha-megatron spikes slurm-1234.out --json | jq '.count'
     """
     definition = Definition(window=window, deviations=deviations, margin=margin)
-    history = plots.read_history(run) if run.is_dir() else plots.read_megatron_log(run)
+    history = read_history(run) if run.is_dir() else read_log(run)
     if name not in history:
         raise DataError(f"{run} holds no {name!r}: it holds {', '.join(sorted(history))}")
     values = history[name]

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, Variant
 from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.history.tensorboard import LOSS, SECONDS, History, read_history
 from kha_megatron.model.run import Run as Asked
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import Job, Recipe, prepare
@@ -33,7 +34,6 @@ from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 MARK = "compare.lock"
 RUN, RESULT = "run.json", "result.json"
-LOSS, SECONDS = "lm loss", "iteration-time"
 _SAVES = 4
 """Checkpoints of a run, at least: what an interruption loses is a quarter of it, at most."""
 
@@ -41,9 +41,6 @@ _OWN = (
     *("--save", "--load", "--tensorboard-dir", "--tensorboard-log-interval"),
     *("--seed", "--kha-init-seed"),
 )
-
-History = dict[str, list[tuple[int, float]]]
-"""TensorBoard's scalars: values by name, each at its iteration, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +242,7 @@ def _starts(run: Run) -> int:
         return 1
 
 
-def finish(run: Run, *, read_history: Callable[[Path], History]) -> dict[str, Any]:
+def finish(run: Run) -> dict[str, Any]:
     """Measure a run whose ranks have ended well, and write its ``result.json``.
 
     All checkpoints but the last are removed: with several runs they fill a disk.

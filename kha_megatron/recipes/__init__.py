@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.history.log_lines import Step, read_steps
 from kha_megatron.recipes.cluster import EXECUTORS, Cluster
 from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
-from kha_megatron.recipes.logs import Failure, Step, read_steps
+from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
 from kha_megatron.recipes.quickstart import QUICKSTART
 from kha_megatron.recipes.recipe import Recipe

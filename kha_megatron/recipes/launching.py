@@ -21,11 +21,12 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.data.paths import check_data
 from kha_megatron.errors import ConfigError, MissingDependencyError
+from kha_megatron.history.log_lines import Step, new_lines, parse_step
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.run import Run
 from kha_megatron.recipes.checks import check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
-from kha_megatron.recipes.logs import Failure, Step, find_failure, new_lines, parse_step
+from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.recipe import Recipe
 
 _TASK = "train"
@@ -77,7 +78,7 @@ class LaunchResult:
     """Wall-clock time from the start of the ranks to their end."""
 
     log: Path
-    """Output of all ranks, each line with its rank; ``kha_megatron.recipes.logs.read_steps``
+    """Output of all ranks, each line with its rank; ``kha_megatron.history.log_lines.read_steps``
     reads it."""
 
     rank_logs: Path

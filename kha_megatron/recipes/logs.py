@@ -1,22 +1,14 @@
-"""Reading a run's logs: Megatron's progress lines and torchrun's report of a failure."""
+"""What ended a run: torchrun's report of a failure, and the guilty rank's own log."""
 
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 TAIL_LINES = 25
 """How much of a failing rank's log is kept for the user."""
 
 _STREAMS = ("stderr.log", "stdout.log")
-_ITERATION = re.compile(
-    r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|"
-    r"(?:.*?consumed samples:\s*(?P<samples>\d+) \|)?"
-    r"(?:.*?elapsed time per iteration \(ms\):\s*(?P<milliseconds>[\d.]+) \|)?"
-    r"(?:.*?lm loss:\s*(?P<loss>\S+) \|)?"
-)
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?"
@@ -24,26 +16,6 @@ _ROOT_CAUSE = re.compile(
     r"exitcode\s*:\s*(?P<exitcode>-?\d+)",
     re.DOTALL,
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One of Megatron's progress lines."""
-
-    iteration: int
-    """Iterations done, counted from the first of the whole training."""
-
-    total: int
-    """Iterations that the training will have."""
-
-    samples: int | None
-    """Sequences consumed so far."""
-
-    seconds: float | None
-    """Mean duration of one iteration since the line before."""
-
-    loss: float | None
-    """Mean language-model loss since the line before; None where Megatron printed none (NaN)."""
 
 
 @dataclass(frozen=True)
@@ -74,36 +46,6 @@ class Failure:
             name = f"signal {-self.exit_code}"
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         return f"rank {self.rank} was killed by {name}{hint}"
-
-
-def parse_step(line: str) -> Step | None:
-    """The progress that a line of the log reports, or None where it reports none."""
-    match = _ITERATION.search(line)
-    if match is None:
-        return None
-    text = match.groupdict()
-    return Step(
-        iteration=int(text["iteration"]),
-        total=int(text["total"]),
-        samples=int(text["samples"]) if text["samples"] else None,
-        seconds=float(text["milliseconds"]) / 1000 if text["milliseconds"] else None,
-        loss=float(text["loss"]) if text["loss"] else None,
-    )
-
-
-def read_steps(log: Path) -> list[Step]:
-    """All progress lines of a log, in order."""
-    with log.open("rb") as file:
-        return [step for line in new_lines(file) if (step := parse_step(line))]
-
-
-def new_lines(file: BinaryIO) -> Iterator[str]:
-    """Complete lines from the file's position on; a line still being written is left for later."""
-    while line := file.readline():
-        if not line.endswith(b"\n"):
-            file.seek(-len(line), 1)
-            return
-        yield line.decode(errors="replace").rstrip()
 
 
 def find_failure(launcher: Path, ranks: Path) -> Failure:

@@ -16,6 +16,7 @@ from megatron.training import get_args, get_tensorboard_writer
 from megatron.training.global_vars import get_wandb_writer
 from torch import Tensor
 
+from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore.balancing import violation
 
 _NAMES = ("violation", "least", "bias-range")
@@ -44,8 +45,8 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         columns = [violation(loads), loads.amin(dim=-1) / mean, spread, torch.ones_like(mean)]
         table[[number - 1 for number in layers]] = torch.stack(columns, dim=-1)
     torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if writer is None and wandb is None:
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is None and wandb is None:
         return
     rows = {number: row for number, row in enumerate(table.tolist(), 1) if row[-1]}
     values = {
@@ -54,8 +55,4 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         for name, value in zip(_NAMES, row, strict=False)
     }
     values["expert-load/violation"] = sum(row[0] for row in rows.values()) / len(rows)
-    if writer is not None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(values, iteration)
+    write_scalars(values, iteration, tensorboard=tensorboard, wandb=wandb)

@@ -32,6 +32,7 @@ from torch import Tensor
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
+from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.attention import describe_model
 from kha_megatron.mcore.balancing import balance_experts
@@ -139,12 +140,8 @@ def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
     args = get_args()
 
     def write(values: dict[str, float], iteration: int) -> None:
-        """Megatron's writers are on the last rank only."""
-        if writer := get_tensorboard_writer():
-            for name, value in values.items():
-                writer.add_scalar(name, value, iteration)
-        if wandb := get_wandb_writer():
-            wandb.log(values, iteration)
+        tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+        write_scalars(values, iteration, tensorboard=tensorboard, wandb=wandb)
 
     watch_heads(
         models,

@@ -9,6 +9,8 @@ from matplotlib.image import imread
 
 from kha_megatron.cli import plots
 from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.history.log_lines import read_log
+from kha_megatron.history.tensorboard import read_history
 
 LOG = """\
 using world size: 2, data-parallel size: 1
@@ -34,7 +36,7 @@ def _events(folder, name, values):
 
 def test_a_log_is_parsed(tmp_path):
     (tmp_path / "log.txt").write_text(LOG)
-    history = plots.read_megatron_log(tmp_path / "log.txt")
+    history = read_log(tmp_path / "log.txt")
     (first, second, third) = history["lm loss"]
     assert (first, third) == ((1, 4.869645), (3, 4.2)), "a repeated iteration counts the last time"
     assert second[0] == 2
@@ -51,7 +53,7 @@ def test_a_log_without_training_lines_is_an_error(tmp_path, content):
     if content:
         file.write_text(content)
     with pytest.raises(DataError, match=r"log\.txt"):
-        plots.read_megatron_log(file)
+        read_log(file)
 
 
 def test_tensorboard_history_of_a_resumed_run(tmp_path, monkeypatch):
@@ -62,7 +64,7 @@ def test_tensorboard_history_of_a_resumed_run(tmp_path, monkeypatch):
     _events(tmp_path, "lm loss", [(step, 20.0 - step) for step in range(6, 10)])
     now += 100
     _events(tmp_path, "lm loss validation", [(9, 3.5), (9, 3.25)])  # the second is the test loss
-    history = plots.read_history(tmp_path)
+    history = read_history(tmp_path)
     assert set(history) == {"lm loss", "lm loss validation"}
     old, new = range(1, 6), range(6, 10)
     assert history["lm loss"] == [(s, 10.0 - s) for s in old] + [(s, 20.0 - s) for s in new]
@@ -71,7 +73,7 @@ def test_tensorboard_history_of_a_resumed_run(tmp_path, monkeypatch):
 
 def test_a_folder_without_events_is_an_error(tmp_path):
     with pytest.raises(DataError, match="--tensorboard-dir"):
-        plots.read_history(tmp_path)
+        read_history(tmp_path)
 
 
 def test_a_loss_curve_falls_from_left_to_right(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 
 from kha_megatron.cli.doctor import findings_of
 from kha_megatron.cli.installation import find_module, probe
-from kha_megatron.cli.plots import read_history
+from kha_megatron.history.tensorboard import read_history
 from kha_megatron.model.words import render
 from kha_megatron.recipes import prepare
 from tests.gpu import cases

@@ -2,15 +2,8 @@
 
 import pytest
 
-from kha_megatron.recipes.logs import (
-    TAIL_LINES,
-    Failure,
-    Step,
-    find_failure,
-    new_lines,
-    parse_step,
-    read_steps,
-)
+from kha_megatron.history.log_lines import Step, new_lines, parse_step, read_steps
+from kha_megatron.recipes.logs import TAIL_LINES, Failure, find_failure
 
 LINE = (
     "[default1]: [2026-11-20 10:00:00.123456] iteration       10/     300 | consumed samples:"
