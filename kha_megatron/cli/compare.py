@@ -111,7 +111,7 @@ def _train_all(planned: comparing.Comparison) -> dict[str, str]:
     return failures
 
 
-def _train(run: comparing.Run, board: "Board") -> str | None:
+def _train(run: comparing.Trial, board: "Board") -> str | None:
     """One run to its end; in words why it failed, None if it did not."""
     job, start = runs.begin(run)
     board.started(run, start)
@@ -159,14 +159,14 @@ class Board:
         self._losses: dict[str, float] = {}
         self._last = 0.0
 
-    def started(self, run: comparing.Run, iteration: int) -> None:
+    def started(self, run: comparing.Trial, iteration: int) -> None:
         """A run's ranks are being started; ``iteration`` is what it goes on from."""
         words = f"goes on from {iteration}" if iteration else "starting"
         self._show(run, words)
         if self._live is None:
             console.log.print(f"{run.name}: {words}", markup=False)
 
-    def step(self, run: comparing.Run, step: recipes.Step) -> None:
+    def step(self, run: comparing.Trial, step: recipes.Step) -> None:
         """Progress of the run that is being trained."""
         loss = "not finite" if step.loss is None else f"{step.loss:.4f}"
         left = step.seconds and (step.total - step.iteration) * step.seconds
@@ -184,11 +184,11 @@ class Board:
                 f"{run.name}: iteration {step.iteration}/{step.total} loss {loss}", markup=False
             )
 
-    def failed(self, run: comparing.Run) -> None:
+    def failed(self, run: comparing.Trial) -> None:
         """The run ended badly."""
         self._show(run, "failed")
 
-    def _show(self, run: comparing.Run, *cells: str) -> None:
+    def _show(self, run: comparing.Trial, *cells: str) -> None:
         self._states[run.name] = cells
         self.refresh()
 

@@ -150,11 +150,12 @@ def _summary(
 def _tokens_per_second(steps: list[recipes.Step], sequence: int) -> float | None:
     """The rate from the first line of the log to the last; None if there are not two lines."""
     # the first line holds the start-up of the kernels: leave it out of the rate
-    timed = [(a, b) for a, b in pairwise(steps) if b.samples and b.seconds]
-    if not timed:
-        return None
-    seconds = sum((b.iteration - a.iteration) * b.seconds for a, b in timed)
-    return sum(b.samples - a.samples for a, b in timed) * sequence / seconds
+    samples, seconds = 0, 0.0
+    for before, step in pairwise(steps):
+        if before.samples is not None and step.samples is not None and step.seconds:
+            samples += step.samples - before.samples
+            seconds += (step.iteration - before.iteration) * step.seconds
+    return samples * sequence / seconds if seconds else None
 
 
 def _table(summary: dict[str, Any]) -> Table:

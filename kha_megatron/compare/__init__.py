@@ -2,7 +2,7 @@
 
 from kha_megatron.compare.page import page
 from kha_megatron.compare.report import summarise
-from kha_megatron.compare.runs import Comparison, Run, plan
+from kha_megatron.compare.runs import Comparison, Trial, plan
 from kha_megatron.compare.variants import Variant, parse_variants
 
-__all__ = ["Comparison", "Run", "Variant", "page", "parse_variants", "plan", "summarise"]
+__all__ = ["Comparison", "Trial", "Variant", "page", "parse_variants", "plan", "summarise"]

@@ -23,7 +23,7 @@ _COLUMNS = 6
 _GAP = 2  # pixels between matrices
 
 
-def cost(run: Run, vocab_size: int) -> dict[str, Any]:
+def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
     """Parameters and training FLOPs per token, in closed form.
 
     Args:
@@ -49,7 +49,7 @@ def cost(run: Run, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def padded_vocab(checkpoint: MegatronCheckpoint, default: int) -> int:
+def padded_vocab(checkpoint: MegatronCheckpoint, default: int | None) -> int | None:
     """Rows of the embedding that was trained."""
     rows = checkpoint.args.get("padded_vocab_size")
     return rows if type(rows) is int else default

@@ -27,7 +27,7 @@ from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, Variant
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.history.tensorboard import LOSS, SECONDS, History, read_history
-from kha_megatron.model.run import Run as Asked
+from kha_megatron.model.run import Run
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import Job, Recipe, prepare
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
@@ -44,7 +44,7 @@ _OWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Trial:
     """One variant trained with one seed."""
 
     variant: Variant
@@ -65,9 +65,9 @@ class Run:
         return self.folder.name
 
     @cached_property
-    def asked(self) -> Asked:
+    def asked(self) -> Run:
         """The whole run, without the folders that are written to."""
-        placed = {"device": self.device} if self.device else {}
+        placed: dict[str, Any] = {"device": self.device} if self.device else {}
         return self.recipe.run_for(self.overrides, data=self.data, **placed)
 
     @property
@@ -87,7 +87,7 @@ class Comparison:
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     folder: Path
-    runs: tuple[Run, ...]
+    runs: tuple[Trial, ...]
     """In the order they are trained: all variants of a seed, then the next seed."""
 
 
@@ -125,7 +125,7 @@ def plan(
     every = min(training.save_interval or iterations, math.ceil(iterations / _SAVES))
     words = (*overrides, "--save-interval", str(every), "--tensorboard-log-interval", "1")
     runs = tuple(
-        Run(
+        Trial(
             variant=variant,
             seed=seed,
             recipe=variant.of(recipe),
@@ -159,7 +159,7 @@ def plan(
     )
 
 
-def _check_same(run: Run) -> None:
+def _check_same(run: Trial) -> None:
     """A run that was begun goes on with the same arguments, or its two halves are two runs."""
     try:
         begun = json.loads((run.folder / RUN).read_text())["arguments"]
@@ -199,7 +199,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def begin(run: Run) -> tuple[Job, int]:
+def begin(run: Trial) -> tuple[Job, int]:
     """Make a run ready to be launched: from its newest complete checkpoint, or anew without one.
 
     A folder with a complete checkpoint is never removed; losses that TensorBoard's files lack are
@@ -234,7 +234,7 @@ def begin(run: Run) -> tuple[Job, int]:
     return job, (iteration_of(last) or 0) if last else 0
 
 
-def _starts(run: Run) -> int:
+def _starts(run: Trial) -> int:
     """How many times a run was started; once, where its record is lost."""
     try:
         return int(json.loads((run.folder / RUN).read_text())["starts"])
@@ -242,7 +242,7 @@ def _starts(run: Run) -> int:
         return 1
 
 
-def finish(run: Run) -> dict[str, Any]:
+def finish(run: Trial) -> dict[str, Any]:
     """Measure a run whose ranks have ended well, and write its ``result.json``.
 
     All checkpoints but the last are removed: with several runs they fill a disk.
