@@ -1,7 +1,7 @@
 """The attention family with knocking heads: MHA, MQA and GQA, then GTA, then MLA and GLA.
 
-Each class projects, knocks, norms, rotates, attends and projects, in the order of
-``kha_megatron.ops.reference``, and caches no more numbers a token than its definition needs.
+Each class projects, knocks, norms, rotates, attends and projects, in this order, and caches no more
+numbers a token than its definition needs.
 
 Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, ``H`` query heads,
 ``G`` key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size.

@@ -11,7 +11,7 @@ Three ways in, from the outside to the inside:
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import megatron_imports
 
@@ -48,7 +48,7 @@ with megatron_imports():
         TorchNorm,
         accept_sequence_parallelism,
     )
-    from kha_megatron.mcore.settings import named_config, publish
+    from kha_megatron.mcore.settings import FROM_ENVIRONMENT, named_config, publish
 
 Spec = ModuleSpec | TransformerBlockSubmodules
 
@@ -243,19 +243,7 @@ def _layer(name: str) -> ModuleSpec:
     return ModuleSpec(module=KHATransformerLayer, params={"spec_name": name})
 
 
-# `--spec MODULE NAME` looks the name up in the module's own attributes
-kha = _layer("kha")
-baseline = _layer("baseline")
-kha_mlp = _layer("kha_mlp")
-kha_linear = _layer("kha_linear")
-kha_linear_v = _layer("kha_linear_v")
-kha_gate_v = _layer("kha_gate_v")
-kha_mlp_qkv = _layer("kha_mlp_qkv")
-
-kha_hybrid = kha_hybrid_stack_spec("kha")
-baseline_hybrid = kha_hybrid_stack_spec("baseline")
-kha_mlp_hybrid = kha_hybrid_stack_spec("kha_mlp")
-kha_linear_hybrid = kha_hybrid_stack_spec("kha_linear")
-kha_linear_v_hybrid = kha_hybrid_stack_spec("kha_linear_v")
-kha_gate_v_hybrid = kha_hybrid_stack_spec("kha_gate_v")
-kha_mlp_qkv_hybrid = kha_hybrid_stack_spec("kha_mlp_qkv")
+# `--spec MODULE NAME` looks the name up among the module's own attributes
+for _name in (FROM_ENVIRONMENT, *PRESETS):
+    globals()[_name] = _layer(_name)
+    globals()[f"{_name}_hybrid"] = kha_hybrid_stack_spec(_name)

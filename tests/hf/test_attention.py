@@ -11,7 +11,8 @@ from transformers.integrations import flex_attention
 from kha_megatron.heads import HeadSizes, Knock
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
 from kha_megatron.hf.attention_kha import KHAAttention, KHAKnock
-from kha_megatron.ops import fold, knock, reference
+from kha_megatron.ops import fold, knock
+from tests import oracle as reference
 from tests.hf.conftest import SIZES, TOKENS, every_projection, make_config, make_model, tokens
 
 CASES = [

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import MATRICES, module_name
 from kha_megatron.hf.attention_kha import attention_class
-from kha_megatron.ops import reference
+from tests import oracle as reference
 from tests.hf.conftest import (
     FAMILY,
     LATENT,

@@ -8,7 +8,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.spec_utils import build_module
 
 from kha_megatron.mcore.specs import kha_layer_spec
-from kha_megatron.ops import reference
+from tests import oracle as reference
 from tests.distributed import models
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 12, 28, 7, 2

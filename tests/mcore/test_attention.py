@@ -32,7 +32,7 @@ def against_oracle(kha, qk_norm, groups):
     """Largest error of the output and of every gradient, in float64."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from kha_megatron.ops import reference
+    from tests import oracle as reference
     from tests.distributed import models
 
     models.initialize()

@@ -91,11 +91,8 @@ def megatron_imports(*files):
 
 
 def test_the_table_holds_every_name_that_the_plug_in_imports():
-    apart = (
-        "compat.py",
-        "hybrid.py",
-        "building.py",
-    )  # what a version lacks of these is said when they are used
+    # what a version lacks of these is said when they are used
+    apart = ("compat.py", "hybrid.py", "building.py")
     files = [f for f in (PACKAGE / "mcore").glob("*.py") if f.name not in apart]
     listed = {f"{module}:{name.split('.')[0]}" for module, name in map(_split, symbols.PLUG_IN)}
     imported = set(megatron_imports(*files)) - set(symbols.TRAINING_PACKAGE)

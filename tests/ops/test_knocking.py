@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.knock import MATRICES, starts_of
-from kha_megatron.ops import fold, initial_weight, knock, reference
+from kha_megatron.ops import fold, initial_weight, knock
+from tests import oracle as reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
 

@@ -1,6 +1,6 @@
 """The oracle: Knocking-Heads Attention written head by head, as slowly as the paper states it.
 
-Every test compares with this file, so it shares no code with ``knocking.py`` and uses no fused or
+Every test compares with this file, so it shares no code with the package and uses no fused or
 batched form. Shape legend: ``S`` sequence, ``B`` batch, ``K`` hidden, ``H`` query heads, ``G``
 key/value heads, ``D`` head dim. Weights are applied from the right (``hidden @ w``). Everything is
 computed in the dtype of the inputs; tests pass float64.
