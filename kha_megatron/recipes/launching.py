@@ -30,6 +30,7 @@ from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.recipe import Recipe
 
 _TASK = "train"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MARK = "KHA_MEGATRON_LAUNCH"
 """Environment variable that every process of one launch carries, with a value of its own."""
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
@@ -160,12 +161,14 @@ def prepare(
 
 def _environment(recipe: Recipe, run: Run, cluster: Cluster | None) -> dict[str, str]:
     """What the ranks need; on this machine the caller's own values win."""
-    if cluster is None:
-        return {name: os.environ.get(name, value) for name, value in recipe.environment.items()}
-    layout = Layout.of(run.arguments, None)
-    if max(layout.tp, layout.cp) > 1 and not run.training.use_torch_fsdp2:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | dict(recipe.environment)  # Megatron's check
-    return dict(recipe.environment)
+    wanted, layout = dict(recipe.environment), Layout.of(run.arguments, None)
+    if run.training.use_torch_fsdp2:  # Megatron's check refuses 1 with it, and demands 1 below
+        wanted.pop(_CONNECTIONS, None)
+    elif cluster is not None and max(layout.tp, layout.cp) > 1:
+        wanted = {_CONNECTIONS: "1"} | wanted
+    if cluster is not None:
+        return wanted
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 def dry_run(job: Job) -> Command:
