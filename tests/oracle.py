@@ -247,7 +247,7 @@ def latent_attention(
         query_source = hidden @ w_query_latent
         if q_norm is not None:
             query_source = rms_norm(query_source, q_norm, eps)
-    latents = (hidden @ w_latent).chunk(latent_heads, dim=-1)
+    latents = list((hidden @ w_latent).chunk(latent_heads, dim=-1))
     if kv_norm is not None:
         weights = kv_norm.chunk(latent_heads)
         latents = [rms_norm(x, w, eps) for x, w in zip(latents, weights, strict=True)]

@@ -103,7 +103,8 @@ def write_tensor(write: Callable[[Any], int], tensor: torch.Tensor, start: int) 
     described = io.BytesIO()
     _Pickler(described, protocol=2).dump(_Saved(tensor))
     data = bytes_of(tensor)
-    with zipfile.ZipFile(_Sink(write), "w") as archive:
+    sink: Any = _Sink(write)
+    with zipfile.ZipFile(sink, "w") as archive:
         record, large = zipfile.ZipInfo(_RECORD), len(data) >= _LARGE
         header = 30 + len(_RECORD) + (20 if large else 0) + 4
         padding = -(start + header) % _ALIGNMENT
@@ -136,12 +137,12 @@ class _Saved:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         kind = next((name for name, dtype in _STORAGES.items() if dtype == tensor.dtype), None)
         elements = tensor.numel() if kind else tensor.nbytes
-        kind = getattr(torch, kind) if kind else torch.UntypedStorage
-        self.storage = _StorageOf(("storage", kind, "0", "cpu", elements))
+        storage = getattr(torch, kind) if kind else torch.UntypedStorage
+        self.storage = _StorageOf(("storage", storage, "0", "cpu", elements))
 
     def __reduce__(self) -> tuple[Any, ...]:
         stride = torch.empty(self.shape, device="meta").stride()
-        described = self.storage, 0, self.shape, stride, False, OrderedDict()
+        described: tuple[Any, ...] = self.storage, 0, self.shape, stride, False, OrderedDict()
         if self.storage.saved[1] is torch.UntypedStorage:
             return torch._utils._rebuild_tensor_v3, (*described, self.dtype)
         return torch._utils._rebuild_tensor_v2, described

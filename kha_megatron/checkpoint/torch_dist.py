@@ -91,7 +91,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise RefusedNameError(f"{module}.{name}")
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The first line of what a reader said about damaged data."""
     first = (str(error).splitlines() or [""])[0][:200]
     return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"

@@ -214,7 +214,7 @@ class _Shard:
             if isinstance(value, Tensor):
                 write_tensor(self.write, value, start)
             else:
-                torch.save(value, self)
+                torch.save(value, self)  # type: ignore[arg-type]  # only written to
         except RuntimeError as error:  # torch's, about an archive without an end
             raise self._refused or error from None
         return _StorageInfo(self.name, start, self._length - start)

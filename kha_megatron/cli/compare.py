@@ -210,14 +210,14 @@ class Board:
                 state = self._states.get(run.name, ("waiting",))
                 table.add_row(run.name, *state)
                 continue
-            is_paired = base is not None and run.variant.name != reference
+            delta = "" if base is None or run.variant.name == reference else f"{own - base:+.4f}"
             table.add_row(
                 run.name,
                 "finished",
                 f"{own:.4f}",
                 "",
                 "",
-                f"{own - base:+.4f}" if is_paired else "",
+                delta,
             )
         return table
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from kha_megatron.cli import console
 from kha_megatron.cli.installation import (
     Finding,
+    Status,
     check_package,
     check_python,
     find_module,
@@ -212,8 +213,8 @@ def check_megatron(name: str) -> list[Finding]:
     if core is None:
         return [missing]
     found, folder = megatron_version(location(core)) or version_of(name), location(core)
-    status = "ok" if found and in_range(found, supported) else "wrong"
-    untested = bool(found) and compat.release(found) > compat.NEWEST
+    status: Status = "ok" if found and in_range(found, supported) else "wrong"
+    untested = found is not None and compat.release(found) > compat.NEWEST
     first = replace(
         missing,
         status=status,

@@ -225,7 +225,8 @@ def _report(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """
     report: dict[str, dict[str, Any]] = {}
     for task, entries in {**results["results"], **results.get("groups", {})}.items():
-        metrics, errors = {}, {}
+        metrics: dict[str, float | None] = {}
+        errors: dict[str, float | None] = {}
         for key, value in entries.items():
             name, separator, how = key.partition(",")
             if not separator:

@@ -16,7 +16,7 @@ from kha_megatron.cli import console, plots
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.knock import MATRICES, Variant
 from kha_megatron.model.recorded import kha_of, knock_weights
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def inspect(
     plots.require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only="*.png")
     opened = _open(checkpoint)
-    kha, weights = kha_of(opened), knock_weights(opened)
+    kha, weights = kha_of(opened) or KHAConfig(), knock_weights(opened)
     iteration = getattr(opened, "iteration", None)
     numbers = _diagnose(weights, kha)
     with staged_folder(out_dir) as folder:
@@ -130,7 +130,7 @@ def _draw(weights: Weights, kha: KHAConfig, iteration: int | None, folder: Path)
         )
 
 
-def _table(projection: Projection, variant: str, numbers: list[dict[str, Any]]) -> Table:
+def _table(projection: Projection, variant: Variant, numbers: list[dict[str, Any]]) -> Table:
     rows: dict[int, list[str]] = {}
     for entry in numbers:
         if entry["projection"] == projection:

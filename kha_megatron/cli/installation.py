@@ -48,12 +48,15 @@ except Exception as error:
 """
 
 
+Status = Literal["ok", "missing", "wrong"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One row of the report."""
 
     name: str
-    status: Literal["ok", "missing", "wrong"]
+    status: Status
     found: str = "-"
     """Version or device."""
     supported: str = "any"
@@ -109,7 +112,7 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def location(spec: ModuleSpec) -> Path:
     """The folder of a package that :func:`find_module` found."""
-    return Path(next(iter(spec.submodule_search_locations or [spec.origin])))
+    return Path(next(iter(spec.submodule_search_locations or [spec.origin or ""])))
 
 
 def probe(code: str) -> dict[str, Any]:
@@ -173,7 +176,8 @@ def check_package(
     """
     found = version_of(name)
     supported = supported_range(name) if supported is None else supported
-    status = "missing" if found is None else "ok" if in_range(found, supported) else "wrong"
+    is_right = found is not None and in_range(found, supported)
+    status: Status = "missing" if found is None else "ok" if is_right else "wrong"
     return [
         Finding(
             name=name,

@@ -70,7 +70,8 @@ def install(
     if not quiet:
         announce("Megatron-Core runs on the CPU with gloo: a correctness device, not a fast one")
     if hide_cuda_only:
-        sys.modules.update(dict.fromkeys(_CUDA_ONLY))  # None makes `import` raise ImportError
+        modules: dict[str, Any] = sys.modules
+        modules.update(dict.fromkeys(_CUDA_ONLY))  # None makes `import` raise ImportError
     for name, stand_in in _cuda_stand_ins().items():
         setattr(torch.cuda, name, stand_in)
     _mode = CudaToCpu()
@@ -162,7 +163,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
 
     # Megatron's RNG tracker calls these two by their home module
     torch.cuda.random.get_rng_state = get_rng_state
-    torch.cuda.random.set_rng_state = set_rng_state
+    torch.cuda.random.set_rng_state = set_rng_state  # type: ignore[assignment]
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, nothing())
     properties = SimpleNamespace(
@@ -200,7 +201,10 @@ def _cuda_stand_ins() -> dict[str, Any]:
 
 def _patch_torch(mode: CudaToCpu) -> None:
     # Megatron fuses small functions with torch.compile, which would look for the device's compiler
-    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda f: f)
+    def uncompiled(model: Any = None, **kwargs: Any) -> Any:
+        return model if model is not None else (lambda f: f)
+
+    torch.compile = uncompiled
 
     # the tracker warns when the CPU generator moves inside a fork: here it is the one it forked
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
@@ -234,7 +238,7 @@ def _patch_device_mesh() -> None:
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         initialise(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    mesh.__init__ = __init__
+    mesh.__init__ = __init__  # type: ignore[method-assign]
 
 
 def _patch_data_loader() -> None:
@@ -250,4 +254,4 @@ def _patch_data_loader() -> None:
         initialise(self, loader)
         torch.set_rng_state(state)
 
-    iterator.__init__ = __init__
+    iterator.__init__ = __init__  # type: ignore[method-assign]

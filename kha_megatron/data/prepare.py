@@ -96,7 +96,7 @@ def prepare(
     _check_sources(sources, out)
     check_output_folder(out, overwrite=overwrite, mark=REPORT)
     fast = tokenization.load_tokenizer(Path(tokenizer)) if tokenizer else None
-    asked = None if tokenizer else vocab_size or DEFAULT_VOCAB_SIZE
+    size = vocab_size or DEFAULT_VOCAB_SIZE
 
     skips = Skips()
     found = find_files(sources, globs=globs, exclude=exclude, output=out, skips=skips)
@@ -117,7 +117,7 @@ def prepare(
         if fast is None:
             fast = tokenization.train_tokenizer(
                 texts,
-                asked,
+                size,
                 advance=_meter(on_progress, "training tokenizer", *totals),
                 merging=lambda: on_progress(Step("merging pairs")),
             )
@@ -144,7 +144,7 @@ def prepare(
             },
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
             vocab_size=tokenization.vocabulary_size(fast),
-            vocab_size_asked=asked,
+            vocab_size_asked=None if tokenizer else size,
             eod_token=fast.eos_token,
             eod_id=fast.eos_token_id,
             skipped=skips.to_dict(),

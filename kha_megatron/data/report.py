@@ -53,7 +53,7 @@ class DataReport:
     eod_id: int
     skipped: dict[str, dict[str, Any]]
     """``{reason: {"count": n, "examples": [...]}}``, reasons as in ``text_files.SKIPPED``."""
-    versions: dict[str, str]
+    versions: dict[str, str | None]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the format's version as plain JSON values."""

@@ -78,7 +78,7 @@ def find_files(
     naming it is asking for it. ``output`` is never walked into.
     """
     files: dict[Path, int] = {}
-    output = os.path.realpath(output)
+    written = os.path.realpath(output)
     seen: set[str] = set()
     stack = [(path, True) for path in reversed(sources)]
     while stack:
@@ -90,7 +90,7 @@ def find_files(
             continue
         folder = stat.S_ISDIR(status.st_mode)
         real = os.path.realpath(path)
-        if real == output or (not named and _matches(path.name, exclude)):
+        if real == written or (not named and _matches(path.name, exclude)):
             skips.add("excluded", path)
         elif not (named or folder or _matches(path.name, globs)):
             skips.add("other_name", path)

@@ -7,7 +7,7 @@ Each head's query, key or value passes through the matrices of a *variant*; the 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -52,7 +52,7 @@ def parse_variant(text: str | None) -> Variant | None:
         raise ConfigError(
             f"unknown KHA variant {text!r}: choose one of {', '.join(MATRICES)} or none"
         )
-    return text
+    return cast(Variant, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class Knock(Mechanism):
 def starts_of(variant: Variant, init: Init = "identity") -> tuple[Start, ...]:
     """How each matrix of a variant starts: gates at zero, where ``2 * sigmoid(0)`` is 1."""
     if init == "random":
-        return ("normal",) * len(MATRICES[variant])
+        return tuple("normal" for _ in MATRICES[variant])
     return tuple("zeros" if name == "gate" else "identity" for name in MATRICES[variant])
 
 

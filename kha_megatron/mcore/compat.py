@@ -48,7 +48,7 @@ def megatron_version(core: Path) -> str | None:
 
 def release(version: str) -> tuple[int, int]:
     """``(0, 19)`` of ``0.19.2``."""
-    major, minor = re.match(r"(\d+)\.(\d+)", version).groups()
+    major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 
 
@@ -261,7 +261,7 @@ def guard_checkpoints() -> None:
         dist.barrier()  # no rank writes before
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
-    guarded._kha_guarded = True
+    guarded._kha_guarded = True  # type: ignore[attr-defined]
     TorchDistSaveShardedStrategy.async_save = guarded
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kha_megatron.errors import NonFiniteError
 from kha_megatron.mcore.knocking import KnockingHeads
 
-Model = torch.nn.Module
+Model = Any  # a module of Megatron's with a decoder
 _FIRST, _LAST = -1.0, math.inf  # before and after all layers
 
 

@@ -162,7 +162,7 @@ class Folding:
         """For each head of this rank's rows the index of its projection, or None."""
         ranks = self.attention.tp_group.size()
         each, rank = len(self.heads) // ranks, get_pg_rank(self.attention.tp_group)
-        known = {projection: i for i, projection in enumerate(self.knockings)}
+        known: dict[str, int] = {projection: i for i, projection in enumerate(self.knockings)}
         return tuple(known.get(head) for head in self.heads[rank * each : (rank + 1) * each])
 
     @property
@@ -216,7 +216,7 @@ class Folding:
     def _change(self) -> str | None:
         """Why it cannot be folded now: what was done to the layer after it was built."""
         linear = self.attention.linear_qkv
-        weight = getattr(linear, "weight", None)
+        weight: Any = getattr(linear, "weight", None)
         if (
             isinstance(weight, DTensor)
             or hasattr(weight, "__fsdp_param__")
@@ -240,9 +240,7 @@ class _Weight:
         self.packed = self.asked = 0
         self.remade: Tensor | None = None
 
-    def substitute(
-        self, linear: torch.nn.Module, knockings: list[KnockingHeads], held: dict[str, Any]
-    ) -> None:
+    def substitute(self, linear: Any, knockings: list[KnockingHeads], held: dict[str, Any]) -> None:
         """Put folded tensors where ``linear`` looks for its parameters, which go to ``held``.
 
         Called so that all hooks on the parameters involved have run.
@@ -251,8 +249,9 @@ class _Weight:
         for name in ("weight", "bias"):
             if (parameter := linear._parameters.get(name)) is not None:
                 held[name] = parameter
-                linear._parameters[name] = fold_heads(parameter, matrices, self.owners)
-        self.folded = linear._parameters["weight"].detach()
+                folded: Any = fold_heads(parameter, matrices, self.owners)
+                linear._parameters[name] = folded  # of no optimizer
+        self.folded = linear.weight.detach()
         whole = held["weight"]
 
         @torch.no_grad()
@@ -279,6 +278,7 @@ class _Weight:
         if packed is not None:
             return packed
         if self.remade is None:
+            assert self.again is not None
             self.remade = self.again()
         self.asked += 1
         remade = self.remade

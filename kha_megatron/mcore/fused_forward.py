@@ -29,7 +29,7 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.ops.fused import prologue_kernel
 from kha_megatron.ops.prologue import PrologueSettings
 
-_Rotary = Tensor | tuple[Tensor, Tensor] | None
+type _Rotary = Tensor | tuple[Tensor, Tensor] | None
 
 _GATHERING = "megatron.core.distributed.distributed_data_parallel"
 """Where Megatron defines the pre-hook that waits for a module's parameters."""
@@ -52,7 +52,10 @@ class _Call(NamedTuple):
     angles: Tensor | None
 
 
-class FusedPrologue:
+_Attention: Any = object  # what it is mixed into is Megatron's
+
+
+class FusedPrologue(_Attention):
     """Goes before Megatron's ``SelfAttention`` among the bases of a knocked attention.
 
     The kernels take over where all of this holds; where something does not, Megatron's own path
@@ -111,6 +114,7 @@ class FusedPrologue:
         Args:
             qkv: whole groups ``[s, b, g, n * D]`` (:meth:`kha_megatron.mcore.qkv.QKVSplit.groups`).
         """
+        assert self._fused_call is not None
         angles = self._fused_call.angles
         settings = self._settings
         heads = settings.places(qkv)
@@ -133,7 +137,8 @@ class FusedPrologue:
             for p, k in active.items()
         }
         gains = [None if norm is None else norm.weight for norm in self._norms()]
-        kernel, _ = prologue_kernel(qkv, settings.head_dim)
+        kernel, why = prologue_kernel(qkv, settings.head_dim)
+        assert kernel is not None, why
         query, key, value = kernel(qkv, weights, *gains, angles, settings)
         if listening is not None:
             for hook in listening._forward_hooks.values():
@@ -258,8 +263,9 @@ class FusedPrologue:
 
 def _run_pre_hooks(module: torch.nn.Module | None, x: Tensor) -> None:
     """What calling ``module(x)`` would do before its forward."""
-    for hook in module._forward_pre_hooks.values() if module is not None else ():
-        _unchanged(module, hook(module, (x,)) is None)
+    if module is not None:
+        for hook in module._forward_pre_hooks.values():
+            _unchanged(module, hook(module, (x,)) is None)
 
 
 def _unchanged(module: torch.nn.Module, holds: bool) -> None:

@@ -46,7 +46,7 @@ from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.diagnostics import measure
 
-Model = torch.nn.Module
+Model = Any  # a module of Megatron's with a decoder
 Write = Callable[[dict[str, float], int], None]
 
 _OF_WEIGHTS = ("kha-diagonal-mean", "kha-off-diagonal-share", "kha-distance")

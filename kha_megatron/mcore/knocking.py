@@ -75,7 +75,7 @@ class HeadWeight(MegatronModule):
 
     def reset_parameters(self) -> None:
         """Set the initial value, the same on every rank, or this rank's part of one."""
-        whole = self.weight
+        whole: Tensor = self.weight
         if self.tensor_model_parallel:
             whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
         parts = whole if self.tensor.matrices else whole[None]
@@ -89,7 +89,7 @@ class HeadWeight(MegatronModule):
         if self.tensor_model_parallel:
             return self.weight
         rule = self.tensor.gradient
-        weight = self.weight
+        weight: Tensor = self.weight
         if rule == "heads" or (rule == "tokens" and self.config.sequence_parallel):
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         if self.tensor.per_head:  # more ranks than heads: several share one
@@ -127,7 +127,7 @@ class HeadWeight(MegatronModule):
             del self.sharded_state_dict
             return {f"{prefix}weight": LocalNonpersistentObject(self.weight.detach())}
 
-        self.sharded_state_dict = own_value
+        self.sharded_state_dict = own_value  # type: ignore[method-assign]
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""

@@ -97,7 +97,7 @@ class LatentNorm(MegatronModule):
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config))
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, latent: Tensor) -> Tensor:
         """Normalise."""
@@ -183,7 +183,7 @@ class _KnockedLatentAttention(KnockedAttention):
         self._count_query_norm_once()
 
     @property
-    def kind(self) -> AttentionKind | None:
+    def kind(self) -> AttentionKind | None:  # type: ignore[override]
         """``gla`` where the up-projection is that of several latent heads."""
         return "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
 

@@ -34,7 +34,7 @@ class TorchNorm:
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
-    ) -> torch.nn.Module:
+    ) -> Any:
         """Build the ``torch.nn`` norm that ``config.normalization`` names."""
         accepted = copy.copy(config)
         accepted.sequence_parallel = False
@@ -93,7 +93,7 @@ class GatheredDotProductAttention(DotProductAttention):
         self.config = config
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
-        self.cp_group = getattr(pg_collection, "cp", None)
+        self.cp_group: Any = getattr(pg_collection, "cp", None)
         if self.cp_group is None:
             self.cp_group = parallel_state.get_context_parallel_group()
 

@@ -50,7 +50,7 @@ with megatron_imports():
     )
     from kha_megatron.mcore.settings import FROM_ENVIRONMENT, named_config, publish
 
-Spec = ModuleSpec | TransformerBlockSubmodules
+type Spec = ModuleSpec | TransformerBlockSubmodules
 
 _LOCAL: dict[type, type] = {
     WrappedTorchNorm: TorchNorm,

@@ -8,6 +8,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 Symbols = Mapping[str, tuple[str, ...]]
 
@@ -159,7 +160,7 @@ def missing_symbols(symbols: Symbols) -> list[str]:
     for symbol, parameters in symbols.items():
         module, _, path = symbol.partition(":")
         try:
-            found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+            found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         except (ImportError, AttributeError):
             missing.append(symbol)
             continue

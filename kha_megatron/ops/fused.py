@@ -18,7 +18,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -147,11 +147,12 @@ def _announce(way: str) -> None:
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
 def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
+    kind = cast(Variant, variant)  # an operator's schema knows no Literal
     if _takes_kernels(x, weight):
         from kha_megatron.ops.kernels import knock_launch
 
-        return knock_launch.knock_forward(x, weight.contiguous(), variant)
-    return knocking.knock(x, weight, variant).contiguous()
+        return knock_launch.knock_forward(x, weight.contiguous(), kind)
+    return knocking.knock(x, weight, kind).contiguous()
 
 
 @_knock.register_fake
@@ -163,9 +164,9 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
     from kha_megatron.ops.kernels import knock_launch
 
-    weight = weight.contiguous()
-    dx = knock_launch.knock_backward_input(x, dy, weight, variant)
-    return dx, knock_launch.knock_backward_weight(x, dy, weight, variant)
+    weight, kind = weight.contiguous(), cast(Variant, variant)
+    dx = knock_launch.knock_backward_input(x, dy, weight, kind)
+    return dx, knock_launch.knock_backward_weight(x, dy, weight, kind)
 
 
 @_knock_backward.register_fake
@@ -178,7 +179,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     if _takes_kernels(x, weight):
         return *_knock_backward(x, dy, weight, ctx.variant), None

@@ -65,8 +65,8 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
         rank = local_rank = 0
     attempts = sorted(ranks.glob(f"*/attempt_*/{local_rank}"))
     folder = attempts[-1] if attempts else launcher
-    log = next((p for n in _STREAMS if (p := folder / n).is_file() and p.stat().st_size), None)
-    log = log or folder / _STREAMS[0]
+    logs = (p for n in _STREAMS if (p := folder / n).is_file() and p.stat().st_size)
+    log = next(logs, folder / _STREAMS[0])
     lines = _last_lines(log)
     if exit_code == 2:
         complaint = [i for i, line in enumerate(lines) if "error: " in line]

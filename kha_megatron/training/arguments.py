@@ -161,9 +161,9 @@ def choose_device(argv: list[str]) -> None:
         os.environ.setdefault(name, variable)
     cpu.install(despite_cuda=True, quiet=bool(help_only))
     given = {word.split("=", 1)[0] for word in argv}
-    for name, value in cpu.MEGATRON_FLAGS.items():
-        if value is not None and name in given and (other := _value(argv, name)) != value:
-            raise ConfigError(f"--device cpu needs {name} {value}, not {other}: remove {name}")
+    for name, needed in cpu.MEGATRON_FLAGS.items():
+        if needed is not None and name in given and (other := _value(argv, name)) != needed:
+            raise ConfigError(f"--device cpu needs {name} {needed}, not {other}: remove {name}")
     added = {name: value for name, value in cpu.MEGATRON_FLAGS.items() if name not in given}
     argv += [word for item in added.items() for word in item if word is not None]
     if added and not help_only:

@@ -124,8 +124,8 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
         if args.moe_router_enable_expert_bias:
-            update = "rms" if args.moe_router_bias_update_rms else "sign"
-            balance_experts(models, update, report_expert_load)
+            by_rms = args.moe_router_bias_update_rms
+            balance_experts(models, "rms" if by_rms else "sign", report_expert_load)
         if args.check_for_nan_in_loss_and_grad:  # last, so that nothing moves before the check
             stop_before_non_finite_steps(models)
         if args.kha_log_interval is not None:
@@ -201,10 +201,10 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
 
 
-_build_datasets.is_distributed = True  # every rank calls it; it decides where to build
+_build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides where to build
 
 
-def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Tensor | None]:
+def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
     """This rank's ``[b, s]`` tokens, labels, loss mask, attention mask and position ids."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH)

@@ -94,10 +94,10 @@ def failures_explained(args: Namespace) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _DISK or not args.save:
             raise
-        raise _refused(args.save, error.strerror) from error
+        raise _refused(args.save, error.strerror or str(error)) from error
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     """Without PyTorch's advice to load it all the same."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return str(RefusedNameError(named[1])) if named else reason(error)

@@ -45,6 +45,7 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     if not starts_from_pretrained(args):
         return None
     path = checkpoint_to_load(args)
+    assert path is not None  # the pretrained one at least
     found = kha_of(MegatronCheckpoint.open(path))
     if found and found.mechanisms:
         raise CheckpointError(

@@ -95,7 +95,8 @@ class _Pass:
     ) -> None:
         self.settings = settings
         self.qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
-        self.weights = dict(zip(PROJECTIONS, (w_query, w_key, w_value), strict=True))
+        weights = zip(PROJECTIONS, (w_query, w_key, w_value), strict=True)
+        self.weights = {p: weight for p, weight in weights if weight is not None}
         self.norms = query_norm, key_norm
         self.views = self.settings.places(self.qkv)
         # before the kernel: views of the buffer, or what was knocked
@@ -143,6 +144,7 @@ class _Pass:
         partials = self.launch(
             prologue_backward, "backward", list(d_rows.values()), list(heads.values())
         )
+        assert partials is not None
         d_weights: dict[Projection, Tensor | None] = dict.fromkeys(PROJECTIONS)
         for p, variant in self.settings.variants.items():
             x, weight = self.views[p], self.weights[p]
