@@ -9,7 +9,9 @@ or run wrongly, and nothing else; each message names both numbers and a legal ne
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.training import Training
@@ -45,6 +47,26 @@ def check_arguments(arguments: Mapping[str, Any], world_size: int | None) -> Non
     layout = Layout.of(arguments, world_size)
     check_layout(model, layout, Batch.of(arguments))
     check_sharding(model, layout, Training.of(arguments))
+
+
+def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
+    """Refuse mechanisms, and a kind of attention, that Megatron's arguments contradict.
+
+    Args:
+        arguments: by name, all or only some.
+
+    Raises:
+        ConfigError: naming the arguments to change.
+    """
+    kha.check(HeadFacts(multi_latent=bool(arguments.get("multi_latent_attention"))))
+    position = arguments.get("position_embedding_type", "learned_absolute")
+    percent = arguments.get("rotary_percent", 1.0)
+    if kha.attention == "gta" and (position != "rope" or percent != 0.5):
+        raise ConfigError(
+            f"--kha-attention gta rotates half of a head, and --position-embedding-type is "
+            f"{position} with --rotary-percent {percent}: give "
+            "--position-embedding-type rope --rotary-percent 0.5"
+        )
 
 
 def check_layout(
@@ -85,17 +107,28 @@ def excluded(own: Collection[str], new: Mapping[str, Any]) -> dict[str, str]:
         own: names of the recipe's arguments.
         new: the user's, by name.
     """
-    reasons = {}
-    if new.get("tensor_model_parallel_size") == 1:
-        reasons["sequence_parallel"] = "--tensor-model-parallel-size 1 leaves it nothing to split"
-    if new.get("use_torch_fsdp2"):
-        for name in (
-            "use_distributed_optimizer",
-            "overlap_param_gather",
-            "expert_model_parallel_size",
-        ):
-            reasons[name] = "--use-torch-fsdp2 shards without it"
-    return {name: why for name, why in reasons.items() if name in own and name not in new}
+    chosen: dict[str, tuple[bool, tuple[str, ...]]] = {
+        "--tensor-model-parallel-size 1 leaves it nothing to split": (
+            new.get("tensor_model_parallel_size") == 1,
+            ("sequence_parallel",),
+        ),
+        "--use-torch-fsdp2 shards without it": (
+            bool(new.get("use_torch_fsdp2")),
+            ("use_distributed_optimizer", "overlap_param_gather", "expert_model_parallel_size"),
+        ),
+        "--multi-latent-attention has a key for each query head": (
+            bool(new.get("multi_latent_attention")),
+            ("group_query_attention", "num_query_groups"),
+        ),
+        "--fp16 is another precision": (bool(new.get("fp16")), ("bf16",)),
+        "--train-samples says how long": (bool(new.get("train_samples")), ("train_iters",)),
+    }
+    return {
+        name: why
+        for why, (holds, names) in chosen.items()
+        for name in names
+        if holds and name in own and name not in new
+    }
 
 
 def check_sharding(model: Model, layout: Layout, training: Training) -> None:

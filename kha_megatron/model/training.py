@@ -15,6 +15,7 @@ class Training:
     """Optimisation, precision, reports and checkpoints."""
 
     train_iters: int | None = _option("--train-iters", None)
+    train_samples: int | None = _option("--train-samples", None)
     lr: float | None = _option("--lr", None)
     min_lr: float = _option("--min-lr", 0.0)
     lr_decay_style: str = _option("--lr-decay-style", "linear")

@@ -45,7 +45,7 @@ class Communication:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all kinds."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 

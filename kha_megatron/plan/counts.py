@@ -36,7 +36,7 @@ class Attention:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Of linear layers and norms."""
         return self.weights + self.norms
 
 
@@ -112,7 +112,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Dense ones and experts."""
         return self.dense + self.experts
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from kha_megatron.checkpoint.tracker import judge
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
-from kha_megatron.heads import HeadFacts
-from kha_megatron.model.rules import check_arguments
+from kha_megatron.model.rules import check_arguments, check_attention
 from kha_megatron.model.run import Run
 
 
@@ -22,7 +21,7 @@ def check_layout(run: Run, ranks: int) -> None:
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: give --nproc a whole number from 1 up")
-    run.kha.check(HeadFacts(multi_latent="multi_latent_attention" in run.arguments))
+    check_attention(run.arguments, run.kha)
     device = run.training.device
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")

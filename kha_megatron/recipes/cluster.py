@@ -172,7 +172,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """In all."""
+        """Over all nodes."""
         return self.nodes * self.gpus
 
     @property

@@ -89,7 +89,7 @@ class Shape:
     ffn: int
     """Of the dense MLP, or of one expert."""
     experts: tuple[int, int] | None = None
-    """All of them, and those that a token is routed to."""
+    """How many there are, and to how many a token is routed."""
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -8,7 +8,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
 from kha_megatron.data.paths import check_data
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, Knock
+from kha_megatron.heads import Knock
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES
 from kha_megatron.model.rules import check_arguments
 
@@ -205,23 +205,6 @@ def asked_kha(args: argparse.Namespace) -> KHAConfig | None:
     """
     given = vars(add_model_arguments(argparse.ArgumentParser()).parse_args([]))
     return KHAConfig.asked({name.removeprefix("kha_"): getattr(args, name, None) for name in given})
-
-
-def check_attention(args: argparse.Namespace, kha: KHAConfig) -> None:
-    """Refuse a kind of attention that Megatron's arguments contradict.
-
-    Raises:
-        ConfigError: naming the arguments to change.
-    """
-    kha.check(HeadFacts(multi_latent=bool(args.multi_latent_attention)))
-    if kha.attention != "gta":
-        return
-    if args.position_embedding_type != "rope" or args.rotary_percent != 0.5:
-        raise ConfigError(
-            f"--kha-attention gta rotates half of a head, and --position-embedding-type is "
-            f"{args.position_embedding_type} with --rotary-percent {args.rotary_percent}: give "
-            "--position-embedding-type rope --rotary-percent 0.5"
-        )
 
 
 def check_args(args: argparse.Namespace) -> None:

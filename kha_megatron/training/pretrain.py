@@ -41,10 +41,10 @@ from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.hybrid import check_pattern
 from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import HeadWeight
+from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
-    check_attention,
     kha_from_args,
 )
 from kha_megatron.training.expert_load import report_expert_load
@@ -78,7 +78,7 @@ def run(program_start: float) -> None:
     check_saving(early)
     repair_tracker(early)
     kha = restored_kha(early) or kha_from_args(early)
-    check_attention(early, kha)
+    check_attention(vars(early), kha)
     if pattern := early.hybrid_layer_pattern or early.hybrid_override_pattern:
         check_pattern(
             pattern,

@@ -14,9 +14,9 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.model import Model
+from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_model_arguments,
-    check_attention,
     kha_from_args,
 )
 
@@ -56,7 +56,7 @@ def use_arguments(args: argparse.Namespace) -> None:
             "HybridModel: remove one, or name a hybrid stack with --spec"
         )
     kha = kha_from_args(args)
-    check_attention(args, kha)
+    check_attention(vars(args), kha)
     for name, value in kha.to_dict().items():
         setattr(args, f"kha_{name}", value)
     args.spec = SPEC

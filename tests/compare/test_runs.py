@@ -61,7 +61,9 @@ def test_a_variant_that_the_model_cannot_carry_is_refused_before_any_run(tmp_pat
 
 
 def test_the_kind_of_attention_is_not_a_variants_to_choose(tmp_path):
-    runs = planned(tmp_path / "out", [*MOCK, "--kha-attention", "gta"]).runs
+    runs = planned(
+        tmp_path / "out", [*MOCK, "--kha-attention", "gta", "--rotary-percent", "0.5"]
+    ).runs
     assert {run.asked.flags["--kha-attention"] for run in runs} == {("gta",)}
 
 

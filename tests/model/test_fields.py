@@ -134,3 +134,20 @@ def test_fsdp2_takes_what_it_excludes_of_a_recipe_out_and_refuses_the_rest():
         check_layout(run.updated([*given, "--use-distributed-optimizer"]), 8)
     with pytest.raises(ConfigError, match="over 8 ranks: use --expert-model-parallel-size 1"):
         check_layout(run.updated([*given, "--expert-model-parallel-size", "8"]), 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        ("--multi-latent-attention", {"--group-query-attention", "--num-query-groups"}),
+        ("--fp16", {"--bf16"}),
+        ("--train-samples 9", {"--train-iters"}),
+        ("--train-samples 9 --train-iters 3", set()),
+        ("--tensor-model-parallel-size 2", set()),
+    ],
+)
+def test_what_a_users_words_exclude_of_a_recipe_is_left_out(words, gone):
+    run = get_recipe("dense-0.6b").run
+    new = run.updated(words.split())
+    assert run.flags.keys() - new.flags.keys() == gone
+    assert {text.partition(":")[0] for text in new.dropped} == gone

@@ -176,10 +176,12 @@ def slurm(tmp_path, monkeypatch):
 
 
 RANK = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 folder = Path(__file__).parent
 (folder / f"rank{os.environ['RANK']}").write_text(os.environ["NOTE"] + "|" + sys.argv[-1])
+while not (folder / "rank0").exists():  # a rank that fails ends the others
+    time.sleep(0.01)
 sys.exit(int(sys.argv[sys.argv.index("--code") + 1]) if os.environ["RANK"] == "1" else 0)
 """
 

@@ -22,10 +22,10 @@ def _checked(lines):
     """For each command line of a run of 8 ranks, its configuration or the error that refuses it."""
     from megatron.training.arguments import parse_args
 
+    from kha_megatron.model.rules import check_attention
     from kha_megatron.training.arguments import (
         add_kha_arguments,
         check_args,
-        check_attention,
         kha_from_args,
     )
 
@@ -36,7 +36,7 @@ def _checked(lines):
             args = parse_args(add_kha_arguments)
             check_args(args)
             kha = kha_from_args(args)
-            check_attention(args, kha)
+            check_attention(vars(args), kha)
             return kha
         except KHAError as error:
             return error
