@@ -7,7 +7,6 @@ Its fields name the mechanisms of ``kha_megatron.heads`` and their settings; the
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args, get_type_hints
 
@@ -113,14 +112,13 @@ class KHAConfig:
                 f"kha-megatron; known are {', '.join(f.name for f in fields(cls))}"
             )
         others = mechanism_types(cls)
-        return cls(
-            **{
-                name: others[name].from_dict(value)
-                if name in others and not isinstance(value, Mechanism | None)
-                else value
-                for name, value in values.items()
-            }
-        )
+        read: dict[str, Any] = {
+            name: others[name].from_dict(value)
+            if name in others and not isinstance(value, Mechanism | None)
+            else value
+            for name, value in values.items()
+        }
+        return cls(**read)
 
     @classmethod
     def asked(cls, given: Mapping[str, Any]) -> Self | None:
@@ -281,7 +279,6 @@ class KHAConfig:
         return words + kind
 
 
-@cache
 def mechanism_types(config: type = KHAConfig) -> dict[str, type[Mechanism]]:
     """The mechanisms beside the knock, by their fields; found by the fields' types."""
     hints = get_type_hints(config)

@@ -13,7 +13,7 @@ from kha_megatron.hf.modelling_files import write_modelling_files
 AutoConfig.register(KHAModelConfig.model_type, KHAModelConfig, exist_ok=True)
 AutoModel.register(KHAModelConfig, KHAModel, exist_ok=True)
 AutoModelForCausalLM.register(KHAModelConfig, KHAForCausalLM, exist_ok=True)
-KHAModelConfig.write_code = staticmethod(write_modelling_files)  # type: ignore[assignment]
+KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
 __all__ = [
     "KHAForCausalLM",

@@ -8,6 +8,7 @@ Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, `
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,11 @@ class HeadWeight(nn.Module):
 class KHAKnock(nn.Module):
     """The shared matrices of one projected tensor (equations 5-7 and 9, Table 2)."""
 
+    proj: HeadSharedLinear
+    up_proj: HeadSharedLinear
+    gate_proj: HeadSharedLinear
+    down_proj: HeadSharedLinear
+
     def __init__(self, variant: Variant, tensor: HeadTensor) -> None:
         super().__init__()
         self.variant = variant
@@ -82,6 +88,10 @@ class KHAKnock(nn.Module):
 
 class KHAHeads:
     """Beside an attention: what its heads have, as modules."""
+
+    q_knock: nn.Module
+    k_knock: nn.Module
+    v_knock: nn.Module
 
     def _add_heads(self, config: KHAModelConfig) -> None:
         """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked."""
@@ -110,7 +120,7 @@ class KHAHeads:
 
 
 def _attend(
-    module: nn.Module,
+    module: Any,
     shape: torch.Size,
     query: Tensor,
     key: Tensor,
@@ -174,7 +184,7 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
 
 
-class KHATiedAttention(KHAHeads, nn.Module):
+class KHATiedAttention(KHAHeads, Glm4MoeAttention):
     """Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487), its tied state knocked.
 
     All of a key/value head's state is its value; the first half of it is the half of the key
@@ -184,21 +194,10 @@ class KHATiedAttention(KHAHeads, nn.Module):
     """
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
-        super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.num_key_value_groups = heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=False)
-        self.kv_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
-        self.k_rope_proj = nn.Linear(hidden, config.qk_rope_head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
-        self.use_qk_norm = config.use_qk_norm
-        if self.use_qk_norm:
-            self.q_norm = Glm4MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = Glm4MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        super().__init__(config, layer_idx)
+        self.kv_proj = self.v_proj
+        del self.k_proj, self.v_proj
+        self.k_rope_proj = nn.Linear(config.hidden_size, config.head_dim // 2, bias=False)
         self._add_heads(config)
 
     def forward(
@@ -264,18 +263,19 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        eps, groups = config.rms_norm_eps, config.num_latent_heads
+        eps, groups, rank = config.rms_norm_eps, config.num_latent_heads, config.kv_lora_rank
+        assert rank is not None
         norm = Glm4MoeRMSNorm if config.use_qk_norm else _no_norm  # the stock epsilon is fixed
         if config.q_lora_rank is not None:
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
-        self.kv_a_layernorm = norm(config.kv_lora_rank, eps=eps)
+        self.kv_a_layernorm = norm(rank, eps=eps)
         if groups > 1:
             rows = self.num_heads // groups * (self.qk_nope_head_dim + self.v_head_dim)
             self.kv_b_proj = nn.ModuleList(
-                nn.Linear(config.kv_lora_rank // groups, rows, bias=False) for _ in range(groups)
+                nn.Linear(rank // groups, rows, bias=False) for _ in range(groups)
             )
             if config.use_qk_norm:
-                self.kv_a_layernorm = KHALatentRMSNorm(config.kv_lora_rank, eps, groups)
+                self.kv_a_layernorm = KHALatentRMSNorm(rank, eps, groups)
         self._add_heads(config)
 
     def forward(
@@ -313,9 +313,8 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         rotary keys ``[B, 1, K, R]``."""
         latent = kv_nope.squeeze(1)
         if isinstance(self.kv_b_proj, nn.ModuleList):
-            parts = latent.chunk(len(self.kv_b_proj), dim=-1)
-            expanded = [up(part) for up, part in zip(self.kv_b_proj, parts, strict=True)]
-            expanded = torch.cat(expanded, dim=-1)
+            parts = zip(self.kv_b_proj, latent.chunk(len(self.kv_b_proj), dim=-1), strict=True)
+            expanded = torch.cat([up(part) for up, part in parts], dim=-1)
         else:
             expanded = self.kv_b_proj(latent)
         widths = [self.qk_nope_head_dim, self.v_head_dim]

@@ -6,8 +6,7 @@ Fields that stock transformers models share keep their stock names, so that othe
 """
 
 import os
-from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -91,7 +90,7 @@ class KHAModelConfig(PreTrainedConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
-    write_code: ClassVar[Callable[[str | os.PathLike], dict[str, str]] | None] = None
+    write_code: ClassVar[Any] = None  # a static function of a folder
     """Writes the files that define this architecture into a folder and returns their ``auto_map``.
     ``kha_megatron.hf`` sets it. A copy of this file beside a model has none: transformers itself
     copies on what it loaded from a folder."""
@@ -206,7 +205,7 @@ class KHAModelConfig(PreTrainedConfig):
             self.mlp_layer_types = [kind] * self.num_hidden_layers
         self._check()
         if self.kv_lora_rank is not None:
-            self.head_dim = self.qk_rope_head_dim
+            self.head_dim = self.qk_rope_head_dim or 0
         elif self.kha_attention == "gta":
             self.qk_rope_head_dim = self.head_dim // 2
         self.base_model_tp_plan = type(self).base_model_tp_plan | self._attention_tp_plan()
@@ -227,7 +226,7 @@ class KHAModelConfig(PreTrainedConfig):
         Raises:
             ConfigError: a field holds an unknown word.
         """
-        return KHAConfig.recorded(vars(self))
+        return KHAConfig.recorded(vars(self)) or KHAConfig()
 
     @property
     def head_sizes(self) -> HeadSizes:
@@ -235,8 +234,8 @@ class KHAModelConfig(PreTrainedConfig):
         latent = self.kv_lora_rank is not None
         return HeadSizes(
             query_heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
-            head_dim=self.qk_nope_head_dim if latent else self.head_dim,
+            kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=(latent and self.qk_nope_head_dim) or self.head_dim,
             value_dim=self.v_head_dim if latent else None,
         )
 
@@ -265,7 +264,7 @@ class KHAModelConfig(PreTrainedConfig):
             return
         whole = 0.5 if self.kha_attention == "gta" else 1.0
         # a new one, because this one may be the caller's
-        self.rope_parameters = {"partial_rotary_factor": whole} | self.rope_parameters
+        self.rope_parameters = {"partial_rotary_factor": whole} | (self.rope_parameters or {})
         share = self.rope_parameters["partial_rotary_factor"]
         if share != whole:
             raise ConfigError(

@@ -97,7 +97,8 @@ class KHARouter(nn.Module):
         if self.normalise:
             chosen, experts = self._of_best_groups(logits).topk(self.top_k, dim=-1)
             return chosen.softmax(-1), experts
-        return tuple(self._of_best_groups(logits.softmax(-1)).topk(self.top_k, dim=-1))
+        weights, experts = self._of_best_groups(logits.softmax(-1)).topk(self.top_k, dim=-1)
+        return weights, experts
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
         """``[N, E]`` scores, minus infinity outside of a token's best groups.
@@ -147,7 +148,7 @@ class KHADecoderLayer(Glm4MoeDecoderLayer):
         GradientCheckpointingLayer.__init__(self)  # the parent's would build its own sub-modules
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
-        is_sparse = config.mlp_layer_types[layer_idx] == "sparse"
+        is_sparse = (config.mlp_layer_types or [])[layer_idx] == "sparse"
         self.mlp = KHASparseMLP(config) if is_sparse else Glm4MoeMLP(config)
         self.input_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -208,7 +209,7 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
     """The decoder without an output layer."""
 
     def __init__(self, config: KHAModelConfig) -> None:
-        KHAPreTrainedModel.__init__(self, config)  # past Glm4MoeModel's, which builds layers
+        super(Glm4MoeModel, self).__init__(config)  # past its own, which builds layers
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -239,6 +240,7 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         tied = self.config.kha_attention == "gta" and self.config.use_qk_norm
         if tied and past_key_values is not None:
             new = input_ids if inputs_embeds is None else inputs_embeds
+            assert new is not None
             kwargs["key_position_embeddings"] = self._of_cached(new, position_ids, past_key_values)
         return super().forward(
             input_ids=input_ids,
@@ -267,7 +269,7 @@ class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
     """The decoder with its output layer, for training and generation."""
 
     def __init__(self, config: KHAModelConfig) -> None:
-        KHAPreTrainedModel.__init__(self, config)  # likewise
+        super(Glm4MoeForCausalLM, self).__init__(config)  # likewise
         self.model = KHAModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -117,7 +117,8 @@ class _Instruments:
             device=torch.cuda.current_device(),
         )
         self.heard: set[tuple[int, str]] = set()
-        layers = [layer for model in models for layer in model.decoder.layers]
+        decoders: list[Any] = [model.decoder for model in models]
+        layers = [layer for decoder in decoders for layer in decoder.layers]
         self.attentions = {
             layer.layer_number - 1: attention
             for layer in layers
