@@ -61,7 +61,14 @@ class MegatronCheckpoint:
         path = resolve(Path(path))
         mark = path / COMMIT_MARK
         if not mark.is_file():
-            raise CheckpointError(_without_commit_mark(path))
+            if any(path.glob("mp_rank_*")):
+                raise CheckpointError(
+                    f"{path} is in Megatron's old torch format: let Megatron convert it with "
+                    "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+                )
+            raise CheckpointError(
+                f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"
+            )
         digests = (read_hashes(path) or {}) if verify else {}
         for name in {COMMIT_MARK, METADATA, LEGACY_COMMON} & set(digests):
             check_file(path / name, digests[name])
@@ -207,12 +214,3 @@ class MegatronCheckpoint:
                 "Megatron's training loop"
             )
         return args.state
-
-
-def _without_commit_mark(path: Path) -> str:
-    if any(path.glob("mp_rank_*")):
-        return (
-            f"{path} is in Megatron's old torch format: let Megatron convert it with "
-            "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
-        )
-    return f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"

@@ -1,5 +1,6 @@
 """What travels with a model's tensors: the tokenizer, special tokens, generation settings."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
@@ -25,6 +26,9 @@ _TOKENIZER = (
     "chat_template.json",
 )
 """Files of a tokenizer, of which one of the first four must be there; code is never among it."""
+
+PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+"""Arguments to a multiple of which Megatron pads a vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,29 @@ class Companions:
         has_one = any((folder / name).is_file() for name in _TOKENIZER[:4])
         ids = {name: config.get(name) for name in _TOKEN_IDS}
         return cls(ids, str(folder) if has_one else None, folder=folder)
+
+    def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
+        """Rows of a Megatron embedding without its padding; all if padding does not explain them.
+
+        Args:
+            args: the run's arguments.
+            rows: of the embedding.
+
+        Raises:
+            CheckpointError: the tokenizer has more entries than the embedding has rows.
+        """
+        multiple = math.prod(args.get(name) or 1 for name in PADDING)
+        entries = len(self.loaded) if self.loaded is not None else 0
+        if entries > rows:
+            raise CheckpointError(
+                f"the tokenizer {self.origin} has {entries} entries, the embedding {rows} rows: "
+                "name the tokenizer of this run with --tokenizer"
+            )
+        # the argument says more than the tokenizer, which may have fewer entries than the model
+        for size in (args.get("vocab_size"), entries):
+            if size and entries <= size <= rows < size + multiple:
+                return size
+        return rows
 
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer into a folder, if there is one. Files are copied, never run."""

@@ -23,7 +23,7 @@ from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.companions import Companions
+from kha_megatron.conversion.companions import PADDING, Companions
 from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
@@ -35,8 +35,6 @@ _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _ATTENTION = ("self_attention.", "input_layernorm.")
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers that old transformers saved and that follow from the configuration."""
-
-_PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
 
 
 class Source(ABC):
@@ -118,12 +116,12 @@ class MegatronSource(Source):
             raise CheckpointError(f"{checkpoint.path} lacks {EMBEDDING}: it holds no GPTModel")
         rows = held[EMBEDDING].shape[0]
         companions = Companions.of_megatron(args, tokenizer)
+        entries = rows if padded else companions.vocabulary(args, rows)
+        if padded:
+            self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *PADDING)}
         self._step = 2 if hybrid_layers(args) else 1
         model = from_arguments(args, KHAConfig.recorded(args) or KHAConfig(), rows)
-        if padded:
-            self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
-        else:
-            model = replace(model, vocab_size=_without_padding(args, rows, companions))
+        model = replace(model, vocab_size=entries)
         super().__init__(checkpoint, companions, model)
         self._infos = held
         self._keys: dict[Place, tuple[str, tuple[int, ...]]] = {}
@@ -274,22 +272,6 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
     return DTYPES.get(name)
-
-
-def _without_padding(args: Mapping[str, Any], rows: int, companions: Companions) -> int:
-    """Rows of a Megatron embedding without its padding; all if padding does not explain them."""
-    multiple = math.prod(args.get(name) or 1 for name in _PADDING)
-    entries = len(companions.loaded) if companions.loaded is not None else 0
-    if entries > rows:
-        raise CheckpointError(
-            f"the tokenizer {companions.origin} has {entries} entries, the embedding {rows} rows: "
-            "name the tokenizer of this run with --tokenizer"
-        )
-    # the argument says more than the tokenizer, which may have fewer entries than the model
-    for size in (args.get("vocab_size"), entries):
-        if size and entries <= size <= rows < size + multiple:
-            return size
-    return rows
 
 
 def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:

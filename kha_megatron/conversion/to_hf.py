@@ -92,6 +92,8 @@ def plan(
         source = Folded(source)
     if upcycle is not None:
         source = Upcycled(source, upcycle)
+    if asked is not None:
+        source = Cast(source, asked)
     architecture = architecture or (AUTO if fold else "kha")
     if architecture == AUTO:
         architecture = "kha" if source.model.kha.mechanisms else stock_type(source.model)
@@ -99,5 +101,4 @@ def plan(
     config = to_hf_config(model, architecture)
     for name, value in source.companions.token_ids.items():
         setattr(config, name, value)
-    source = Expressed(source, model)
-    return HFPlan(source if asked is None else Cast(source, asked), config, max_shard_bytes)
+    return HFPlan(Expressed(source, model), config, max_shard_bytes)
