@@ -59,7 +59,8 @@ class VocabularyMapping(AutoMapping):
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
         """``[vocab_size, C]`` to this rank's rows, zeros below the last entry."""
         # under several ranks Bridge pads by itself
-        padding = megatron_module.weight.shape[0] - hf_weights.shape[0] if self.tp_size == 1 else 0
+        rows = len(megatron_module.get_parameter("weight"))
+        padding = rows - len(hf_weights) if self.tp_size == 1 else 0
         if padding > 0:
             hf_weights = nn.functional.pad(hf_weights, (0, 0, 0, padding))
         return super().hf_to_megatron(hf_weights, megatron_module)

@@ -168,8 +168,9 @@ def _hf_names(task: WeightConversionTask) -> list[str]:
 
 
 def _of_all_experts(key: str, experts: range) -> list[str]:
-    prefix, found, suffix = re.match(r"(.*\.experts\.)(\d+)(\..*)|", key).groups()
-    return [f"{prefix}{number}{suffix}" for number in experts] if found else [key]
+    if (found := re.match(r"(.*\.experts\.)\d+(\..*)", key)) is None:
+        return [key]
+    return [f"{found[1]}{number}{found[2]}" for number in experts]
 
 
 def _some(keys: list[str], most: int = 5) -> str:

@@ -6,8 +6,11 @@ of :class:`~kha_megatron.model.model.Model`, whose table has Megatron's and Hugg
 None and False stand for what a model has not.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadFacts, HeadTensor
@@ -16,23 +19,44 @@ from kha_megatron.model.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's stretched RoPE."""
+class Scaling:
+    """A stretched RoPE; its fields are those of ``rope_parameters`` in ``config.json``."""
+
+    rope_type: ClassVar[str]
+    arguments: ClassVar[Mapping[str, str]]
+    """Megatron's argument of each field that has one."""
 
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Yarn:
+class Llama3Scaling(Scaling):
+    """Llama 3.1's."""
+
+    rope_type = "llama3"
+    arguments = MappingProxyType({"factor": "rope_scaling_factor"})
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn(Scaling):
     """YaRN, of multi-latent attention only."""
 
-    factor: float
+    rope_type = "yarn"
+    arguments = MappingProxyType(
+        {
+            "factor": "rotary_scaling_factor",
+            "mscale": "mscale",
+            "mscale_all_dim": "mscale_all_dim",
+        }
+    )
+
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
-    original_max_positions: int = 4096
+    original_max_position_embeddings: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
@@ -48,7 +72,18 @@ class Architecture(Model):
         ConfigError: mechanisms of the heads that the attention cannot carry.
     """
 
-    scaling: Llama3Scaling | Yarn | None = None
+    if TYPE_CHECKING:  # known of every model, or asked where it has such experts or latents
+        num_layers: int
+        vocab_size: int
+        padded_vocab_size: int
+        ffn_hidden_size: int
+        max_position_embeddings: int
+        num_experts: int
+        moe_layer_freq: tuple[int, ...]
+        moe_ffn_hidden_size: int
+        moe_shared_expert_intermediate_size: int
+        q_lora_rank: int
+    scaling: Scaling | None = None
     """Of RoPE."""
     normalised: bool = True
     """Whether the weights of a token's experts sum to one before they are scaled."""
@@ -82,8 +117,9 @@ class Architecture(Model):
 
 ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
 """What Megatron and Hugging Face call each field."""
+HF_KEYS: dict[str, str] = {name: row.hf for name, row in ROWS.items() if row.hf}
 
-STYLE = {
+STYLE: dict[str, Any] = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "add_bias_linear": False,

@@ -117,7 +117,7 @@ class Companions:
             self.loaded.save_pretrained(target)
             return True
         for name in _TOKENIZER:
-            if (self.folder / name).is_file():
+            if self.folder is not None and (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, target / name)
         return True
 

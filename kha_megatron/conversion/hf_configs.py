@@ -24,8 +24,8 @@ from transformers import (
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import hf_experts
 from kha_megatron.conversion.architecture import (
+    HF_KEYS,
     LATENT,
-    ROWS,
     STYLE,
     Architecture,
     Llama3Scaling,
@@ -162,7 +162,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
     values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
     config = _filled_in(family, values)
     _check_fields(family, values, config)
-    fields = {n: getattr(config, ROWS[n].hf) for n in family.fields if hasattr(config, ROWS[n].hf)}
+    keys = {name: HF_KEYS[name] for name in family.fields if hasattr(config, HF_KEYS[name])}
+    fields: dict[str, Any] = {name: getattr(config, key) for name, key in keys.items()}
     fields |= _read_latent(family, config)
     fields.setdefault("kv_channels", config.hidden_size // config.num_attention_heads)
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
@@ -207,7 +208,7 @@ def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
     names = (*family.fields, *(LATENT if True in family.latent else ()))
-    known = {*(ROWS[name].hf for name in names), _TIED, *family.only, *_ROPE, *_HARMLESS}
+    known = {*(HF_KEYS[name] for name in names), _TIED, *family.only, *_ROPE, *_HARMLESS}
     if family.experts is not None:
         known |= {*family.experts.keys.values(), *family.experts.known}
     if family.config is KHAModelConfig:
@@ -246,19 +247,12 @@ def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     if kind == "default":
         return rope
     latent = _has_latent(family, config)
-    scaling: Llama3Scaling | Yarn
     if kind == "llama3" and not latent:
-        scaling = Llama3Scaling(
-            factor=float(given["factor"]),
-            low_freq_factor=float(given["low_freq_factor"]),
-            high_freq_factor=float(given["high_freq_factor"]),
-            original_max_positions=given["original_max_position_embeddings"],
-        )
-    elif kind == "yarn" and latent:
-        scaling = _read_yarn(given)
-    else:
-        raise _refused("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
-    return rope | {"scaling": scaling}
+        names = [field.name for field in dataclasses.fields(Llama3Scaling)]
+        return rope | {"scaling": Llama3Scaling(**{name: given[name] for name in names})}
+    if kind == "yarn" and latent:
+        return rope | {"scaling": _read_yarn(given)}
+    raise _refused("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
 
 
 def _read_yarn(given: Mapping[str, Any]) -> Yarn:
@@ -271,7 +265,7 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
         factor=float(given["factor"]),
         mscale=float(mscale or 1.0),
         mscale_all_dim=float(all_dim or 0.0),
-        original_max_positions=given["original_max_position_embeddings"],
+        original_max_position_embeddings=given["original_max_position_embeddings"],
         beta_fast=float(given.get("beta_fast") or 32.0),
         beta_slow=float(given.get("beta_slow") or 1.0),
     )
@@ -286,7 +280,7 @@ def _read_latent(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
         return {}
     if config.num_key_value_heads != config.num_attention_heads:
         raise _refused("num_key_value_heads", config.num_key_value_heads, "one a query head")
-    sizes = {name: getattr(config, ROWS[name].hf) for name in LATENT}
+    sizes = {name: getattr(config, HF_KEYS[name]) for name in LATENT}
     return sizes | {"multi_latent_attention": True, "kv_channels": sizes["v_head_dim"]}
 
 
@@ -338,7 +332,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     names = [*family.fields, *(LATENT if model.multi_latent_attention else ())]
     if model.multi_latent_attention:
         names.remove("kv_channels")  # there it is of the rotary part, and follows
-    fields = {ROWS[name].hf: getattr(model, name) for name in names} | family.only
+    fields = {HF_KEYS[name]: getattr(model, name) for name in names} | dict(family.only)
     fields[_TIED] = model.tied_embeddings
     if model_type == "kha":
         recorded = model.kha.to_dict(start=False)
@@ -373,7 +367,7 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
         if getattr(model, name) != value:
             refuse(f"{name}={getattr(model, name)}")
     for name, value in family.only.items():
-        ours = next((field for field in family.fields if ROWS[field].hf == name), None)
+        ours = next((field for field in family.fields if HF_KEYS[field] == name), None)
         if ours and getattr(model, ours) != value:
             refuse(f"{name}={getattr(model, ours)}", f"it has only {value}; choose another")
     if model.rotary_percent != 1.0 and not family.partial_rope:
@@ -384,23 +378,6 @@ def _write_rope(model: Architecture, family: Family) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
     if family.partial_rope:
         values["partial_rotary_factor"] = model.rotary_percent
-    scaling = model.scaling
-    if isinstance(scaling, Llama3Scaling):
-        values |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    elif isinstance(scaling, Yarn):
-        values |= {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            "mscale": scaling.mscale,
-            "mscale_all_dim": scaling.mscale_all_dim,
-            "original_max_position_embeddings": scaling.original_max_positions,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-        }
+    if (scaling := model.scaling) is not None:
+        values |= {"rope_type": scaling.rope_type, **dataclasses.asdict(scaling)}
     return values

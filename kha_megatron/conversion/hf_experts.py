@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import ROWS, Architecture
+from kha_megatron.conversion.architecture import HF_KEYS, Architecture
 from kha_megatron.errors import CheckpointError
 
 _OFF = {
@@ -28,7 +28,7 @@ class ExpertFields(NamedTuple):
     """The other configuration fields."""
     known: tuple[str, ...]
     """The other configuration fields that ``config.json`` may have."""
-    count: str = "num_experts"
+    number: str = "num_experts"
     """Configuration field of the number of experts."""
     only: Mapping[str, Any] = {}
     """Fields of :class:`Architecture` of which there is one value."""
@@ -38,8 +38,8 @@ class ExpertFields(NamedTuple):
     @property
     def keys(self) -> dict[str, str]:
         """Configuration field of each of ``fields``."""
-        own = {"num_experts": self.count, "normalised": "norm_topk_prob"}
-        return own | {name: ROWS[name].hf for name in self.fields}
+        own = {"num_experts": self.number, "normalised": "norm_topk_prob"}
+        return own | {name: HF_KEYS[name] for name in self.fields}
 
     def of(self, config: PreTrainedConfig) -> dict[str, Any]:
         """Fields of :class:`Architecture` from a configuration; none if no layer has experts.
@@ -50,7 +50,8 @@ class ExpertFields(NamedTuple):
         rest = self.read(config)
         if not any(rest["moe_layer_freq"]):
             return {}
-        given = {ours: getattr(config, theirs) for ours, theirs in self.keys.items()} | self.only
+        given = {ours: getattr(config, theirs) for ours, theirs in self.keys.items()}
+        given |= self.only
         given = {k: None if k in _OFF and v == _OFF[k] else v for k, v in given.items()} | rest
         if factor := given["moe_router_topk_scaling_factor"]:
             given["moe_router_topk_scaling_factor"] = float(factor)
@@ -76,7 +77,9 @@ class ExpertFields(NamedTuple):
         return given | self.write(model)
 
 
-def refused(model_type: str, what: str, remedy: str = "choose another --architecture") -> Exception:
+def refused(
+    model_type: str, what: str, remedy: str = "choose another --architecture"
+) -> CheckpointError:
     """The error of an architecture of transformers that cannot compute what a model does."""
     return CheckpointError(f"{model_type} cannot express {what}: {remedy}")
 
@@ -198,7 +201,7 @@ DEEPSEEK = ExpertFields(
         "scoring_func",
         "topk_method",
     ),
-    count="n_routed_experts",
+    number="n_routed_experts",
     only={
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

@@ -148,7 +148,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         if hybrid and args.get(name):
             raise _refused(name, args[name], "not with hybrid_layer_pattern")
     latent = bool(args.get("multi_latent_attention"))
-    given = _read(args, _AS_THEY_ARE) | (_latent(args) if latent else {})
+    given: dict[str, Any] = _read(args, _AS_THEY_ARE) | (_latent(args) if latent else {})
     if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
         raise _refused("rotary_percent", given["rotary_percent"], "only 0.5 with kha_attention=gta")
     heads, layers = given["num_attention_heads"], len(hybrid or ()) or args["num_layers"]
@@ -258,37 +258,24 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
 
 def _rope_arguments(model: Architecture) -> dict[str, Any]:
     scaling, base = model.scaling, model.rotary_base
-    args = {
+    args: dict[str, Any] = {
         "add_position_embedding": False,
         "use_rotary_position_embeddings": False,
         "rotary_base": int(base) if base == int(base) else base,
         "rotary_interleaved": False,
         "use_rope_scaling": isinstance(scaling, Llama3Scaling),
     }
-    if isinstance(scaling, Llama3Scaling):
-        if scaling != Llama3Scaling(factor=scaling.factor):
+    if scaling is not None:
+        named = {ours: getattr(scaling, ours) for ours in scaling.arguments}
+        if scaling != (all_of_them := type(scaling)(**named)):
             raise CheckpointError(
-                f"rope_parameters with {scaling}: Megatron has Llama 3's constants only, "
-                f"{Llama3Scaling(factor=scaling.factor)}"
+                f"rope_parameters with {scaling}: Megatron has no argument for the other "
+                f"constants, only {all_of_them}"
             )
-        args["rope_scaling_factor"] = scaling.factor
-    if model.multi_latent_attention and scaling is None:
-        args |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if isinstance(scaling, Yarn):
-        fixed = Yarn(
-            factor=scaling.factor, mscale=scaling.mscale, mscale_all_dim=scaling.mscale_all_dim
-        )
-        if scaling != fixed:
-            raise CheckpointError(
-                f"rope_parameters with {scaling}: Megatron takes DeepSeek's constants from no "
-                f"argument, only {fixed}"
-            )
-        args |= {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": scaling.factor,
-            "mscale": scaling.mscale,
-            "mscale_all_dim": scaling.mscale_all_dim,
-        }
+        args |= {scaling.arguments[ours]: value for ours, value in named.items()}
+    if model.multi_latent_attention:
+        args["rope_type"] = "rope" if scaling is None else scaling.rope_type
+        args.setdefault("rotary_scaling_factor", 1.0)
     return args
 
 

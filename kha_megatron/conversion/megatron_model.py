@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import table
 from kha_megatron.mcore.compat import check_training_package
-from kha_megatron.model.recorded import kha_of
 
 
 class Run(NamedTuple):
@@ -134,7 +133,7 @@ def _run_here(
     return logits.float(), [hidden.transpose(0, 1).float() for hidden in layers[step - 1 :: step]]
 
 
-def record_layers(layers: nn.ModuleList) -> list[Tensor]:
+def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
     """A list that gets the output of each layer when the model runs."""
     outputs: list[Tensor] = []
 
@@ -146,7 +145,7 @@ def record_layers(layers: nn.ModuleList) -> list[Tensor]:
     return outputs
 
 
-def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> nn.Module:
+def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
     """Megatron's GPTModel or HybridModel from the arguments that it saved, on local modules.
 
     Args:
@@ -163,13 +162,13 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
     defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
     saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
     args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
-    config = model_config(args, kha_of(checkpoint) or KHAConfig())
+    config = model_config(args, KHAConfig.recorded(checkpoint.args) or KHAConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def load(model: nn.Module, checkpoint: MegatronCheckpoint) -> nn.Module:
+def load(model: Any, checkpoint: MegatronCheckpoint) -> Any:
     """Load a checkpoint by Megatron's own loader; any tensor that the model lacks is an error."""
     from megatron.core import dist_checkpointing
 
@@ -188,8 +187,7 @@ def _as_stored(sharded: dict[str, Any], checkpoint: MegatronCheckpoint) -> dict[
 
     held = checkpoint.keys()
     for entry in sharded.values():
-        key = getattr(entry, "key", None)
-        if not isinstance(entry, ShardedTensor) or key in held:
+        if not isinstance(entry, ShardedTensor) or (key := entry.key) in held:
             continue
         for row in table.LAYER:
             for name in (n for n in row.names if key.endswith(f".{n}")):

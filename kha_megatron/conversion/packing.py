@@ -90,12 +90,12 @@ class LatentHeads(Packing):
         return tuple(self.name.format(f".{head}") for head in range(model.latent_heads))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadParameter(Packing):
     """A parameter of a mechanism of the heads: as it is, or ``[n, D, D]``, ``x @ W``: stacked
     matrices that are an ``nn.Linear`` each there, and so transposed."""
 
-    tensor: HeadTensor | None = None
+    tensor: HeadTensor
 
     def names(self, model: Architecture) -> tuple[str, ...]:
         """One for each matrix, or one."""

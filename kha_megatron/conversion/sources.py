@@ -109,6 +109,8 @@ class MegatronSource(Source):
         ConfigError: the tokenizer cannot be loaded.
     """
 
+    checkpoint: MegatronCheckpoint
+
     def __init__(self, path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> None:
         checkpoint = MegatronCheckpoint.open(path)
         args, held = checkpoint.args, checkpoint.keys()
@@ -271,7 +273,7 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     """
     if name is not None and name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
-    return DTYPES.get(name)
+    return None if name is None else DTYPES[name]
 
 
 def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> None:

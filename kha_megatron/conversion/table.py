@@ -133,7 +133,7 @@ def _key_value_rows(model: Architecture) -> int:
 
 
 def _whole_heads(model: Architecture) -> list[list[Knocked]]:
-    return [[Knocked(part, model.kv_channels)] for part in model.qkv.parts]
+    return [[Knocked(part, model.kv_channels)] for part in model.qkv.parts if part != "gate"]
 
 
 def _latent_queries(model: Architecture) -> list[list[Knocked]]:
@@ -238,7 +238,7 @@ position, then the rotary part or the value, and both rotate neighbouring featur
 ATTENTION_OUTPUT = Row(
     Packing("self_attn.o_proj.weight"),
     ("self_attention.linear_proj.weight",),
-    lambda m: (m.hidden_size, m.num_attention_heads * (m.kv_channels)),
+    lambda m: (m.hidden_size, m.num_attention_heads * m.kv_channels),
 )
 
 _INTO_HEADS: tuple[Row, ...] = (

@@ -127,7 +127,7 @@ def plan(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
-    return MegatronPlan(source, args | vocabulary)
+    return MegatronPlan(source, args | dict(vocabulary))
 
 
 class _Put:
@@ -169,7 +169,7 @@ class _Put:
 
     def _stack(self, place: Place) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Prefix of a place's key, the grid of such tensors under it, and the place in the grid."""
-        prefix, grid, position = "", (), ()
+        prefix, grid, position = "", tuple[int, ...](), tuple[int, ...]()
         if place.layer is not None:
             uniform = self._model.is_uniform
             prefix = LAYERS if uniform else f"{LAYERS}{place.layer}."

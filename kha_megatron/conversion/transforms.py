@@ -82,7 +82,7 @@ class Folded(_Around):
             for part, of_part in zip(parts, knocked, strict=True)
         ]
 
-    def _fold(self, part: Tensor, layer: int, knocked: Sequence[Knocked]) -> Tensor:
+    def _fold(self, part: Tensor, layer: int | None, knocked: Sequence[Knocked]) -> Tensor:
         for projection, head_rows, start in knocked:
             if projection in self._matrices:
                 (weight,) = self.source.read(Place(self._matrices[projection], layer))
@@ -145,9 +145,9 @@ class Expressed(_Around):
         return place.row.packing.split(zeros, self.model)
 
     def _added(self, place: Place) -> bool:
-        return place.row in (EXPERT_BIAS, *SHARED_EXPERT) and not place.row.when(
-            self.source.model, place.layer
-        )
+        if place.layer is None or place.row not in (EXPERT_BIAS, *SHARED_EXPERT):
+            return False
+        return not place.row.when(self.source.model, place.layer)
 
 
 def _weights_dtype(source: Source, place: Place) -> torch.dtype:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -130,7 +131,7 @@ class Pair:
 
 def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
     """Fold or upcycle one of two models if only the other has no knocking heads."""
-    pair = [one, other]
+    pair: list[Source] = [one, other]
     knocked = [bool(source.model.kha.mechanisms) for source in pair]
     if all(knocked) or not any(knocked):
         return one, other, "as they are", False
@@ -138,9 +139,9 @@ def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
     kha = pair[at].model.kha
     if kha.folds:
         pair[at] = Folded(pair[at])
-        return (*pair, f"the {_ORDER[at]} folded", True)
+        return pair[0], pair[1], f"the {_ORDER[at]} folded", True
     pair[1 - at] = Upcycled(pair[1 - at], replace(kha, init="identity"))
-    return (*pair, f"the {_ORDER[1 - at]} upcycled", False)
+    return pair[0], pair[1], f"the {_ORDER[1 - at]} upcycled", False
 
 
 def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
@@ -149,18 +150,18 @@ def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
     if any(not m.num_experts or m.moe_router_score_function != "sigmoid" for m in models):
         return one, other
     bias = any(model.moe_router_enable_expert_bias for model in models)
-    sizes = [model.moe_shared_expert_intermediate_size or 0 for model in models]
-    return tuple(
-        Expressed(
-            source,
-            replace(
-                source.model,
-                moe_router_enable_expert_bias=bias,
-                moe_shared_expert_intermediate_size=size or max(sizes) or None,
+    shared = max(model.moe_shared_expert_intermediate_size or 0 for model in models)
+
+    def with_zeros(source: Source) -> Source:
+        added: dict[str, Any] = {
+            "moe_router_enable_expert_bias": bias,
+            "moe_shared_expert_intermediate_size": (
+                source.model.moe_shared_expert_intermediate_size or shared or None
             ),
-        )
-        for source, size in zip((one, other), sizes, strict=True)
-    )
+        }
+        return Expressed(source, replace(source.model, **added))
+
+    return with_zeros(one), with_zeros(other)
 
 
 def verify(
@@ -201,7 +202,7 @@ def compare_tensors(
     transfer(pair.one, put, workers=workers, on_bytes=on_bytes)
     return TensorComparison(
         tensors=len(both),
-        parameters=tuple(sum(math.prod(shape) for *_, shape in n.values()) for n in (ours, theirs)),
+        parameters=(_parameters(ours), _parameters(theirs)),
         missing=sorted(ours.keys() - theirs.keys()),
         unexpected=sorted(theirs.keys() - ours.keys()),
         mismatched=sorted(mismatched),
@@ -217,6 +218,10 @@ def _names(source: Source) -> Mapping[str, tuple[Place, int, tuple[int, ...]]]:
         for place, held in source.entries()
         for number, entry in enumerate(held)
     }
+
+
+def _parameters(names: Mapping[str, tuple[Place, int, tuple[int, ...]]]) -> int:
+    return sum(math.prod(shape) for *_, shape in names.values())
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
