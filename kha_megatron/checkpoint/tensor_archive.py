@@ -15,8 +15,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -90,21 +89,20 @@ _LARGE = 2**31
 """Bytes from which on a record needs the 64-bit form of zip."""
 
 
-def write_tensor(write: Callable[[Any], int], tensor: torch.Tensor, start: int) -> None:
+def write_tensor(file: IO[bytes], tensor: torch.Tensor, start: int) -> None:
     """Write the archive of a tensor, which ``torch.load`` reads, from its first byte to its last.
 
     The bytes come first and begin at a multiple of 64 of the file, so that they can be mapped.
 
     Args:
-        write: appends bytes to the file.
+        file: is appended to, and cannot seek: ``zipfile`` would go back in it.
         tensor: contiguous; what else its storage holds is left out.
         start: the byte of the file at which the archive will begin.
     """
     described = io.BytesIO()
     _Pickler(described, protocol=2).dump(_Saved(tensor))
     data = bytes_of(tensor)
-    sink: Any = _Sink(write)
-    with zipfile.ZipFile(sink, "w") as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         record, large = zipfile.ZipInfo(_RECORD), len(data) >= _LARGE
         header = 30 + len(_RECORD) + (20 if large else 0) + 4
         padding = -(start + header) % _ALIGNMENT
@@ -120,29 +118,20 @@ def write_tensor(write: Callable[[Any], int], tensor: torch.Tensor, start: int) 
             archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
 
 
-class _Sink:
-    """A file that is only written: ``zipfile`` would go back in any other."""
-
-    def __init__(self, write: Callable[[Any], int]) -> None:
-        self.write = write
-
-    def flush(self) -> None:
-        """There is no buffer."""
-
-
 class _Saved:
     """Is unpickled as a tensor over a storage that holds just its elements."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        kind = next((name for name, dtype in _STORAGES.items() if dtype == tensor.dtype), None)
-        elements = tensor.numel() if kind else tensor.nbytes
-        storage = getattr(torch, kind) if kind else torch.UntypedStorage
-        self.storage = _StorageOf(("storage", storage, "0", "cpu", elements))
+        name = next((name for name, dtype in _STORAGES.items() if dtype == tensor.dtype), None)
+        elements = tensor.numel() if name else tensor.nbytes
+        kind: Any = getattr(torch, name) if name else torch.UntypedStorage
+        self.storage = _StorageOf(("storage", kind, "0", "cpu", elements))
 
     def __reduce__(self) -> tuple[Any, ...]:
         stride = torch.empty(self.shape, device="meta").stride()
-        described: tuple[Any, ...] = self.storage, 0, self.shape, stride, False, OrderedDict()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        described = self.storage, 0, self.shape, stride, False, hooks
         if self.storage.saved[1] is torch.UntypedStorage:
             return torch._utils._rebuild_tensor_v3, (*described, self.dtype)
         return torch._utils._rebuild_tensor_v2, described

@@ -6,6 +6,7 @@ they are.
 """
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import pickle
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -198,10 +199,11 @@ class TorchDistWriter:
             shard.close()
 
 
-class _Shard:
+class _Shard(io.RawIOBase):
     """A file that is appended to, and hashed on the way."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.name = path.name
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._hash = hashlib.sha256()
@@ -212,15 +214,15 @@ class _Shard:
         start = self._length
         try:
             if isinstance(value, Tensor):
-                write_tensor(self.write, value, start)
+                write_tensor(cast(IO[bytes], self), value, start)
             else:
-                torch.save(value, self)  # type: ignore[arg-type]  # only written to
+                torch.save(value, cast(IO[bytes], self))
         except RuntimeError as error:  # torch's, about an archive without an end
             raise self._refused or error from None
         return _StorageInfo(self.name, start, self._length - start)
 
     def write(self, data: Any) -> int:
-        """What ``torch.save`` calls."""
+        """Append; returns how many bytes."""
         part = memoryview(data).cast("B")
         try:
             write_at(self._file, part, self._length, self._hash.update)
@@ -230,13 +232,15 @@ class _Shard:
         self._length += len(part)
         return len(part)
 
-    def flush(self) -> None:
-        """What ``torch.save`` calls; nothing is buffered here."""
+    def writable(self) -> bool:
+        """Always, and nothing else: it cannot seek."""
+        return True
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        super().close()
 
     @property
     def digest(self) -> str:

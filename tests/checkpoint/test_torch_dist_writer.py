@@ -14,7 +14,7 @@ from kha_megatron.checkpoint import tensor_archive
 from kha_megatron.checkpoint.integrity import verify_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
-from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
+from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter, _Shard
 from kha_megatron.errors import CheckpointError
 from kha_megatron.model.recorded import kha_of
 from tests.conversion.checkpoints import ITERATION
@@ -180,9 +180,10 @@ def test_an_archive_is_torch_loads_and_its_bytes_are_aligned(tmp_path, monkeypat
     monkeypatch.setattr(tensor_archive, "_LARGE", 0 if large else 2**31)
     for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.bool):
         tensor = torch.randint(0, 2, shape).to(dtype)
-        with (tmp_path / "shard").open("wb") as shard:
+        (tmp_path / "shard").unlink(missing_ok=True)
+        with _Shard(tmp_path / "shard") as shard:
             shard.write(bytes(13))
-            tensor_archive.write_tensor(shard.write, tensor, 13)
+            tensor_archive.write_tensor(shard, tensor, 13)
         archive = (tmp_path / "shard").read_bytes()[13:]
         assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
         with (tmp_path / "shard").open("rb") as shard:
