@@ -91,7 +91,6 @@ def check_layout(
     _check_latent_heads(model, layout)
     _check_widths(model, layout)
     _check_sequence_parallel(model, layout, trains)
-    _check_experts(model, layout)
     _check_pipeline(model, layout)
     _check_world(layout)
     if batch is not None:
@@ -209,16 +208,10 @@ def _check_pattern(model: Model) -> None:
 
 def _check_latent_heads(model: Model, layout: Layout) -> None:
     """A rank must hold whole latent heads, or be one of several that share one."""
-    count, heads = model.latent_heads, model.num_attention_heads
-    width_of_all = model.kv_lora_rank if model.multi_latent_attention else count
-    for flag, width in (("--kv-lora-rank", width_of_all), ("--num-attention-heads", heads)):
-        if width % count:
-            raise ConfigError(
-                f"{flag} {width} cannot be divided over {count} latent heads: use "
-                f"{_multiples(width, count)}, or {_either(_near(_divisors(width), count))} heads"
-            )
+    count = model.latent_heads
     if count % layout.tp and layout.tp % count:
-        legal = [n for n in _divisors(heads) if count % n == 0 or n % count == 0]
+        heads = _divisors(model.num_attention_heads)
+        legal = [n for n in heads if count % n == 0 or n % count == 0]
         raise ConfigError(
             f"{count} latent heads neither divide {layout.tp} tensor-parallel ranks nor are "
             f"divided by them: choose --tensor-model-parallel-size from {legal}"
@@ -226,7 +219,7 @@ def _check_latent_heads(model: Model, layout: Layout) -> None:
 
 
 def _check_widths(model: Model, layout: Layout) -> None:
-    """What tensor parallelism cuts besides the heads."""
+    """What latent heads, tensor and expert parallelism cut, besides the heads themselves."""
     rows = model.qkv.rows
     if rows % layout.tp:  # only with fewer key/value heads than ranks
         raise ConfigError(
@@ -234,38 +227,40 @@ def _check_widths(model: Model, layout: Layout) -> None:
             f"tensor-parallel ranks: choose --tensor-model-parallel-size from "
             f"{_near(_divisors(rows), layout.tp)}"
         )
-    tensor = ("tensor-parallel", "--tensor-model-parallel-size", layout.tp)
-    expert = ("expert-tensor-parallel", "--expert-tensor-parallel-size", layout.expert_tp)
-    widths = [(width, flag, tensor) for flag, width in _latents(model)]
-    if model.has_dense_layers:
-        widths.append((model.ffn_hidden_size, "--ffn-hidden-size", tensor))
-    if model.num_experts:
-        shared = "--moe-shared-expert-intermediate-size"
-        widths += [
-            (model.moe_ffn_hidden_size, "--moe-ffn-hidden-size", expert),
-            (model.moe_shared_expert_intermediate_size, shared, tensor),
-        ]
-    widths.append((model.padded_vocab_size, "--padded-vocab-size", tensor))
-    for width, flag, (ranks, size_flag, size) in widths:
-        if width and width % size:
-            legal = _either(_near(_divisors(width), size))
-            raise ConfigError(
-                f"{flag} {width} cannot be divided over {size} {ranks} ranks: use "
-                f"{_multiples(width, size)}, or {size_flag} {legal}"
-            )
-
-
-def _latents(model: Model) -> list[tuple[str, int | None]]:
-    """What Megatron's local modules and ``--mla-down-proj-fusion`` cut of latent attention; with
-    Transformer Engine every rank has its down-projections whole."""
-    whole = model.transformer_impl == "transformer_engine" and not model.mla_down_proj_fusion
-    if whole or not model.multi_latent_attention:
-        return []
+    latent = ("latent heads", "--kha-latent-heads", model.latent_heads)
+    tensor = ("tensor-parallel ranks", "--tensor-model-parallel-size", layout.tp)
+    experts = ("expert-parallel ranks", "--expert-model-parallel-size", layout.ep)
+    expert = (
+        "expert-tensor-parallel ranks",
+        "--expert-tensor-parallel-size",
+        layout.expert_tp,
+    )
     joint = model.kv_lora_rank + model.qk_pos_emb_head_dim
-    return [
-        ("--q-lora-rank", model.q_lora_rank),
-        ("--kv-lora-rank plus --qk-pos-emb-head-dim", joint),
-    ]
+    # with Transformer Engine every rank has a latent's down-projections whole
+    cut = model.transformer_impl != "transformer_engine" or model.mla_down_proj_fusion
+    cut &= model.multi_latent_attention
+    for holds, flag, width, (parts, size_flag, size) in (
+        (model.multi_latent_attention, "--kv-lora-rank", model.kv_lora_rank, latent),
+        (True, "--num-attention-heads", model.num_attention_heads, latent),
+        (cut, "--q-lora-rank", model.q_lora_rank, tensor),
+        (cut, "--kv-lora-rank plus --qk-pos-emb-head-dim", joint, tensor),
+        (model.has_dense_layers, "--ffn-hidden-size", model.dense_width, tensor),
+        (model.experts, "--moe-ffn-hidden-size", model.expert_width, expert),
+        (model.experts, "--moe-shared-expert-intermediate-size", model.shared_width, tensor),
+        (True, "--num-experts", model.experts, experts),
+        (True, "--padded-vocab-size", model.padded_vocab_size, tensor),
+    ):
+        if holds and width and width % size:
+            raise ConfigError(
+                f"{flag} {width} cannot be divided over {size} {parts}: use "
+                f"{_multiples(width, size)}, or {size_flag} "
+                f"{_either(_near(_divisors(width), size))}"
+            )
+    if layout.ep > 1 and not model.experts:
+        raise ConfigError(
+            f"--expert-model-parallel-size {layout.ep} on a model without experts: "
+            "use 1, or give --num-experts"
+        )
 
 
 def _check_sequence_parallel(model: Model, layout: Layout, trains: bool) -> None:
@@ -279,21 +274,6 @@ def _check_sequence_parallel(model: Model, layout: Layout, trains: bool) -> None
             f"{model.num_experts} experts with --tensor-model-parallel-size {layout.tp} train only "
             "with sequence parallelism: add --sequence-parallel, or use "
             "--tensor-model-parallel-size 1"
-        )
-
-
-def _check_experts(model: Model, layout: Layout) -> None:
-    experts = model.num_experts
-    if layout.ep > 1 and not experts:
-        raise ConfigError(
-            f"--expert-model-parallel-size {layout.ep} on a model without experts: "
-            "use 1, or give --num-experts"
-        )
-    if experts and experts % layout.ep:
-        raise ConfigError(
-            f"{experts} experts cannot be divided over {layout.ep} expert-parallel ranks: use "
-            f"--expert-model-parallel-size {_either(_near(_divisors(experts), layout.ep))}, or "
-            f"--num-experts {_multiples(experts, layout.ep)}"
         )
 
 

@@ -110,7 +110,7 @@ ILLEGAL = [
     (DENSE, {"sequence_parallel": True}, "--tensor-model-parallel-size 1", "remove it"),
     (EXPERTS, {"tp": 2, "sequence_parallel": False}, "12 experts .* 2", "add --sequence-parallel"),
     (DENSE, {"ep": 2}, "--expert-model-parallel-size 2 .* without experts", "use 1"),
-    (EXPERTS, {"ep": 5}, "12 experts cannot be divided over 5", "4 or 6, or .* 10 or 15"),
+    (EXPERTS, {"ep": 5}, "--num-experts 12 cannot be divided over 5", "10 or 15, or .* 4 or 6"),
     (DENSE, {"pp": 5}, "12 layers cannot be divided over 5", "4 or 6, or --num-layers 10 or 15"),
     (
         replace(DENSE, num_layers=23),
@@ -248,7 +248,7 @@ def test_legal_layouts_of_the_attention_family(model, tp):
         (
             replace(GROUPED, kha_latent_heads=3, kv_lora_rank=21, num_attention_heads=8),
             1,
-            ["--num-attention-heads 8", "3 latent heads", "2 or 4 heads"],
+            ["--num-attention-heads 8", "3 latent heads", "--kha-latent-heads 2 or 4"],
         ),
         (
             replace(

@@ -62,7 +62,7 @@ def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
     [
         (64, {"tp": 3}, "32 query heads cannot be divided over 3"),
         (64, {"pp": 5}, "18 layers cannot be divided over 5 .* use .* 3 or 6"),
-        (64, {"ep": 5}, "64 experts cannot be divided over 5"),
+        (64, {"ep": 5}, "--num-experts 64 cannot be divided over 5"),
         (64, {"tp": 2, "pp": 3}, "64 ranks cannot be divided by .* = 6: use 60 or 66"),
         (64, {"vpp": 2, "pp": 1}, "2 virtual pipeline stages"),
         (1024, {"tp": 1, "pp": 1, "cp": 1}, "--global-batch-size 512 .* 1024 data-parallel"),

@@ -34,7 +34,7 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         ("", 3, "3 ranks cannot be divided by tensor 2"),
         ("--context-parallel-size 2", 6, "tensor 2 x pipeline 1 x context 2 = 4"),
         ("--pipeline-model-parallel-size 2", 2, "tensor 2 x pipeline 2 x context 1 = 4"),
-        ("--num-experts 7", 2, "7 experts cannot be divided over 2"),
+        ("--num-experts 7", 2, "--num-experts 7 cannot be divided over 2"),
         ("--expert-model-parallel-size 8", 2, "expert-tensor 1 x expert 8"),
         ("--expert-tensor-parallel-size 2", 2, "expert-tensor 2 x expert 2"),
         ("", 4, "--global-batch-size 16 .* 2 data-parallel ranks = 32: use 32"),

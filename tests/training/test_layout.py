@@ -59,7 +59,11 @@ CASES = [
     (2, f"{PIPELINE} 2 {CUSTOM} Exx|L", "Invalid layer character: x"),
     (2, "--sequence-parallel", "remove it, or use --tensor-model-parallel-size 2"),
     (2, f"{EXPERT_WORDS} {TENSOR} 2", "4 experts with --tensor-model-parallel-size 2"),
-    (3, f"{EXPERT_WORDS} --expert-model-parallel-size 3", "4 experts cannot be divided over 3"),
+    (
+        3,
+        f"{EXPERT_WORDS} --expert-model-parallel-size 3",
+        "--num-experts 4 cannot be divided over 3",
+    ),
     (2, "--expert-model-parallel-size 2", "on a model without experts"),
     (4, f"{TENSOR} 4 --context-parallel-size 2", "4 ranks cannot be divided by tensor 4"),
     (3, "--context-parallel-size 3", "--seq-length 28 is no multiple of 2 x"),
