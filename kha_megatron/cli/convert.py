@@ -101,18 +101,18 @@ def to_hf(
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
       kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
     """
-    result = convert(
+    from kha_megatron.conversion import to_hf as conversion
+
+    size = _bytes(max_shard_size)
+    _check(out, _HF_MARK, overwrite, verify)
+    planned = conversion.plan(
         checkpoint,
-        out,
         architecture=architecture,
         dtype=dtype,
         tokenizer=tokenizer,
-        max_shard_bytes=_bytes(max_shard_size),
-        workers=workers,
-        check=verify,
-        overwrite=overwrite,
+        max_shard_bytes=size,
     )
-    _finish(result, as_json)
+    _finish(_write(checkpoint, planned, out, workers, verify), as_json)
 
 
 @app.command("to-megatron")
@@ -261,39 +261,13 @@ def upcycle(
 
 
 def convert(
-    checkpoint: Path,
-    out: Path,
-    *,
-    architecture: str = "kha",
-    dtype: str | None = None,
-    tokenizer: Path | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-    workers: int | None = None,
-    check: bool = True,
-    overwrite: bool = False,
+    checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification | None]":
-    """What ``to-hf`` does, for other commands: convert with a progress bar, then verify."""
-    _check(out, _HF_MARK, overwrite, check)
-    from kha_megatron.conversion import to_hf
+    """What ``to-hf`` does by itself, for other commands."""
+    from kha_megatron.conversion import to_hf as conversion
 
-    planned = to_hf.plan(
-        checkpoint,
-        architecture=architecture,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        max_shard_bytes=max_shard_bytes,
-    )
-    result = _write(checkpoint, planned, out, workers, check)
-    companions = planned.source.companions
-    loaded = companions.loaded
-    if companions.origin is None:
-        console.log.print("no tokenizer written: the run did not use a Hugging Face tokenizer")
-    elif loaded is not None and (rows := planned.config.vocab_size) > (entries := len(loaded)):
-        console.log.print(
-            f"all {rows} rows of the embedding are kept: padding does not explain that the "
-            f"tokenizer has only {entries} entries"
-        )
-    return result
+    _check(out, _HF_MARK, overwrite, verify=True)
+    return _write(checkpoint, conversion.plan(checkpoint), out, workers=None, check=True)
 
 
 def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:
@@ -322,6 +296,16 @@ def _write(
         task = progress.add_task("", total=planned.size)
         advance = partial(progress.advance, task)
         written = planned.write(out, workers=workers, on_bytes=advance)
+    companions, rows = planned.source.companions, planned.source.model.vocab_size
+    if companions.origin is None:
+        console.log.print("no tokenizer written: there is none of Hugging Face")
+    elif companions.loaded is None or planned.source.padding_arguments:
+        pass  # either nothing is known, or the padding is kept on purpose
+    elif rows > (entries := len(companions.loaded)):
+        console.log.print(
+            f"all {rows} rows of the embedding are kept: padding does not explain that the "
+            f"tokenizer has only {entries} entries"
+        )
     return written, report(source, out, workers) if check else None
 
 

@@ -50,20 +50,11 @@ def verify(
 
 
 def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) -> "Verification":
-    """Compare two checkpoints, and say on stderr what takes time and what is left out."""
+    """Compare two checkpoints, and say on stderr that it takes time."""
     from kha_megatron.conversion import verify as comparison
 
-    with console.log.status("verifying: comparing every tensor"):
-        pair = comparison.Pair.open(one, other)
-        tensors = comparison.compare_tensors(pair, workers=workers)
-    if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
-        return comparison.Verification(tensors)
-    if not pair.fits_in_memory:
-        needed = pair.needed_bytes / 10**9
-        console.log.print(f"logits not verified: both models need {needed:.1f} GB of free memory")
-        return comparison.Verification(tensors)
-    with console.log.status("verifying: running both models"):
-        return comparison.Verification(tensors, comparison.compare_logits(pair))
+    with console.log.status("verifying: comparing every tensor, then running both models"):
+        return comparison.verify(one, other, logits=logits, workers=workers)
 
 
 def plain(verification: "Verification | None") -> dict[str, Any] | None:

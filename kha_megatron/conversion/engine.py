@@ -4,6 +4,7 @@ Threads, not processes: copies, hashing and files release Python's lock. What is
 is bounded in bytes, so that many small tensors go side by side and large ones one by one.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import give_back_freed_memory
+from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import Place
 
@@ -52,9 +54,14 @@ class Plan(ABC):
     source: Source
 
     @property
+    def entries(self) -> list[TensorEntry]:
+        """What will be written, in the order of the model."""
+        return [entry for _, held in self.source.entries() for entry in held]
+
+    @property
     def size(self) -> int:
         """Bytes of the tensors to write."""
-        return sum(sum(entry.nbytes for entry in held) for _, held in self.source.entries())
+        return sum(entry.nbytes for entry in self.entries)
 
     @abstractmethod
     def write(
@@ -71,6 +78,21 @@ class Plan(ABC):
             CheckpointError: a shard of the source is damaged.
             OutputError: the disk refuses; what was at ``target`` is still there.
         """
+
+    def written(self, target: Path, architecture: str, shards: int, *words: str) -> Conversion:
+        """What :meth:`write` answers; ``words`` are the arguments of a training."""
+        entries = self.entries
+        return Conversion(
+            path=target,
+            architecture=architecture,
+            tensors=len(entries),
+            parameters=sum(math.prod(entry.shape) for entry in entries),
+            size=sum(entry.nbytes for entry in entries),
+            shards=shards,
+            dtype=str(entries[0].dtype).removeprefix("torch."),
+            tokenizer=self.source.companions.origin,
+            arguments=list(words),
+        )
 
 
 def transfer(

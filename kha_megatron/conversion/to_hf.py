@@ -30,8 +30,7 @@ class HFPlan(Plan):
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
         """Safetensors shards, configuration, generation configuration, tokenizer; see ``Plan``."""
-        source, config = self.source, self.config
-        entries = [entry for _, held in source.entries() for entry in held]
+        source, config, entries = self.source, self.config, self.entries
         with staged_folder(target) as folder:
             with HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes) as writer:
 
@@ -44,16 +43,7 @@ class HFPlan(Plan):
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.companions.write(folder)
-        return Conversion(
-            path=target,
-            architecture=config.model_type,
-            tensors=written.tensors,
-            parameters=written.parameters,
-            size=written.size,
-            shards=written.shards,
-            dtype=str(config.dtype).removeprefix("torch."),
-            tokenizer=source.companions.origin,
-        )
+        return self.written(target, config.model_type, written.shards)
 
 
 def plan(

@@ -57,18 +57,7 @@ class MegatronPlan(Plan):
                 writer.close(common, source.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = len(list(release.glob("*.distcp")))
-        entries = [entry for _, held in source.entries() for entry in held]
-        return Conversion(
-            path=target,
-            architecture="megatron",
-            tensors=len(entries),
-            parameters=sum(math.prod(entry.shape) for entry in entries),
-            size=sum(entry.nbytes for entry in entries),
-            shards=shards,
-            dtype=str(args["params_dtype"]).removeprefix("torch."),
-            tokenizer=source.companions.origin,
-            arguments=command_line(args, str(target)),
-        )
+        return self.written(target, "megatron", shards, *command_line(args, str(target)))
 
 
 def plan(
@@ -105,10 +94,9 @@ def plan(
             "must be at least 1"
         )
     source = open_source(path, tokenizer=tokenizer, padded=True)
-    vocabulary = source.padding_arguments
     if upcycle is not None:
         source = Upcycled(source, upcycle)
-    multiple = 1 if vocabulary else divisible_by * tensor_parallel
+    multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
     source = Padded(source, math.ceil(source.model.vocab_size / multiple) * multiple)
     if asked is not None:
         source = Cast(source, asked)
@@ -127,7 +115,7 @@ def plan(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
-    return MegatronPlan(source, args | dict(vocabulary))
+    return MegatronPlan(source, args | dict(source.padding_arguments))
 
 
 class _Put:

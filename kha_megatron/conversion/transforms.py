@@ -27,7 +27,7 @@ KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
 class _Around(Source):
     def __init__(self, source: Source, model: Architecture) -> None:
         super().__init__(source.checkpoint, source.companions, model)
-        self.source = source
+        self.source, self.padding_arguments = source, source.padding_arguments
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""

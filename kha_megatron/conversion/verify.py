@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from kha_megatron.announcements import announce
 from kha_megatron.conversion import megatron_model
-from kha_megatron.conversion.engine import OnBytes, transfer
+from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.megatron_model import Run, record_layers
 from kha_megatron.conversion.sources import MegatronSource, Source, open_source
 from kha_megatron.conversion.table import Place
@@ -167,20 +168,23 @@ def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
 def verify(
     one: Path, other: Path, *, logits: bool = True, workers: int | None = None
 ) -> Verification:
-    """Compare two checkpoints; their logits where both models fit into memory.
+    """Compare two checkpoints; their logits where both models fit into memory, else it is said.
 
     Raises:
         CheckpointError: one is damaged, or its configuration and its tensors disagree.
     """
     pair = Pair.open(one, other)
     tensors = compare_tensors(pair, workers=workers)
-    run = logits and pair.fits_in_memory and not (tensors.missing or tensors.mismatched)
-    return Verification(tensors, compare_logits(pair) if run else None)
+    if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
+        return Verification(tensors)
+    if not pair.fits_in_memory:
+        needed = pair.needed_bytes / 10**9
+        announce(f"logits not verified: both models need {needed:.1f} GB of free memory")
+        return Verification(tensors)
+    return Verification(tensors, compare_logits(pair))
 
 
-def compare_tensors(
-    pair: Pair, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
-) -> TensorComparison:
+def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
     """Compare every tensor, some at a time."""
     ours, theirs = _names(pair.one), _names(pair.other)
     both = ours.keys() & theirs.keys()
@@ -199,7 +203,7 @@ def compare_tensors(
                 with lock:
                     different.append(name)
 
-    transfer(pair.one, put, workers=workers, on_bytes=on_bytes)
+    transfer(pair.one, put, workers=workers)
     return TensorComparison(
         tensors=len(both),
         parameters=(_parameters(ours), _parameters(theirs)),
