@@ -7,11 +7,13 @@ needed; what runs is not found out.
 """
 
 import contextlib
+import hashlib
 import io
 import itertools
 import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
@@ -141,6 +143,18 @@ def _compile(function, signature, constants, aligned, options, architecture) -> 
         shared=compiled.metadata.shared,
         tensor_cores="mma" in compiled.asm["ptx"],
     )
+
+
+def fingerprint() -> str:
+    """Of all that decides about a report: the kernels, how they are cut, how they are compiled."""
+    import triton
+
+    from kha_megatron.ops import kernels
+
+    found = hashlib.sha256(triton.__version__.encode())
+    for file in (*sorted(Path(kernels.__file__).parent.glob("*.py")), Path(__file__)):
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def complaints(launch: Launch, report: Report) -> list[str]:

@@ -5,12 +5,28 @@ else may have imported it already.
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tools.interpreting import mend
+
+INTERPRETING = {"TRITON_INTERPRET": "1", "KHA_KERNELS": "triton", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    """Forks of one process that has imported torch and Triton, and nothing of ours."""
+    context = multiprocessing.get_context("forkserver")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in INTERPRETING.items():
+            patch.setenv(name, value)
+        context.set_forkserver_preload(["torch", "triton"])
+        multiprocessing.forkserver.ensure_running()
+    return context
 
 
 class Interpreter:
@@ -21,9 +37,7 @@ class Interpreter:
     """
 
     def __init__(self, package: Path | None = None) -> None:
-        self.pool = ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), initializer=_start, initargs=(package,)
-        )
+        self.pool = ProcessPoolExecutor(1, _context(), initializer=_start, initargs=(package,))
 
     def __call__(self, case, *args, **kwargs):
         """Errors are raised here, with the process's own traceback as their cause."""
@@ -35,7 +49,7 @@ class Interpreter:
 
 
 def _start(package: Path | None) -> None:
-    os.environ |= {"TRITON_INTERPRET": "1", "KHA_KERNELS": "triton", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= INTERPRETING
     if package:
         sys.path.insert(0, str(package))
     import torch

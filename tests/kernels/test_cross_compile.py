@@ -1,6 +1,7 @@
 """Every kernel that Hopper would be asked to compile, within its bounds, without a Hopper."""
 
 import sys
+from uuid import uuid4
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.kernels.cross_compile import (
     compile_launch,
     compile_reduction,
     complaints,
+    fingerprint,
     launches,
 )
 
@@ -22,30 +24,46 @@ if sys.platform != "linux":
     pytest.skip("Triton brings ptxas on Linux only", allow_module_level=True)
 
 
-def held_to_their_bounds(dtypes):
-    chosen = launches(dtypes)
-    found = {str(launch): complaints(launch, r) for launch, r in compile_all(chosen).items()}
+def held_to_their_bounds(reports, dtypes):
+    found = reports(launches(dtypes), compile_all)
+    found = {str(launch): complaints(launch, report) for launch, report in found.items()}
     return {name: why for name, why in found.items() if why}
 
 
 @pytest.mark.timeout(1800)  # 84 compilations, of a second each where nothing else runs
-def test_bfloat16_fits_hopper():
-    assert held_to_their_bounds((torch.bfloat16,)) == {}
+def test_bfloat16_fits_hopper(reports):
+    assert held_to_their_bounds(reports, (torch.bfloat16,)) == {}
 
 
 @pytest.mark.timeout(1800)
-def test_float32_fits_hopper():
-    assert held_to_their_bounds((torch.float32,)) == {}
+def test_float32_fits_hopper(reports):
+    assert held_to_their_bounds(reports, (torch.float32,)) == {}
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(1800)
-def test_float16_fits_hopper():
-    assert held_to_their_bounds((torch.float16,)) == {}
+def test_float16_fits_hopper(reports):
+    assert held_to_their_bounds(reports, (torch.float16,)) == {}
 
 
 def test_the_reduction_compiles():
     assert compile_reduction().spilled == 0
+
+
+def test_only_what_has_not_changed_is_not_compiled_again(reports, monkeypatch):
+    asked, thing, another = [], f"a thing {uuid4()}", f"another {uuid4()}"
+
+    def once(things):
+        asked.append(things)
+        return dict.fromkeys(things, Report(1, 2, 3, True))
+
+    for _ in range(2):
+        assert reports([thing], once) == {thing: Report(1, 2, 3, True)}
+    assert reports([thing, another], once)[another].spilled == 2
+    assert asked == [[thing], [another]]
+    before = fingerprint()
+    monkeypatch.setattr("triton.__version__", "another")
+    assert fingerprint() != before
 
 
 def test_covers_what_is_launched():
