@@ -47,12 +47,7 @@ class KnockedAttention(_Attention):
     def _add_knocking(self, kha: KHAConfig) -> None:
         self.kha = kha
         config = self.config
-        sizes = HeadSizes(
-            query_heads=config.num_attention_heads,
-            kv_heads=config.num_query_groups,
-            head_dim=self._head_dim("query"),
-            value_dim=self._head_dim("value"),
-        )
+        sizes = Model.from_config(config, kha).head_sizes
         common = {
             "layer_number": self.layer_number,
             "init_seed": kha.init_seed,
@@ -94,10 +89,6 @@ class KnockedAttention(_Attention):
         """``[..., D]``, knocked if the projection is."""
         knocking = getattr(self, f"knock_{projection}")
         return x if knocking is None else knocking(x)
-
-    def _head_dim(self, projection: Projection) -> int:
-        """Features of a head that are knocked."""
-        return self.hidden_size_per_attention_head
 
     @property
     def cache_elements_per_token(self) -> int:

@@ -39,7 +39,6 @@ from torch import Tensor
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Projection
 from kha_megatron.mcore.attention import KnockedAttention, check_config
 from kha_megatron.mcore.knocking import parameter_device
 from kha_megatron.ops import fold
@@ -191,9 +190,6 @@ class _KnockedLatentAttention(KnockedAttention):
     def cache_elements_per_token(self) -> int:
         """The latent and the rotary key, which all heads share (``512 + 64`` in the paper)."""
         return self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
-
-    def _head_dim(self, projection: Projection) -> int:
-        return self.config.v_head_dim if projection == "value" else self.config.qk_head_dim
 
     def _knock_query_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
         nope, position = self._heads(output[0]).split(

@@ -205,22 +205,11 @@ class Model:
 
     @property
     def head_sizes(self) -> HeadSizes:
-        """What the mechanisms of the heads act on."""
+        """What the mechanisms of the heads act on, over all tensor-parallel ranks."""
         latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
             kv_heads=self.num_attention_heads if latent else self.num_query_groups,
-            head_dim=self.head_dim,
-            value_dim=self.v_head_dim if latent else None,
-        )
-
-    @property
-    def heads(self) -> HeadSizes:
-        """What head mechanisms act on, over all tensor-parallel ranks."""
-        latent, query = self.multi_latent_attention, self.num_attention_heads
-        return HeadSizes(
-            query_heads=query,
-            kv_heads=query if latent else self.num_query_groups,
             head_dim=self.head_dim,
             value_dim=self.v_head_dim if latent else None,
         )

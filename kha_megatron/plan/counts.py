@@ -124,7 +124,7 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
     attention = attention_of(model)
     matrices = 3 if model.swiglu else 2
-    knocking = kha.parameters(model.heads, tp)
+    knocking = kha.parameters(model.head_sizes, tp)
     norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0
@@ -269,7 +269,7 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
         scores=2 * length**2 * layers * attention.pair,
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
-        kha=length * layers * kha.flops(model.heads),
+        kha=length * layers * kha.flops(model.head_sizes),
         logits=2 * length * hidden * model.padded_vocab(1),
     )
 

@@ -60,7 +60,7 @@ class Rank:
             stage=stage,
             chunks=layout.stage_layers(model.layers, stage),
             counts=parameters(model, setup.kha, layout, stage),
-            heads=model.heads.on_rank(layout.tp),
+            heads=model.head_sizes.on_rank(layout.tp),
             microbatches=batch.microbatches(layout.dp),
             tokens=tokens,
             share=tokens / layout.tp if layout.sequence_parallel else tokens,

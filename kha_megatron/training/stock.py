@@ -110,4 +110,4 @@ def _kha(args: argparse.Namespace) -> KHAConfig:
 def _sizes(args: argparse.Namespace) -> HeadSizes:
     model = Model.of(vars(args))
     assert model is not None, "Megatron has validated its sizes"
-    return model.heads
+    return model.head_sizes
