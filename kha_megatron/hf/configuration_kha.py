@@ -6,6 +6,7 @@ Fields that stock transformers models share keep their stock names, so that othe
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -13,8 +14,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from kha_megatron.config import KHAConfig, mechanism_types
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadSizes
-from kha_megatron.hf.checks_kha import problem_of
+from kha_megatron.heads import HeadFacts, HeadSizes
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 # What all heads share sees only its rank's heads, so its gradient is a partial sum there. As with
 # transformers' own norms of q and k, it is right for one backward a step: 5.23 sums what has
@@ -203,7 +205,9 @@ class KHAModelConfig(PreTrainedConfig):
         if self.mlp_layer_types is None:
             kind = "sparse" if self.num_experts else "dense"
             self.mlp_layer_types = [kind] * self.num_hidden_layers
-        self._check()
+        _ = self.kha  # which refuses unknown words
+        if problem := next(_problems(self), None):
+            raise ConfigError(problem)
         if self.kv_lora_rank is not None:
             self.head_dim = self.qk_rope_head_dim or 0
         elif self.kha_attention == "gta":
@@ -272,12 +276,98 @@ class KHAModelConfig(PreTrainedConfig):
                 f"kv_lora_rank={self.kv_lora_rank}, whose share is {whole}: leave it out"
             )
 
-    def _check(self) -> None:
-        """Refuse what no model can be built from, before any tensor is made."""
-        _ = self.kha
-        problem = problem_of(self)
-        if problem:
-            raise ConfigError(problem)
+
+def _problems(config: Any) -> Iterator[str]:
+    """Why no model can be built from a ``KHAModelConfig``, before any tensor is made: sizes and
+    switches that contradict, each in one line with the fields.
+
+    Raises:
+        ConfigError: a mechanism that the attention cannot carry.
+    """
+    kind = _attention_problems if config.kv_lora_rank is None else _latent_problems
+    yield from kind(config)
+    layers, kinds = config.num_hidden_layers, config.mlp_layer_types
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        yield (
+            f"mlp_layer_types={kinds} must name 'dense' or 'sparse' for each of the {layers} layers"
+        )
+    if "sparse" in kinds:
+        yield from _expert_problems(config)
+
+
+def _attention_problems(config: Any) -> Iterator[str]:
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if groups < 1 or heads % groups:
+        yield (
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}: "
+            "every key/value head must serve the same number of query heads"
+        )
+    if config.head_dim < 2 or config.head_dim % 2:
+        yield f"head_dim={config.head_dim} is not a positive even number, which RoPE needs"
+    if config.kha_attention == "gla":
+        yield "kha_attention='gla' expands a latent: give kv_lora_rank"
+    if config.q_lora_rank is not None:
+        yield f"q_lora_rank={config.q_lora_rank} without kv_lora_rank: give both or none"
+    if config.kha_attention == "gta" and config.head_dim % 4:
+        yield (
+            f"head_dim={config.head_dim} is no multiple of 4: grouped-tied attention rotates "
+            "half of a head"
+        )
+    if config.kha_attention == "gta" and config.attention_bias:
+        yield "attention_bias=True with kha_attention='gta', which has no biases: remove one"
+
+
+def _latent_problems(config: Any) -> Iterator[str]:
+    heads, groups = config.num_attention_heads, config.num_latent_heads
+    if config.kha_attention == "gta":
+        yield "kha_attention='gta' with kv_lora_rank are two kinds of attention: remove one"
+    config.kha.check(HeadFacts(multi_latent=True))
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if (getattr(config, name) or 0) < 1:
+            yield f"{name}={getattr(config, name)} with kv_lora_rank: it must be at least 1"
+    if config.q_lora_rank is not None and config.q_lora_rank < 1:
+        yield f"q_lora_rank={config.q_lora_rank}: it must be at least 1, or None"
+    if config.qk_rope_head_dim % 2:
+        yield f"qk_rope_head_dim={config.qk_rope_head_dim} is odd, and RoPE turns pairs"
+    if config.num_key_value_heads != heads:
+        yield (
+            f"num_key_value_heads={config.num_key_value_heads} with kv_lora_rank: every one of "
+            f"the {heads} query heads has a key: leave it out"
+        )
+    if config.kv_lora_rank % groups or heads % groups:
+        yield (
+            f"kha_latent_heads={groups} divides kv_lora_rank={config.kv_lora_rank} and "
+            f"num_attention_heads={heads} into no equal parts"
+        )
+    if config.attention_bias:
+        yield "attention_bias=True with kv_lora_rank: remove one"
+
+
+def _expert_problems(config: Any) -> Iterator[str]:
+    experts, taken = config.num_experts, config.num_experts_per_tok
+    if not 1 <= taken <= experts:
+        yield f"num_experts_per_tok={taken} must lie between 1 and num_experts={experts}"
+    groups, chosen = config.n_group, config.topk_group
+    if not 1 <= chosen <= groups or experts % groups:
+        yield (
+            f"n_group={groups} and topk_group={chosen} with num_experts={experts}: groups must be "
+            "equal, and a token's among them"
+        )
+    most = chosen * (experts // groups)
+    if groups > 1 and not chosen <= taken <= most:
+        yield (
+            f"num_experts_per_tok={taken} must lie between topk_group={chosen} and the experts of "
+            f"so many groups, {most}"
+        )
+    if config.moe_intermediate_size < 1:
+        yield f"moe_intermediate_size={config.moe_intermediate_size} must be at least 1"
+    if config.scoring_func not in SCORE_FUNCTIONS:
+        yield (
+            f"unknown scoring_func {config.scoring_func!r}: "
+            f"choose one of {', '.join(SCORE_FUNCTIONS)}"
+        )
+    if config.shared_expert_gate and not config.shared_expert_intermediate_size:
+        yield "shared_expert_gate=True needs a shared_expert_intermediate_size above 0"
 
 
 __all__ = ["KHAModelConfig"]
