@@ -115,7 +115,7 @@ class KHAHeads:
         for mechanism, names in self.mechanisms:
             if mechanism.stage == stage:
                 weights = {name: getattr(self, hf).weight for name, hf in names.items()}
-                tensors = FUNCTIONS[mechanism.name](tensors, weights, mechanism)
+                tensors |= FUNCTIONS[mechanism.name](tensors, weights, mechanism)
         return tensors.values()
 
 

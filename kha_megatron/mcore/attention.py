@@ -71,7 +71,7 @@ class KnockedAttention(_Attention):
         for mechanism, names in self.mechanisms:
             if mechanism.stage == stage:
                 weights = {name: getattr(self, name)() for name in names}
-                tensors = FUNCTIONS[mechanism.name](tensors, weights, mechanism)
+                tensors |= FUNCTIONS[mechanism.name](tensors, weights, mechanism)
         return tensors.values()
 
     def _before_projection(self, projection: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

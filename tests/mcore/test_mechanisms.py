@@ -77,7 +77,7 @@ def _functions():
     from kha_megatron.ops import heads
 
     heads.FUNCTIONS |= {
-        "scale": lambda t, w, _: t | {"value": t["value"] * w["scale_value"][:, None]},
+        "scale": lambda t, w, _: {"value": t["value"] * w["scale_value"][:, None]},
         "shared": lambda t, w, _: {"output": t["output"] * w["shared_output"]},
     }
 

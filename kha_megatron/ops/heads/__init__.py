@@ -18,8 +18,8 @@ FUNCTIONS: Mapping[str, Callable[[Tensors, Tensors, Any], Tensors]] = {}
 """By the name of a mechanism, without the knock, ``(tensors, weights, mechanism) -> tensors``.
 
 ``tensors`` are ``query``, ``key`` and ``value`` at the stage ``qkv``, ``output`` at ``output``, as
-``[..., heads, D]`` with the heads of this rank; it answers with the same names. ``weights`` are the
-mechanism's parameters by their names, as far as they meet those heads.
+``[..., heads, D]`` with the heads of this rank; it answers with those that it changes. ``weights``
+are the mechanism's parameters by their names, as far as they meet those heads.
 """
 
 
