@@ -36,7 +36,7 @@ _Attention: Any = object  # what it is mixed into is Megatron's
 class KnockedAttention(_Attention):
     """Beside a Megatron attention: one :class:`KnockingHeads` for each knocked projection.
 
-    They are ``knock_query``, ``knock_key`` and ``knock_value``, or None.
+    Their names are those of their tensors: ``knock_query``, ``knock_key`` and ``knock_value``.
     """
 
     kind: AttentionKind | None = None
@@ -53,13 +53,11 @@ class KnockedAttention(_Attention):
             "init_seed": kha.init_seed,
             "tp_group": self.tp_group,
         }
-        matrices = {tensor.heads: tensor for tensor in kha.knock.tensors(sizes)}
-        for projection in PROJECTIONS:
-            tensor = matrices.get(projection)
-            knocking = tensor and KnockingHeads(
-                config, tensor, variant=kha.variants[projection], **common
-            )
-            setattr(self, f"knock_{projection}", knocking)
+        knocks = kha.knock.tensors(sizes)
+        self.knock_names = {tensor.heads: tensor.name for tensor in knocks}
+        for tensor in knocks:
+            variant = kha.variants[tensor.heads]
+            setattr(self, tensor.name, KnockingHeads(config, tensor, variant=variant, **common))
         self.mechanisms = [(m, [tensor.name for tensor in m.tensors(sizes)]) for m in kha.others]
         for tensor in (tensor for m in kha.others for tensor in m.tensors(sizes)):
             setattr(self, tensor.name, HeadWeight(config, tensor, **common))
@@ -82,13 +80,12 @@ class KnockedAttention(_Attention):
     @property
     def knockings(self) -> dict[Projection, KnockingHeads]:
         """The modules of the knocked projections."""
-        found = {p: getattr(self, f"knock_{p}") for p in PROJECTIONS}
-        return {p: knocking for p, knocking in found.items() if knocking is not None}
+        return {p: getattr(self, name) for p, name in self.knock_names.items()}
 
     def _knocked(self, projection: Projection, x: Tensor) -> Tensor:
         """``[..., D]``, knocked if the projection is."""
-        knocking = getattr(self, f"knock_{projection}")
-        return x if knocking is None else knocking(x)
+        name = self.knock_names.get(projection)
+        return x if name is None else getattr(self, name)(x)
 
     @property
     def cache_elements_per_token(self) -> int:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
 from kha_megatron.mcore.attention import KnockedAttention, check_config
 from kha_megatron.mcore.knocking import parameter_device
 from kha_megatron.ops import fold
@@ -175,9 +176,9 @@ class _KnockedLatentAttention(KnockedAttention):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
         query_up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        if self.knock_query is not None:
+        if "query" in self.knock_names:
             query_up.register_forward_hook(self._knock_query_heads)
-        if self.knock_key is not None or self.knock_value is not None:
+        if self.knock_names.keys() - {"query"}:
             self.linear_kv_up_proj.register_forward_hook(self._knock_key_value_heads)
         self._count_query_norm_once()
 
@@ -195,15 +196,14 @@ class _KnockedLatentAttention(KnockedAttention):
         nope, position = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
         )
-        return torch.cat([self.knock_query(nope), position], dim=-1).flatten(-2), output[1]
+        return torch.cat([self._knocked("query", nope), position], dim=-1).flatten(-2), output[1]
 
     def _knock_key_value_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
         key, value = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.v_head_dim], dim=-1
         )
-        key = key if self.knock_key is None else self.knock_key(key)
-        value = value if self.knock_value is None else self.knock_value(value)
-        return torch.cat([key, value], dim=-1).flatten(-2), output[1]
+        heads = self._knocked("key", key), self._knocked("value", value)
+        return torch.cat(heads, dim=-1).flatten(-2), output[1]
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
@@ -256,8 +256,9 @@ class _KnockedLatentAttention(KnockedAttention):
             nope, value = self.config.qk_head_dim, self.config.v_head_dim
             weight = self.linear_kv_up_proj.weight
             with torch.no_grad():
-                for knocking, start in ((self.knock_key, 0), (self.knock_value, nope)):
-                    if knocking is not None:
+                starts: dict[Projection, int] = {"key": 0, "value": nope}
+                for projection, start in starts.items():
+                    if knocking := self.knockings.get(projection):
                         folded = fold(weight, knocking.weight, head_rows=nope + value, start=start)
                         weight.copy_(folded)
         super().prepare_for_absorption()
