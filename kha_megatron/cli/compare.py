@@ -2,14 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.live import Live
-from rich.table import Table
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from kha_megatron import compare as comparing
 from kha_megatron import recipes
@@ -95,7 +92,8 @@ def _train_all(planned: comparing.Comparison) -> dict[str, str]:
     """
     failures: dict[str, str] = {}
     _write(planned, failures)
-    with _progress(planned) as board:
+    board = Board(planned)
+    with board.display:
         for run in planned.runs:
             if run.result is not None:
                 continue
@@ -105,7 +103,7 @@ def _train_all(planned: comparing.Comparison) -> dict[str, str]:
                 board.failed(run)
             if not _write(planned, failures):
                 break
-            board.refresh()
+            board.compare()
     if any(run.result for run in planned.runs):
         console.out.print(f"{planned.folder / REPORT}", markup=False)
     return failures
@@ -150,94 +148,64 @@ def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
 
 
 class Board:
-    """The state of every run, as a table that changes or as lines where stderr is no terminal."""
+    """The state of every run: a row each that changes, or lines where stderr is no terminal."""
 
-    def __init__(self, planned: comparing.Comparison, live: Live | None) -> None:
+    def __init__(self, planned: comparing.Comparison) -> None:
         self._planned = planned
-        self._live = live
-        self._states: dict[str, tuple[str, ...]] = {}
-        self._losses: dict[str, float] = {}
+        self._draws = console.log.is_terminal
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.fields[state]}", markup=False),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[difference]}"),
+        )
+        self.display = Progress(*columns, console=console.log, disable=not self._draws)
+        self._rows = {
+            run.name: self.display.add_task(
+                run.name, total=None, start=False, state="waiting", loss="", difference=""
+            )
+            for run in planned.runs
+        }
         self._last = 0.0
+        self.compare()
 
     def started(self, run: comparing.Trial, iteration: int) -> None:
         """A run's ranks are being started; ``iteration`` is what it goes on from."""
-        words = f"goes on from {iteration}" if iteration else "starting"
-        self._show(run, words)
-        if self._live is None:
-            console.log.print(f"{run.name}: {words}", markup=False)
+        self.display.start_task(self._rows[run.name])
+        self._say(run, f"goes on from {iteration}" if iteration else "starting")
 
     def step(self, run: comparing.Trial, step: recipes.Step) -> None:
         """Progress of the run that is being trained."""
-        loss = "not finite" if step.loss is None else f"{step.loss:.4f}"
-        left = step.seconds and (step.total - step.iteration) * step.seconds
-        self._show(
-            run,
-            f"{step.iteration}/{step.total}",
-            loss,
-            f"{step.seconds:.3g} s" if step.seconds else "",
-            f"{left // 60:.0f}:{left % 60:02.0f}" if left is not None else "",
-        )
+        state = f"iteration {step.iteration}/{step.total}"
+        loss = "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
+        row = self._rows[run.name]
+        self.display.update(row, completed=step.iteration, total=step.total)
         now = time.monotonic()
-        if self._live is None and (now - self._last >= 10 or step.iteration == step.total):
-            self._last = now
-            console.log.print(
-                f"{run.name}: iteration {step.iteration}/{step.total} loss {loss}", markup=False
-            )
+        self._say(run, state, loss, aloud=now - self._last >= 10 or step.iteration == step.total)
 
     def failed(self, run: comparing.Trial) -> None:
-        """The run ended badly."""
-        self._show(run, "failed")
+        """The run ended badly; its log has been named."""
+        self._say(run, "failed", aloud=False)
 
-    def _show(self, run: comparing.Trial, *cells: str) -> None:
-        self._states[run.name] = cells
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Draw the table anew."""
-        if self._live is not None:
-            self._live.update(self.table(), refresh=True)
-
-    def table(self) -> Table:
-        """One row a run."""
-        table = Table(title=f"compare {self._planned.recipe.name}", title_justify="left")
-        table.add_column("run")
-        for name in ("iteration", "loss", "time/step", "left", "ΔL"):
-            table.add_column(name, justify="right", no_wrap=True)
+    def compare(self) -> None:
+        """Show the final losses of what has finished, beside the first variant's of that seed."""
+        final = {
+            run.name: final_loss(result["losses"])
+            for run in self._planned.runs
+            if (result := run.result) is not None
+        }
         reference = self._planned.variants[0].name
         for run in self._planned.runs:
-            own, base = self._final(run.name), self._final(f"{reference}-seed{run.seed}")
-            if own is None:
-                state = self._states.get(run.name, ("waiting",))
-                table.add_row(run.name, *state)
-                continue
-            delta = "" if base is None or run.variant.name == reference else f"{own - base:+.4f}"
-            table.add_row(
-                run.name,
-                "finished",
-                f"{own:.4f}",
-                "",
-                "",
-                delta,
-            )
-        return table
+            base = final.get(f"{reference}-seed{run.seed}")
+            if run.name in final:
+                self._say(run, "finished", f"loss {final[run.name]:.4f}", aloud=False)
+                if base is not None and run.variant.name != reference:
+                    difference = f"ΔL {final[run.name] - base:+.4f}"
+                    self.display.update(self._rows[run.name], difference=difference)
 
-    def _final(self, name: str) -> float | None:
-        """The final loss of a finished run; its file is read once."""
-        if name not in self._losses:
-            run = next(run for run in self._planned.runs if run.name == name)
-            result = run.result
-            if result is None:
-                return None
-            self._losses[name] = final_loss(result["losses"])
-        return self._losses[name]
-
-
-@contextmanager
-def _progress(planned: comparing.Comparison) -> Iterator[Board]:
-    if not console.log.is_terminal:
-        yield Board(planned, None)
-        return
-    with Live(console=console.log, auto_refresh=False) as live:
-        board = Board(planned, live)
-        board.refresh()
-        yield board
+    def _say(self, run: comparing.Trial, state: str, loss: str = "", *, aloud: bool = True) -> None:
+        self.display.update(self._rows[run.name], state=state, loss=loss)
+        if aloud and not self._draws:
+            self._last = time.monotonic()
+            console.log.print(f"{run.name}: {state} {loss}".rstrip(), markup=False)
