@@ -210,7 +210,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
         )
 
 
-def describe_model(models: list[torch.nn.Module], kha: KHAConfig) -> str:
+def describe_model(models: list[Any], kha: KHAConfig) -> str:
     """One line on what is knocked, in how many layers, and what it adds. Call it on every rank.
 
     Args:

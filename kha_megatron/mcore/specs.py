@@ -91,7 +91,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
         if not is_dataclass(node):
             return node
         if id(node) not in rewritten:
-            whole = node
+            whole: Any = node
             if isinstance(node, TransformerLayerSubmodules) and kha.attention == "gta":
                 whole = tied_layer(node)
                 alive.append(whole)
