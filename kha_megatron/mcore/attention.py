@@ -30,10 +30,8 @@ from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_layout
 from kha_megatron.ops.heads import FUNCTIONS
 
-_Attention: Any = object  # what it is mixed into is Megatron's
 
-
-class KnockedAttention(_Attention):
+class KnockedAttention(Attention):
     """Beside a Megatron attention: one :class:`KnockingHeads` for each knocked projection.
 
     Their names are those of their tensors: ``knock_query``, ``knock_key`` and ``knock_value``.

@@ -261,7 +261,7 @@ def guard_checkpoints() -> None:
         dist.barrier()  # no rank writes before
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
-    guarded._kha_guarded = True  # type: ignore[attr-defined]
+    setattr(guarded, "_kha_guarded", True)  # noqa: B010 (a function's own attribute)
     TorchDistSaveShardedStrategy.async_save = guarded
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from kha_megatron.errors import NonFiniteError
 from kha_megatron.mcore.knocking import KnockingHeads
 
-Model = Any  # a module of Megatron's with a decoder
+Model = Any
+"""A pipeline stage of a GPTModel or HybridModel, or a module of one."""
 _FIRST, _LAST = -1.0, math.inf  # before and after all layers
 
 

@@ -236,7 +236,7 @@ class _Weight:
     def __init__(self, owners: tuple[int | None, ...]) -> None:
         self.owners = owners
         self.folded: Tensor | None = None
-        self.again: Callable[[], Tensor] | None = None
+        self.again: Callable[[], Tensor]
         self.packed = self.asked = 0
         self.remade: Tensor | None = None
 
@@ -246,12 +246,12 @@ class _Weight:
         Called so that all hooks on the parameters involved have run.
         """
         matrices = [knocking()[0] for knocking in knockings]
+        looked_up: dict[str, Any] = linear._parameters
         for name in ("weight", "bias"):
-            if (parameter := linear._parameters.get(name)) is not None:
+            if (parameter := looked_up.get(name)) is not None:
                 held[name] = parameter
-                folded: Any = fold_heads(parameter, matrices, self.owners)
-                linear._parameters[name] = folded  # of no optimizer
-        self.folded = linear.weight.detach()
+                looked_up[name] = fold_heads(parameter, matrices, self.owners)
+        self.folded = looked_up["weight"].detach()
         whole = held["weight"]
 
         @torch.no_grad()

@@ -15,10 +15,11 @@ another hook would be passed by, the attention falls back.
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -46,16 +47,7 @@ _OPTIONS = {
 """Fields of the configuration with which a layer is left to Megatron, and why."""
 
 
-class _Call(NamedTuple):
-    """A forward that is fused."""
-
-    angles: Tensor | None
-
-
-_Attention: Any = object  # what it is mixed into is Megatron's
-
-
-class FusedPrologue(_Attention):
+class FusedPrologue(Attention):
     """Goes before Megatron's ``SelfAttention`` among the bases of a knocked attention.
 
     The kernels take over where all of this holds; where something does not, Megatron's own path
@@ -72,12 +64,10 @@ class FusedPrologue(_Attention):
     - no hook on a norm or a knocked query or key that would be passed by.
     """
 
-    _fused_call: _Call | None = None
+    is_fused = False
+    """Whether the running forward is; its angles are then kept from Megatron."""
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the running forward is: queries, keys and values are then knocked already."""
-        return self._fused_call is not None
+    _kept_angles: Tensor | None = None
 
     def forward(
         self,
@@ -93,7 +83,7 @@ class FusedPrologue(_Attention):
         if self._is_fused(
             hidden_states, key_value_states, inference_context, rotary_pos_emb, *args, **kwargs
         ):
-            self._fused_call = _Call(self._angles(rotary_pos_emb))
+            self.is_fused, self._kept_angles = True, self._angles(rotary_pos_emb)
             rotary_pos_emb = None
         try:
             return super().forward(
@@ -106,7 +96,7 @@ class FusedPrologue(_Attention):
                 **kwargs,
             )
         finally:
-            self._fused_call = None
+            self.is_fused, self._kept_angles = False, None
 
     def run_fused(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of the running fused forward: knocked, normalised and turned.
@@ -114,13 +104,11 @@ class FusedPrologue(_Attention):
         Args:
             qkv: whole groups ``[s, b, g, n * D]`` (:meth:`kha_megatron.mcore.qkv.QKVSplit.groups`).
         """
-        assert self._fused_call is not None
-        angles = self._fused_call.angles
         settings = self._settings
         heads = settings.places(qkv)
         unknocked = heads["value"].flatten(2, 3)
         listening = None
-        for norm in self._norms():
+        for norm in filter(None, self._norms()):
             _run_pre_hooks(norm, qkv)
         for projection, knocking in self.knockings.items():
             seen = unknocked if projection == "value" else heads[projection]
@@ -137,9 +125,9 @@ class FusedPrologue(_Attention):
             for p, k in active.items()
         }
         gains = [None if norm is None else norm.weight for norm in self._norms()]
-        kernel, why = prologue_kernel(qkv, settings.head_dim)
-        assert kernel is not None, why
-        query, key, value = kernel(qkv, weights, *gains, angles, settings)
+        kernel, _ = prologue_kernel(qkv, settings.head_dim)
+        assert kernel is not None  # or it would not be fused
+        query, key, value = kernel(qkv, weights, *gains, self._kept_angles, settings)
         if listening is not None:
             for hook in listening._forward_hooks.values():
                 changed = hook(listening, (unknocked,), value)
@@ -261,11 +249,10 @@ class FusedPrologue(_Attention):
                 yield f"{name} is a hook of a {type(module).__name__} that is no longer called"
 
 
-def _run_pre_hooks(module: torch.nn.Module | None, x: Tensor) -> None:
+def _run_pre_hooks(module: torch.nn.Module, x: Tensor) -> None:
     """What calling ``module(x)`` would do before its forward."""
-    if module is not None:
-        for hook in module._forward_pre_hooks.values():
-            _unchanged(module, hook(module, (x,)) is None)
+    for hook in module._forward_pre_hooks.values():
+        _unchanged(module, hook(module, (x,)) is None)
 
 
 def _unchanged(module: torch.nn.Module, holds: bool) -> None:

@@ -46,7 +46,8 @@ from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.diagnostics import measure
 
-Model = Any  # a module of Megatron's with a decoder
+Model = Any
+"""A pipeline stage of a GPTModel or HybridModel, or a module of one."""
 Write = Callable[[dict[str, float], int], None]
 
 _OF_WEIGHTS = ("kha-diagonal-mean", "kha-off-diagonal-share", "kha-distance")

@@ -37,7 +37,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import AttentionKind, KHAConfig
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
 from kha_megatron.mcore.attention import KnockedAttention, check_config
@@ -175,17 +175,13 @@ class _KnockedLatentAttention(KnockedAttention):
         check_config(config, kha)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
+        self.kind = "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
         query_up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
         if "query" in self.knock_names:
             query_up.register_forward_hook(self._knock_query_heads)
         if self.knock_names.keys() - {"query"}:
             self.linear_kv_up_proj.register_forward_hook(self._knock_key_value_heads)
         self._count_query_norm_once()
-
-    @property
-    def kind(self) -> AttentionKind | None:  # type: ignore[override]
-        """``gla`` where the up-projection is that of several latent heads."""
-        return "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
 
     @property
     def cache_elements_per_token(self) -> int:

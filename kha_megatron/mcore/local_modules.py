@@ -24,7 +24,7 @@ from torch import Tensor
 from kha_megatron.errors import ConfigError
 
 
-class TorchNorm:
+class TorchNorm(torch.nn.Module):
     """Megatron's ``WrappedTorchNorm`` with the mark that sequence parallelism needs.
 
     Upstream refuses sequence parallelism only because torch's norms do not set the
@@ -93,9 +93,8 @@ class GatheredDotProductAttention(DotProductAttention):
         self.config = config
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
-        self.cp_group: Any = getattr(pg_collection, "cp", None)
-        if self.cp_group is None:
-            self.cp_group = parallel_state.get_context_parallel_group()
+        given = getattr(pg_collection, "cp", None)
+        self.cp_group: Any = given or parallel_state.get_context_parallel_group()
 
     def forward(
         self,

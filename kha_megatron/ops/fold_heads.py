@@ -50,7 +50,7 @@ class _FoldHeads(torch.autograd.Function):
         for_rows, _, *for_matrices = ctx.needs_input_grad
         heads, gradient = _heads(rows, ctx.owners), _heads(gradient, ctx.owners)
         of_rows: Tensor | None = None
-        of_matrices: list[Tensor | None] = [None] * len(matrices)
+        of_matrices: Sequence[Tensor | None] = [None] * len(matrices)
         if for_rows:
             of_rows = torch.bmm(_of_heads(matrices, ctx.owners), gradient).view(rows.shape)
         if any(for_matrices):

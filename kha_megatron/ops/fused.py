@@ -147,12 +147,11 @@ def _announce(way: str) -> None:
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
 def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
-    kind = cast(Variant, variant)  # an operator's schema knows no Literal
     if _takes_kernels(x, weight):
         from kha_megatron.ops.kernels import knock_launch
 
-        return knock_launch.knock_forward(x, weight.contiguous(), kind)
-    return knocking.knock(x, weight, kind).contiguous()
+        return knock_launch.knock_forward(x, weight.contiguous(), cast(Variant, variant))
+    return knocking.knock(x, weight, cast(Variant, variant)).contiguous()
 
 
 @_knock.register_fake
@@ -164,9 +163,10 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
     from kha_megatron.ops.kernels import knock_launch
 
-    weight, kind = weight.contiguous(), cast(Variant, variant)
-    dx = knock_launch.knock_backward_input(x, dy, weight, kind)
-    return dx, knock_launch.knock_backward_weight(x, dy, weight, kind)
+    weight = weight.contiguous()
+    arguments = x, dy, weight, cast(Variant, variant)
+    dx = knock_launch.knock_backward_input(*arguments)
+    return dx, knock_launch.knock_backward_weight(*arguments)
 
 
 @_knock_backward.register_fake
@@ -186,7 +186,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():  # traced, and compiled with the rest
         x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         y = knocking.knock(x, weight, ctx.variant)
-        return *torch.autograd.grad(y, (x, weight), dy), None
+        dx, dw = torch.autograd.grad(y, (x, weight), dy)
+        return dx, dw, None
 
 
 _knock.register_autograd(_gradients, setup_context=_keep)

@@ -94,7 +94,7 @@ def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Varian
     if x.numel() == 0:
         return torch.zeros_like(weight)
     partials = _launch("backward_weight", variant, weight, [x, dy], [])
-    assert partials is not None
+    assert partials is not None  # there are rows
     gradient, count = torch.empty_like(weight), weight.numel()
     grid = (triton.cdiv(count, REDUCTION_BLOCK),)
     kernels.sum_partials[grid](partials, gradient, len(partials), count, BLOCK=REDUCTION_BLOCK)

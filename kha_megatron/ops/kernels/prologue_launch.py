@@ -151,6 +151,7 @@ class _Pass:
             dy = heads[p].unflatten(2, x.shape[2:4]) if p == "value" else d_rows[p]
             knock_launch.knock_backward_input(x, dy, weight, variant, out=places[p])
             d_weights[p] = knock_launch.knock_backward_weight(x, dy, weight, variant)
+        assert partials is not None  # of a backward pass
         d_norms = partials.sum(0).unbind(0)
         return [
             d_qkv,
