@@ -273,6 +273,7 @@ def test_new_and_empty_folders_may_be_written(tmp_path, overwrite):
     check_output_folder(tmp_path / "new", overwrite=overwrite, mark="config.json", only="*.json")
     (tmp_path / "empty").mkdir()
     check_output_folder(tmp_path / "empty", overwrite=overwrite, mark="config.json", only="*.json")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]  # looked at, and nothing made
 
 
 def test_what_would_be_lost_is_refused(old, tmp_path):

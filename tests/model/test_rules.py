@@ -39,7 +39,9 @@ def layout(**sizes):
 
 @pytest.mark.parametrize(("heads", "groups", "tp"), [(8, 8, 4), (8, 1, 8), (32, 4, 16), (6, 3, 3)])
 def test_legal_head_layouts(heads, groups, tp):
-    check_head_layout(heads, groups, tp)
+    assert check_head_layout(heads, groups, tp) is None
+    with pytest.raises(ConfigError):
+        check_head_layout(heads, groups, heads + 1)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_illegal_head_layouts_name_legal_ones(heads, groups, tp, words):
     ],
 )
 def test_what_megatron_can_make_passes(model, sizes, batch):
-    check_layout(model, layout(**sizes), batch)
+    assert check_layout(model, layout(**sizes), batch) is None
 
 
 ILLEGAL = [
@@ -201,8 +203,8 @@ def test_fp8_needs_multiples(changes, tp, recipe, match, remedy):
 
 
 def test_fp8_takes_what_fits():
-    check_layout(replace(DENSE, fp8="hybrid"), layout(tp=4))
-    check_layout(replace(DENSE, fp8="hybrid", fp8_recipe="mxfp8"), layout(tp=2))
+    assert check_layout(replace(DENSE, fp8="hybrid"), layout(tp=4)) is None
+    assert check_layout(replace(DENSE, fp8="hybrid", fp8_recipe="mxfp8"), layout(tp=2)) is None
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_layers_of_each_virtual_stage(sizes, layers, expected):
     ("model", "tp"), [(TIED, 1), (TIED, 8), (LATENT, 8), (GROUPED, 2), (GROUPED, 8)]
 )
 def test_legal_layouts_of_the_attention_family(model, tp):
-    check_layout(model, layout(tp=tp))
+    assert check_layout(model, layout(tp=tp)) is None
 
 
 @pytest.mark.parametrize(
@@ -270,4 +272,4 @@ def test_illegal_layouts_of_the_attention_family(model, tp, words):
 
 
 def test_transformer_engine_has_whole_down_projections():
-    check_layout(replace(WHOLE, q_lora_rank=18), layout(tp=4))
+    assert None is check_layout(replace(WHOLE, q_lora_rank=18), layout(tp=4))

@@ -47,7 +47,8 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
 )
 def test_layout(words, ranks, match, data):
     if match is None:
-        prepare(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
+        job = prepare(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
+        assert set(words.split()) <= set(job.command)
     else:
         refused(ConfigError, match, words, data=data, ranks=ranks)
 
@@ -69,7 +70,7 @@ def test_layouts_that_megatron_can_make_pass(words, ranks, data):
 
 def test_no_data():
     refused(DataError, "no training data: give --data")
-    prepare(QUICKSTART, overrides=["--mock-data"])
+    assert "--mock-data" in prepare(QUICKSTART, overrides=["--mock-data"]).command
 
 
 @pytest.mark.parametrize("missing", ["corpus.bin", "corpus.idx"])
@@ -115,6 +116,7 @@ class TestFolders:
         assert not output.exists()
         output.mkdir()
         prepare(QUICKSTART, data=data, output=output)
+        assert list(output.iterdir()) == []
 
     def test_a_folder_in_use_is_refused_unless_resumed(self, trained, data):
         refused(OutputError, "is not empty.*--resume", data=data, output=trained)
@@ -124,7 +126,8 @@ class TestFolders:
     def test_the_users_own_load_of_the_same_folder_continues_it(self, trained, data, monkeypatch):
         monkeypatch.chdir(trained)
         words = ["--load", "checkpoints", f"--save={trained / 'checkpoints'}"]
-        prepare(QUICKSTART, data=data, overrides=words)
+        command = prepare(QUICKSTART, data=data, overrides=words).command
+        assert command[command.index("--load") + 1] == "checkpoints"
 
     def test_the_users_own_save_folder_is_protected_too(self, trained, data, tmp_path):
         refused(

@@ -144,4 +144,5 @@ def test_megatron_takes_the_arguments_and_builds_as_many(name, ranks):
 
 def test_recipes_hold_plain_data():
     for recipe in PAPER:
-        json.dumps(recipe.run.arguments)
+        plain = json.loads(json.dumps(recipe.run.arguments))
+        assert plain.keys() == recipe.run.arguments.keys()

@@ -112,7 +112,7 @@ def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
 
 
 def test_the_same_configuration_is_let_through(saved, tmp_path):
-    check(saved / "kha", KHA)
+    assert check(saved / "kha", KHA) is None
     check(saved / "kha", KHAConfig(value="mlp", init="random"))  # only says how a run starts
     check(saved / "plain", KHAConfig())
     check(None, KHA)
