@@ -104,10 +104,9 @@ class Run:
         reasons = rules.excluded(own, {name: one.value for name, one in new.items()})
         for name in reasons:
             del own[name]
-        rates = [own.get(name) for name in ("lr", "min_lr")]
-        if "lr" in new and "min_lr" not in new and all(rates):
-            share = own["min_lr"].value / own["lr"].value
-            new |= say(min_lr=float(f"{share * new['lr'].value:.6g}"))
+        rate, least = (own[name].value if name in own else 0 for name in ("lr", "min_lr"))
+        if "lr" in new and "min_lr" not in new and rate and least:
+            new |= say(min_lr=float(f"{least / rate * new['lr'].value:.6g}"))
         dropped = (f"{self.said[name].flag}: {why}" for name, why in reasons.items())
         return replace(self, said=own | new, dropped=(*self.dropped, *dropped))
 
@@ -155,9 +154,7 @@ class Run:
         Raises:
             ConfigError: a preset, variant, init or kind of attention is unknown.
         """
-        words = {row.argument: self.arguments.get(row.argument) for row in rows(Heads, Model)}
-        given = {n.removeprefix("kha_"): w for n, w in words.items() if n.startswith("kha_") and w}
-        return KHAConfig.asked({"preset": "baseline"} | given) or KHAConfig()
+        return kha_asked({"kha_preset": "baseline"} | self.arguments) or KHAConfig()
 
     @cached_property
     def training(self) -> Training:
@@ -168,3 +165,13 @@ class Run:
     def files(self) -> Files:
         """What it reads and writes."""
         return Files.of(self.arguments)
+
+
+def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
+    """What Megatron's and our arguments, by name, ask of heads; None if nothing.
+
+    Raises:
+        ConfigError: a name or a value is unknown.
+    """
+    names = [row.argument for row in rows(Heads, Model) if row.argument.startswith("kha_")]
+    return KHAConfig.asked({name.removeprefix("kha_"): arguments.get(name) for name in names})

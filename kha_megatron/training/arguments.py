@@ -11,6 +11,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES
 from kha_megatron.model.rules import check_arguments
+from kha_megatron.model.run import kha_asked
 
 DEVICES = ("cuda", "cpu")
 
@@ -189,22 +190,12 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
             f"{CONFIG_VARIABLE} is for --spec in stock scripts: unset it, and give --kha-* "
             "arguments"
         )
-    if (kha := asked_kha(args)) is None:
+    if (kha := kha_asked(vars(args))) is None:
         raise ConfigError(
             "no KHA configuration: give --kha-preset (one of "
             f"{', '.join(PRESETS)}), --kha-query, --kha-key, --kha-value or --heads"
         )
     return kha
-
-
-def asked_kha(args: argparse.Namespace) -> KHAConfig | None:
-    """What the arguments of the ``kha`` group ask for; None if for nothing.
-
-    Raises:
-        ConfigError: a name or a value is unknown.
-    """
-    given = vars(add_model_arguments(argparse.ArgumentParser()).parse_args([]))
-    return KHAConfig.asked({name.removeprefix("kha_"): getattr(args, name, None) for name in given})
 
 
 def check_args(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
 from kha_megatron.model.recorded import kha_of, matrices_stored, stacked
-from kha_megatron.training.arguments import asked_kha
+from kha_megatron.model.run import kha_asked
 
 _ATTENTION = "self_attention.linear_proj.weight"
 """Every attention layer has it, so it tells how the layers of a checkpoint are named."""
@@ -95,7 +95,8 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
     Returns:
         None if the command line says it, or no checkpoint records it.
     """
-    if not args.use_checkpoint_args or asked_kha(args) or not (path := checkpoint_to_load(args)):
+    asked = kha_asked(vars(args))
+    if not args.use_checkpoint_args or asked or not (path := checkpoint_to_load(args)):
         return None
     stored = _stored(path)[0]
     return stored and replace(stored, fold=args.kha_fold)
