@@ -101,11 +101,11 @@ def to_hf(
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
       kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
     """
-    from kha_megatron.conversion import to_hf as conversion
+    from kha_megatron.conversion import to_hf
 
     size = _bytes(max_shard_size)
     _check(out, _HF_MARK, overwrite, verify)
-    planned = conversion.plan(
+    planned = to_hf.plan(
         checkpoint,
         architecture=architecture,
         dtype=dtype,
@@ -138,10 +138,10 @@ def to_megatron(
       kha-megatron convert to-megatron Qwen3-0.6B-Base ckpt/qwen3
       kha-megatron convert to-megatron my-model ckpt/my-model --tensor-model-parallel-size 4
     """
-    from kha_megatron.conversion import to_megatron as conversion
+    from kha_megatron.conversion import to_megatron
 
     _check(out, TRACKER, overwrite, verify)
-    planned = conversion.plan(
+    planned = to_megatron.plan(
         model,
         dtype=dtype,
         tokenizer=tokenizer,
@@ -179,10 +179,10 @@ def fold(
       kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
       kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
     """
-    from kha_megatron.conversion import to_hf as conversion
+    from kha_megatron.conversion import to_hf
 
     _check(out, _HF_MARK, overwrite, verify)
-    planned = conversion.plan(
+    planned = to_hf.plan(
         checkpoint,
         architecture=architecture,
         dtype=dtype,
@@ -228,9 +228,6 @@ def upcycle(
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
     """
-    from kha_megatron.conversion import to_hf as hf
-    from kha_megatron.conversion import to_megatron as megatron
-
     if to not in ("megatron", "hf"):
         raise ConfigError(f"--to {to!r}: choose megatron or hf")
     kha = KHAConfig.asked(
@@ -245,11 +242,15 @@ def upcycle(
     _check(out, _HF_MARK if to == "hf" else TRACKER, overwrite, verify)
     planned: Plan
     if to == "hf":
-        planned = hf.plan(
+        from kha_megatron.conversion import to_hf
+
+        planned = to_hf.plan(
             model, dtype=dtype, tokenizer=tokenizer, upcycle=kha, max_shard_bytes=size
         )
     else:
-        planned = megatron.plan(
+        from kha_megatron.conversion import to_megatron
+
+        planned = to_megatron.plan(
             model,
             dtype=dtype,
             tokenizer=tokenizer,
@@ -264,10 +265,10 @@ def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification | None]":
     """What ``to-hf`` does by itself, for other commands."""
-    from kha_megatron.conversion import to_hf as conversion
+    from kha_megatron.conversion import to_hf
 
     _check(out, _HF_MARK, overwrite, verify=True)
-    return _write(checkpoint, conversion.plan(checkpoint), out, workers=None, check=True)
+    return _write(checkpoint, to_hf.plan(checkpoint), out, workers=None, check=True)
 
 
 def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:

@@ -54,7 +54,7 @@ def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) 
     from kha_megatron.conversion import verify as comparison
 
     with console.log.status("verifying: comparing every tensor, then running both models"):
-        return comparison.verify(one, other, logits=logits, workers=workers)
+        return comparison.Pair.open(one, other).verify(logits=logits, workers=workers)
 
 
 def plain(verification: "Verification | None") -> dict[str, Any] | None:

@@ -129,6 +129,21 @@ class Pair:
         """Whether :func:`compare_logits` can run on this machine now."""
         return self.needed_bytes < psutil.virtual_memory().available
 
+    def verify(self, *, logits: bool = True, workers: int | None = None) -> Verification:
+        """Compare the tensors, and the logits where both models fit into memory, else say so.
+
+        Raises:
+            CheckpointError: a tensor is damaged, or a library does not load its own model.
+        """
+        tensors = compare_tensors(self, workers=workers)
+        if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
+            return Verification(tensors)
+        if not self.fits_in_memory:
+            needed = self.needed_bytes / 10**9
+            announce(f"logits not verified: both models need {needed:.1f} GB of free memory")
+            return Verification(tensors)
+        return Verification(tensors, compare_logits(self))
+
 
 def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
     """Fold or upcycle one of two models if only the other has no knocking heads."""
@@ -163,25 +178,6 @@ def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
         return Expressed(source, replace(source.model, **added))
 
     return with_zeros(one), with_zeros(other)
-
-
-def verify(
-    one: Path, other: Path, *, logits: bool = True, workers: int | None = None
-) -> Verification:
-    """Compare two checkpoints; their logits where both models fit into memory, else it is said.
-
-    Raises:
-        CheckpointError: one is damaged, or its configuration and its tensors disagree.
-    """
-    pair = Pair.open(one, other)
-    tensors = compare_tensors(pair, workers=workers)
-    if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
-        return Verification(tensors)
-    if not pair.fits_in_memory:
-        needed = pair.needed_bytes / 10**9
-        announce(f"logits not verified: both models need {needed:.1f} GB of free memory")
-        return Verification(tensors)
-    return Verification(tensors, compare_logits(pair))
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf, to_megatron
 from kha_megatron.conversion.megatron_model import Run
-from kha_megatron.conversion.verify import TOLERANCE, Pair, compare, verify
+from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import CONFIGS, MLA, SIZES, make
@@ -20,6 +20,11 @@ from tests.versions import needs_attention_family, needs_training_package
 
 LAYER = "model.layers.1."
 EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
+
+
+def verify(one, other, **options):
+    """Of two folders."""
+    return Pair.open(one, other).verify(**options)
 
 
 @pytest.fixture(scope="module")

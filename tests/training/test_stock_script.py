@@ -10,7 +10,7 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
-from kha_megatron.conversion.verify import verify
+from kha_megatron.conversion.verify import Pair
 from kha_megatron.model.recorded import kha_of, knock_weights
 from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 
@@ -87,7 +87,7 @@ def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_pa
     assert list(knock_weights(checkpoint)) == [(2 * layer, "value") for layer in range(LAYERS)]
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
     written = to_hf.plan(tmp_path / "save").write(tmp_path / "hf")
-    assert verify(tmp_path / "save", written.path).agrees
+    assert Pair.open(tmp_path / "save", written.path).verify().agrees
 
 
 def test_a_mistyped_name_ends_the_run(corpus):
