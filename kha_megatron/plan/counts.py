@@ -44,29 +44,23 @@ def attention_of(model: Model) -> Attention:
     """The attention of one layer."""
     if model.multi_latent_attention:
         return latent(model)
-    return grouped_tied(model) if model.kha_attention == "gta" else grouped_query(model)
+    return grouped(model)
 
 
-def grouped_query(model: Model) -> Attention:
-    """MHA, MQA and GQA: q, k and v from one projection, ``2 g D`` numbers cached."""
+def grouped(model: Model) -> Attention:
+    """MHA, MQA and GQA: q, k and v from one projection, ``2 g D`` numbers cached.
+
+    In GTA (Zadouri et al. 2025, section 3.3.1) one state of ``D`` a group is its value and half of
+    its key; the rotary half of all keys is one projection of ``D / 2``.
+    """
     d, n, g, head = _sizes(model)
+    states = len(model.qkv.parts.keys() & {"key", "value"})
+    rotary = head // 2 if model.qkv.tied else 0
     return Attention(
-        weights=model.qkv.rows * d + n * head * d,
+        weights=d * (model.qkv.rows + rotary + n * head),
         norms=_qk_norms(model),
         pair=2 * n * head,
-        cache=2 * g * head,
-    )
-
-
-def grouped_tied(model: Model) -> Attention:
-    """GTA (Zadouri et al. 2025, section 3.3.1): one state of ``D`` a group is its value and half of
-    its key; the rotary half of all keys is one projection of ``D / 2``."""
-    d, n, g, head = _sizes(model)
-    return Attention(
-        weights=d * (n + g) * head + d * head // 2 + n * head * d,
-        norms=_qk_norms(model),
-        pair=2 * n * head,
-        cache=g * head + head // 2,
+        cache=states * g * head + rotary,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.model import Model
-from kha_megatron.plan.counts import as_printed, count, flops, grouped_tied, latent
+from kha_megatron.plan.counts import as_printed, attention_of, count, flops, latent
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
 from tests.recipes.built import EXPERTS, MIXED
@@ -170,7 +170,7 @@ def test_latent_attention_is_megatrons(query_rank, ranks):
 
 
 def test_tied_and_grouped_latent_by_their_definition():
-    tied = grouped_tied(MODEL)
+    tied = attention_of(replace(MODEL, kha_attention="gta"))
     query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
