@@ -198,7 +198,9 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
 
 
 def _plan(setup: Setup, layout: Layout) -> PlannedLayout:
-    ranks = [Rank.of(setup, layout, stage) for stage in _different_stages(layout)]
+    # the second stage has most of what the first has but for the ends; later ones have fewer passes
+    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    ranks = [Rank.of(setup, layout, stage) for stage in stages]
     costs = [memory(rank) for rank in ranks]
     worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
     microbatches = ranks[0].microbatches
@@ -212,11 +214,3 @@ def _plan(setup: Setup, layout: Layout) -> PlannedLayout:
         communication=max(map(communication, ranks), key=lambda c: c.total),
         idle=bubble / (microbatches + bubble),
     )
-
-
-def _different_stages(layout: Layout) -> list[int]:
-    """The first, the second, which has most of what the first has but for the ends, and the last.
-
-    Later ones hold as many layers and fewer microbatches.
-    """
-    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
