@@ -272,8 +272,8 @@ def finish(run: Trial) -> dict[str, Any]:
         "starts": json.loads((run.folder / RUN).read_text())["starts"],
         "matrices": measure.matrices(checkpoint, run.folder),
     }
-    for folder in checkpoint.path.parent.glob("iter_*"):
-        if folder != checkpoint.path:
+    for folder in checkpoint.path.parent.iterdir():
+        if iteration_of(folder) is not None and folder != checkpoint.path:
             shutil.rmtree(folder)
     write_json(run.folder / RESULT, result)
     return result

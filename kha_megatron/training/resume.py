@@ -178,7 +178,7 @@ def _as_megatron_reads(folder: Path) -> Path:
     verdict = judge(folder) if folder.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
         raise CheckpointError(
-            f"{folder / TRACKER} {verdict.problem}: write {tracker_word(verdict.newest)} into it, "
-            f"or add --save {folder}, which repairs it"
+            f"{folder / TRACKER} {verdict.problem}, and only a folder that the run saves into is "
+            f"repaired: write {tracker_word(verdict.newest)} into it"
         )
     return resolve(folder)
