@@ -180,12 +180,12 @@ def test_a_second_installation_does_nothing():
         """
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("a correctness device, not a fast one") == 1
+    assert done.stderr.count("a correctness device, not a fast one") == 1
 
 
 def test_only_rank_0_says_what_it_is():
     done = python("from kha_megatron import cpu; cpu.install()", RANK="1")
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(
