@@ -141,7 +141,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """The same in one line, for a table's heading."""
+    """What :func:`describe_machine` found, in one line for a table's heading."""
     gpu = machine.get("gpu")
     hardware = gpu["name"] if gpu else f"{machine['processor']}, {machine['cores']} cores, no GPU"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())

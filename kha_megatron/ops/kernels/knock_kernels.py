@@ -50,7 +50,7 @@ def read_tile(
 
 @triton.jit
 def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.constexpr):
-    """The inverse of :func:`read_tile`."""
+    """Write the whole rows ``tile`` ``[M, P]`` from row ``first`` on, in the dtype of ``X``."""
     if TMA:
         X.store([first, 0], tile.to(X.dtype))
     else:

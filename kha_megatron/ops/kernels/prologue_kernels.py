@@ -42,7 +42,7 @@ def load_piece(X, starts, rows, first, SIZE: tl.constexpr, PADDED: tl.constexpr)
 
 @triton.jit
 def store_piece(X, piece, starts, rows, first, SIZE: tl.constexpr):
-    """The inverse of :func:`load_piece`."""
+    """Write the first ``SIZE`` columns of ``piece`` ``[M, PADDED]`` to column ``first`` on."""
     columns = tl.arange(0, piece.shape[1])
     inside = rows[:, None] & (columns < SIZE)[None, :]
     to = X + starts[:, None] + (first + columns)[None, :]
@@ -83,7 +83,7 @@ def load_pieces(
 
 @triton.jit
 def store_pieces(X, pieces, starts, rows, HALF: tl.constexpr, REST: tl.constexpr):
-    """The inverse of :func:`load_pieces`."""
+    """Write heads from their pieces: two halves that turn, and the rest behind them."""
     store_piece(X, pieces[0], starts, rows, 0, HALF)
     store_piece(X, pieces[1], starts, rows, HALF, HALF)
     if REST:
@@ -120,7 +120,7 @@ def inner(x, y):
 
 @triton.jit
 def times(x, y):
-    """Piece by piece."""
+    """The products of two heads' elements, in their three pieces ``[M, ...]``."""
     return x[0] * y[0], x[1] * y[1], x[2] * y[2]
 
 
@@ -238,7 +238,7 @@ def prologue_forward(
 
 @triton.jit
 def plus(x, y):
-    """Piece by piece."""
+    """The sums of two heads' elements, in their three pieces ``[M, ...]``."""
     return x[0] + y[0], x[1] + y[1], x[2] + y[2]
 
 

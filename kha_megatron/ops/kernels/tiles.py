@@ -91,7 +91,10 @@ def store_rows(
     head_stride,
     D: tl.constexpr,
 ):
-    """The inverse of :func:`load_rows`: ``tile`` ``[M, J]``, rounded to the dtype of ``X``."""
+    """Write ``tile`` ``[M, J]``, rounded to the dtype of ``X``, to where :func:`load_rows` reads.
+
+    What lies beyond the last row and column is not written.
+    """
     M: tl.constexpr = tile.shape[0]
     J: tl.constexpr = tile.shape[1]
     rows = first + tl.arange(0, M)
