@@ -138,7 +138,7 @@ class Model:
     fp8_recipe: str = said("--fp8-recipe", "delayed")
 
     kha_attention: AttentionKind | None = said("--kha-attention", None, attribute=None)
-    kha_latent_heads: int = said("--kha-latent-heads", 2, attribute=None)
+    kha_latent_heads: int = said("--kha-latent-heads", KHAConfig.latent_heads, attribute=None)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self
 
+from kha_megatron.config import KHAConfig
 from kha_megatron.model.fields import read, said
 
 _option = partial(said, attribute=None)
@@ -100,7 +101,7 @@ class Heads:
     kha_query: str | None = _option("--kha-query", None)
     kha_key: str | None = _option("--kha-key", None)
     kha_value: str | None = _option("--kha-value", None)
-    kha_init: str = _option("--kha-init", "identity")
-    kha_init_seed: int = _option("--kha-init-seed", 1234, least=None)
-    kha_fold: str = _option("--kha-fold", "auto")
+    kha_init: str = _option("--kha-init", KHAConfig.init)
+    kha_init_seed: int = _option("--kha-init-seed", KHAConfig.init_seed, least=None)
+    kha_fold: str = _option("--kha-fold", KHAConfig.fold)
     kha_heads: tuple[str, ...] | None = _option("--heads", None, argument="kha_heads")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from typing import Any
 
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
@@ -9,9 +10,12 @@ from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig,
 from kha_megatron.data.paths import check_data
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
-from kha_megatron.heads.knock import FOLDS, INITS, MATRICES
+from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
+from kha_megatron.model.fields import rows
+from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import kha_asked
+from kha_megatron.model.training import Heads
 
 DEVICES = ("cuda", "cpu")
 
@@ -32,6 +36,27 @@ _NOT_HERE = {
     "--inprocess-restart, and let the launcher restart the job",
     "logits_load_dir": "this entry point does not distil: remove --logits-load-dir",
     "yaml_cfg": "this entry point does not read Megatron's YAML file: give all arguments in full",
+}
+
+_CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
+_HELP = {
+    "kha_preset": f"One of {', '.join(PRESETS)}.",
+    **{
+        f"kha_{p}": f"{', '.join(MATRICES)} or none on the {p} heads; overrides the preset."
+        for p in PROJECTIONS
+    },
+    "kha_heads": "Settings of head mechanisms as NAME.FIELD=VALUE, such as knock.value=mlp. NAME "
+    "alone takes the mechanism's defaults, NAME=none none of it. There are "
+    f"{', '.join((Knock.name, *mechanism_types()))}.",
+    "kha_attention": "gta: grouped-tied attention, with --rotary-percent 0.5; --kha-value then "
+    "knocks the tied state. gla: grouped latent attention, with --multi-latent-attention. Without "
+    "it, what Megatron's own arguments ask for.",
+    "kha_latent_heads": "Heads of the latent in gla.",
+    "kha_init": "random is the paper's ablation and trains to a higher loss.",
+    "kha_init_seed": "Seed of --kha-init random.",
+    "kha_fold": "Fold linear matrices into the QKV weight while training, instead of applying them "
+    "to queries, keys and values: auto where a microbatch has tokens enough for that to be faster. "
+    "The trained model is the same.",
 }
 
 
@@ -86,55 +111,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
         "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
-    group.add_argument("--kha-preset", metavar="NAME", help=f"One of {', '.join(PRESETS)}.")
-    for projection in ("query", "key", "value"):
+    for row in (*rows(Heads), *(row for row in rows(Model) if row.argument in _HELP)):
+        several: dict[str, Any] = {"action": "extend", "nargs": "+"}
         group.add_argument(
-            f"--kha-{projection}",
-            metavar="VARIANT",
-            help=f"{', '.join(MATRICES)} or none on the {projection} heads; overrides the preset.",
+            row.flag,
+            dest=row.argument,
+            default=row.default,
+            choices=_CHOICES.get(row.argument),
+            help=_HELP[row.argument],
+            **(several if row.many else {"type": row.kind}),
         )
-    group.add_argument(
-        "--heads",
-        dest="kha_heads",
-        action="append",
-        metavar="NAME.FIELD=VALUE",
-        help="A setting of a head mechanism, as in knock.value=mlp; repeat it for several. NAME "
-        "alone takes the mechanism's defaults, NAME=none none of it. There are "
-        f"{', '.join((Knock.name, *mechanism_types()))}.",
-    )
-    group.add_argument(
-        "--kha-attention",
-        choices=ATTENTIONS,
-        help="gta: grouped-tied attention, with --rotary-percent 0.5; --kha-value then knocks the "
-        "tied state. gla: grouped latent attention, with --multi-latent-attention. Without it, "
-        "what Megatron's own arguments ask for.",
-    )
-    group.add_argument(
-        "--kha-latent-heads",
-        type=int,
-        default=KHAConfig.latent_heads,
-        help="Heads of the latent in gla.",
-    )
-    group.add_argument(
-        "--kha-init",
-        choices=INITS,
-        default="identity",
-        help="random is the paper's ablation and trains to a higher loss.",
-    )
-    group.add_argument(
-        "--kha-init-seed",
-        type=int,
-        default=KHAConfig.init_seed,
-        help="Seed of --kha-init random.",
-    )
-    group.add_argument(
-        "--kha-fold",
-        choices=FOLDS,
-        default=KHAConfig.fold,
-        help="Fold linear matrices into the QKV weight while training, instead of applying them to "
-        "queries, keys and values: auto where a microbatch has tokens enough for that to be "
-        "faster. The trained model is the same.",
-    )
     return parser
 
 
