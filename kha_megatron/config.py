@@ -125,8 +125,8 @@ class KHAConfig:
         """What a command line asks for.
 
         Args:
-            given: words or parsed values by field; besides, ``preset``, and ``heads`` with the
-                words of ``--heads``. None stands for what was not given, ``none`` for nothing.
+            given: parsed values by field; besides, ``preset``, and ``heads`` with the words of
+                ``--heads``. None stands for what was not given, ``none`` for nothing.
 
         Returns:
             None where neither a preset nor a mechanism was asked for.
@@ -141,8 +141,6 @@ class KHAConfig:
             return None
         for projection in PROJECTIONS & words.keys():
             words[projection] = parse_variant(words[projection])
-        for name in {"init_seed", "latent_heads"} & words.keys():
-            words[name] = _whole(name, words[name])
         if preset in PRESETS:  # single settings of a mechanism that the preset has
             for name in mechanism_types(cls).keys() & words.keys() & PRESETS[preset].keys():
                 words[name] = words[name] and {**PRESETS[preset][name], **words[name]}
@@ -332,14 +330,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _whole(name: str, word: Any) -> int:
-    try:
-        return int(word)
-    except (TypeError, ValueError) as error:
-        flag = f"--kha-{name.replace('_', '-')}"
-        raise ConfigError(f"{flag} {word!r} is not a whole number") from error
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
