@@ -23,6 +23,9 @@ from kha_megatron.model.words import Arguments, parse, render
 TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
 """Every argument of Megatron's and ours that this package gives or reads."""
 
+OF_HEADS = tuple(row for row in TABLE if row.argument.startswith("kha_"))
+"""Those that say what heads have."""
+
 
 @cache
 def _by(name: str) -> Mapping[str, Field]:
@@ -173,5 +176,5 @@ def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
     Raises:
         ConfigError: a name or a value is unknown.
     """
-    names = [row.argument for row in rows(Heads, Model) if row.argument.startswith("kha_")]
-    return KHAConfig.asked({name.removeprefix("kha_"): arguments.get(name) for name in names})
+    names = {row.argument: row.argument.removeprefix("kha_") for row in OF_HEADS}
+    return KHAConfig.asked({setting: arguments.get(name) for name, setting in names.items()})

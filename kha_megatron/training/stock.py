@@ -15,6 +15,7 @@ from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_attention
+from kha_megatron.model.run import OF_HEADS
 from kha_megatron.training.arguments import (
     add_model_arguments,
     kha_from_args,
@@ -41,8 +42,7 @@ def use_arguments(args: argparse.Namespace) -> None:
     if not args.kha_stock:  # our own entry point, or done before
         return
     args.kha_stock = False
-    defaults = vars(add_model_arguments(argparse.ArgumentParser()).parse_args([]))
-    if all(getattr(args, name) == default for name, default in defaults.items()):
+    if all(getattr(args, row.argument) == row.default for row in OF_HEADS):
         for projection in PROJECTIONS:  # else a checkpoint would record the baseline preset
             delattr(args, f"kha_{projection}")
         return
