@@ -61,7 +61,7 @@ class RotaryKeyProjection(MegatronModule):
             config.init_method(self.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Project."""
+        """The rotary half of all keys, of all tokens, whole on every rank."""
         if not self.config.sequence_parallel:
             key = torch.nn.functional.linear(hidden_states, self.weight)
             return copy_to_tensor_model_parallel_region(key, group=self.tp_group).unsqueeze(2)

@@ -100,7 +100,7 @@ class LatentNorm(MegatronModule):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, latent: Tensor) -> Tensor:
-        """Normalise."""
+        """Divide each latent head by its own root mean square, and multiply by the weight."""
         heads = latent.unflatten(-1, (self.latent_heads, -1))
         wide = heads.float() if heads.dtype in (torch.bfloat16, torch.float16) else heads
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
