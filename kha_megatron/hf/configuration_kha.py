@@ -258,7 +258,7 @@ class KHAModelConfig(PreTrainedConfig):
                 name.removeprefix("self_attn.").removesuffix(".weight"): _SHARED_BY_HEADS
                 for tensor in self.kha.tensors(self.head_sizes)
                 for name in tensor.hf_names
-                if tensor.matrices
+                if not tensor.per_head
             }
         return {f"layers.*.self_attn.{name}": rule for name, rule in rules.items()}
 
