@@ -18,9 +18,9 @@ from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from kha_megatron.bridge.fields import check_agreement, hf_config_of, provider_fields
 from kha_megatron.bridge.mappings import mappings
 from kha_megatron.bridge.provider import KHAModelProvider
+from kha_megatron.bridge.provider_fields import check_agreement, hf_config_of, provider_fields
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"

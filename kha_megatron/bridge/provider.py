@@ -10,8 +10,8 @@ or ``AutoBridge.from_hf_pretrained(folder).to_megatron_provider()`` after ``brid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kha_megatron.bridge.fields import kha_of
 from kha_megatron.bridge.imports import bridge_imports
+from kha_megatron.bridge.provider_fields import kha_of
 from kha_megatron.config import KHAConfig
 
 with bridge_imports():

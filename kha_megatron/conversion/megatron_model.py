@@ -25,7 +25,7 @@ from kha_megatron.conversion import table
 from kha_megatron.mcore.compat import check_training_package
 
 
-class Run(NamedTuple):
+class Outputs(NamedTuple):
     """What a model computed, in float32 on the CPU."""
 
     logits: Tensor
@@ -40,7 +40,7 @@ def run_megatron(
     *,
     rounded_to: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Run:
+) -> Outputs:
     """Run Megatron's model in a new process.
 
     Args:
@@ -51,7 +51,7 @@ def run_megatron(
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return Run(*pool.submit(_run_here, iteration, tokens, rounded_to, dtype).result())
+        return Outputs(*pool.submit(_run_here, iteration, tokens, rounded_to, dtype).result())
 
 
 _UNSHARDED: dict[str, Any] = {

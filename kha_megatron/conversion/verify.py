@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from kha_megatron.announcements import announce
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
-from kha_megatron.conversion.megatron_model import Run, record_layers
+from kha_megatron.conversion.megatron_model import Outputs, record_layers
 from kha_megatron.conversion.sources import MegatronSource, Source, open_source
 from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import Expressed, Folded, Upcycled
@@ -252,7 +252,7 @@ def compare_logits(pair: Pair) -> Agreement:
     return replace(agreement, limit=None if rounded else TOLERANCE)
 
 
-def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Run:
+def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
     """Logits and the layers' outputs of a checkpoint of either side, in float32.
 
     Raises:
@@ -277,10 +277,10 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Run:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(rounded_to))
         layers = record_layers(model.model.layers)
-        return Run(model.eval()(tokens).logits, layers)
+        return Outputs(model.eval()(tokens).logits, layers)
 
 
-def compare(one: Run, other: Run) -> Agreement:
+def compare(one: Outputs, other: Outputs) -> Agreement:
     """Agreement of two runs, over the entries of the vocabulary that both have."""
     entries = min(one.logits.shape[-1], other.logits.shape[-1])
     ours, theirs = one.logits[..., :entries], other.logits[..., :entries]

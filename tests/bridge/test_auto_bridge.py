@@ -17,7 +17,7 @@ PADDED = {"make_vocab_size_divisible_by": 8}
 
 def picked(folder, with_auto_map):
     """The bridge that AutoBridge picks, and the provider that it makes."""
-    from kha_megatron.bridge.fields import provider_fields
+    from kha_megatron.bridge.provider_fields import provider_fields
 
     auto = cases.auto_bridge(folder)
     if with_auto_map:

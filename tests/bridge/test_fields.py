@@ -2,7 +2,12 @@
 
 import pytest
 
-from kha_megatron.bridge.fields import check_agreement, hf_config_of, kha_of, provider_fields
+from kha_megatron.bridge.provider_fields import (
+    check_agreement,
+    hf_config_of,
+    kha_of,
+    provider_fields,
+)
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAModelConfig

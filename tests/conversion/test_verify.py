@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf, to_megatron
-from kha_megatron.conversion.megatron_model import Run
+from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
@@ -229,13 +229,13 @@ def test_fewer_layers_in_the_configuration_are_refused(converted, tmp_path):
 def test_compare_is_what_it_says():
     theirs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
     ours = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]]))
-    agreement = compare(Run(theirs, []), Run(ours, []))
+    agreement = compare(Outputs(theirs, []), Outputs(ours, []))
     assert agreement.max_difference == pytest.approx(math.log(2))
     assert agreement.mean_difference == pytest.approx(2 * math.log(2) / 6)
     assert agreement.kl == pytest.approx(0.25 * math.log(2) / 2)  # of two positions, one differs
     assert (agreement.argmax, agreement.tokens) == (0.5, 2)
     ours[0, 0, 0] = math.nan
-    assert not compare(Run(theirs, []), Run(ours, [])).agrees
+    assert not compare(Outputs(theirs, []), Outputs(ours, [])).agrees
 
 
 def test_memory_is_asked_for_both_models_in_float32(converted, monkeypatch):
