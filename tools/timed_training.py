@@ -27,10 +27,11 @@ def main() -> None:
     from megatron.training import training
     from megatron.training.models.gpt import default_layer_spec
 
+    from kha_megatron.mcore import building
     from kha_megatron.training import pretrain
 
     if stock:
-        pretrain.kha_layer_spec = lambda config, kha, vp_stage=None: default_layer_spec(
+        building.kha_layer_spec = lambda config, kha, vp_stage=None: default_layer_spec(
             config, vp_stage
         )
     step = training.train_step

@@ -109,7 +109,7 @@ def without_engine():
     initialize()
     model = models.build(KHAS["mixed"], "local", torch.bfloat16, moe=False)
     return [
-        (type(p), type(p.data), p.dtype, type(owner).__mro__[1].__name__)
+        (type(p), type(p.data), p.dtype, type(owner).__mro__[2].__name__)
         for owner in model.modules()
         if isinstance(owner, KnockingHeads)
         for p in owner.parameters(recurse=False)

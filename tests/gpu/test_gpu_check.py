@@ -129,7 +129,7 @@ def test_the_real_training_that_the_page_names_can_be_planned(tmp_path):
         device=given["--device"],
     )
     assert [run.variant.name for run in planned.runs] == ["baseline", "kha_mlp", "kha_linear"]
-    arguments = planned.runs[0].arguments
+    arguments = planned.runs[0].asked.flags
     assert "--sequence-parallel" not in arguments
     assert arguments["--bf16"] == ()
     assert "--moe-grouped-gemm" in arguments
