@@ -46,7 +46,7 @@ class HFWriter:
 
     All shards get their headers and their sizes at once; :meth:`write` may then be called for each
     tensor in any order and from several threads, each of which needs no memory for a contiguous
-    tensor and 8 MiB for any other. Nothing is flushed to disk: ``files.staged_folder`` does that.
+    tensor and 8 MiB for any other. Nothing is flushed to disk: ``staging.staged_folder`` does that.
     As a context manager it closes its files when the block fails.
 
     Args:

@@ -46,7 +46,7 @@ class TorchDistWriter:
 
     :meth:`write` and :meth:`write_object` may be called from several threads. A contiguous tensor
     is written as it lies in memory, any other costs a contiguous copy. Nothing is flushed to disk:
-    ``files.staged_folder`` does that. As a context manager it closes its files when the block
+    ``staging.staged_folder`` does that. As a context manager it closes its files when the block
     fails.
     """
 
