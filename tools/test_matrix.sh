@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 versions=${VERSIONS:-0.17.1 0.18.2 0.19.2}
-tests=${TESTS:-tests/ops tests/mcore tests/cpu tests/distributed tests/conversion tests/training tests/test_patching.py}
+tests=${TESTS:-tests/ops tests/mcore tests/cpu tests/distributed tests/conversion tests/training}
 base=${VENV:-.venv}
 if [ ! -x "$base/bin/uv" ]; then
   echo "error: no $base/bin/uv: run \`make setup\` first" >&2
