@@ -1,5 +1,6 @@
 """``kha-megatron quickstart``: the whole product once, on this machine's CPU."""
 
+import itertools
 import json
 import shutil
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.checkpoint.staging import check_output_folder, staged_file
+from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.convert import convert
 from kha_megatron.cli.data import progress
@@ -48,7 +50,8 @@ def quickstart(
     Prepares the source of Python's standard library as training text, pre-trains a small mixture
     of experts with KHA-MLP on Megatron-Core (two ranks, tensor parallel, started by NeMo-Run),
     converts it to Hugging Face and proves that the logits agree, draws the learnt matrices and the
-    loss, and lets the model write. A second run reuses the text and trains anew.
+    loss, and lets the model write. A second run reuses the text, keeps the first one's training as
+    run-1, and trains anew.
 
     \b
     Example:
@@ -103,9 +106,19 @@ def _prepare(folder: Path) -> None:
     )
 
 
+def make_room(run: Path) -> None:
+    """Rename an earlier run that has a complete checkpoint; remove what has none."""
+    if newest(run / "checkpoints") is None:
+        shutil.rmtree(run, ignore_errors=True)
+        return
+    kept = next(p for n in itertools.count(1) if not (p := run.with_name(f"run-{n}")).exists())
+    run.rename(kept)
+    console.log.print(f"the earlier training is kept in {kept}", markup=False)
+
+
 def _train(output: Path, overrides: list[str]) -> "LaunchResult":
     run = output / "run"
-    shutil.rmtree(run, ignore_errors=True)
+    make_room(run)
     recipe = recipes.get_recipe("quickstart")
     job = recipes.prepare(recipe, data=output / "data", output=run, overrides=overrides)
     with training_progress(job) as on_step:

@@ -2,14 +2,16 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
-from kha_megatron.cli.quickstart import _tokens_per_second
+from kha_megatron.cli.quickstart import _tokens_per_second, make_room
 from kha_megatron.errors import OutputError
 from kha_megatron.recipes import Step
 from tests.recipes.conftest import data, nemorun_home  # noqa: F401
@@ -41,6 +43,18 @@ def test_a_folder_that_is_not_ours_is_left_alone(taken):
     assert done.stderr.startswith(f"error: {taken} is not empty and holds no quickstart.json")
     assert done.stderr.count("\n") == 1
     assert [file.name for file in taken.iterdir()] == ["chapter.tex"]
+
+
+def test_an_earlier_training_is_kept_if_it_saved_anything(tmp_path, dense):
+    run = tmp_path / "run"
+    for n in (1, 2):
+        shutil.copytree(dense[0], run / "checkpoints")
+        make_room(run)
+        assert not run.exists()
+        assert newest(tmp_path / f"run-{n}" / "checkpoints").is_dir()
+    (run / "checkpoints" / "iter_0000005").mkdir(parents=True)  # cut short
+    make_room(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2"]
 
 
 def test_slow_the_whole_way(tmp_path, nemorun_home):  # noqa: F811
