@@ -23,7 +23,7 @@ from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kha_megatron.data.prepare import Step
+    from kha_megatron.data.prepare import Progress as Step
     from kha_megatron.data.report import DataReport
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ from rich.table import Table
 from kha_megatron.cli import console
 from kha_megatron.cli.installation import find_module
 from kha_megatron.mcore import patching
-from kha_megatron.mcore.patching import Finding, Tree
+from kha_megatron.mcore.patching import PatchState, Tree
 
 app = typer.Typer(
     name="patch",
@@ -123,7 +123,7 @@ def _change(path: Path, only: list[str] | None, *, revert: bool) -> None:
         )
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[PatchState]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in ("patch", "state", "what it does"):
         table.add_column(column, no_wrap=column != "what it does")

@@ -3,6 +3,6 @@
 from kha_megatron.compare.page import page
 from kha_megatron.compare.report import summarise
 from kha_megatron.compare.runs import Comparison, Trial, plan
-from kha_megatron.compare.variants import Variant, parse_variants
+from kha_megatron.compare.variants import Candidate, parse_variants
 
-__all__ = ["Comparison", "Trial", "Variant", "page", "parse_variants", "plan", "summarise"]
+__all__ = ["Candidate", "Comparison", "Trial", "page", "parse_variants", "plan", "summarise"]

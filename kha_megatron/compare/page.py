@@ -97,7 +97,7 @@ def _flops(value: float) -> str:
     return next(
         (f"{value / scale:.4g} {unit}" for scale, unit in _UNITS if value >= scale),
         f"{value:.4g}",
-    )  # fmt: skip
+    )
 
 
 def _percent(value: float, digits: str = ".2") -> str:

@@ -35,10 +35,16 @@ def summarise(
     reference = comparison.variants[0].name
     failures = failures or {}
     runs = [
-        _run(run.variant.name, run.seed, results.get((run.variant.name, run.seed)), reference,
-             results, failures.get(run.name))
+        _run(
+            run.variant.name,
+            run.seed,
+            results.get((run.variant.name, run.seed)),
+            reference,
+            results,
+            failures.get(run.name),
+        )
         for run in comparison.runs
-    ]  # fmt: skip
+    ]
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,

@@ -24,7 +24,7 @@ from typing import Any
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
-from kha_megatron.compare.variants import SETTINGS, Variant
+from kha_megatron.compare.variants import SETTINGS, Candidate
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.history.tensorboard import LOSS, SECONDS, History, read_history
 from kha_megatron.model.run import Run
@@ -47,7 +47,7 @@ _OWN = (
 class Trial:
     """One variant trained with one seed."""
 
-    variant: Variant
+    variant: Candidate
     seed: int
     recipe: Recipe
     """With the variant's KHA settings."""
@@ -84,7 +84,7 @@ class Comparison:
     """Every variant with every seed; the first variant is what the others are compared with."""
 
     recipe: Recipe
-    variants: tuple[Variant, ...]
+    variants: tuple[Candidate, ...]
     seeds: tuple[int, ...]
     folder: Path
     runs: tuple[Trial, ...]
@@ -93,7 +93,7 @@ class Comparison:
 
 def plan(
     recipe: Recipe,
-    variants: Sequence[Variant],
+    variants: Sequence[Candidate],
     seeds: int,
     *,
     output: Path,

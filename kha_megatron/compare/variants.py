@@ -18,7 +18,7 @@ SETTINGS = (*(f"--kha-{name}" for name in _DECIDED[:-1]), "--heads")
 
 
 @dataclass(frozen=True)
-class Variant:
+class Candidate:
     """One choice of what is knocked, under a name that can name a folder."""
 
     name: str
@@ -30,7 +30,7 @@ class Variant:
         return recipe.updated(**{f"kha_{name}": asking[name] for name in _DECIDED})
 
 
-def parse_variants(text: str) -> tuple[Variant, ...]:
+def parse_variants(text: str) -> tuple[Candidate, ...]:
     """Read ``baseline,kha_mlp,random-init,mine=--kha-key linear --kha-value mlp``.
 
     ``random-init`` is ``kha_mlp`` with ``--kha-init random``, the paper's ablation.
@@ -41,8 +41,10 @@ def parse_variants(text: str) -> tuple[Variant, ...]:
     variants = tuple(_variant(word.strip()) for word in text.split(",") if word.strip())
     names = [variant.name for variant in variants]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"--variants names {twice} twice: give the second another name, as in "
-                          f"{twice}-2=--kha-preset kha_mlp")  # fmt: skip
+        raise ConfigError(
+            f"--variants names {twice} twice: give the second another name, as in "
+            f"{twice}-2=--kha-preset kha_mlp"
+        )
     if len(variants) < 2:
         raise ConfigError(
             f"--variants {text!r} names {len(variants)}: name the reference and at least one to "
@@ -51,7 +53,7 @@ def parse_variants(text: str) -> tuple[Variant, ...]:
     return variants
 
 
-def _variant(word: str) -> Variant:
+def _variant(word: str) -> Candidate:
     name, equals, flags = word.partition("=")
     name = name.strip()
     if equals:
@@ -62,15 +64,15 @@ def _variant(word: str) -> Variant:
             )
         if name in PRESETS or name == RANDOM_INIT:
             raise ConfigError(f"variant {name}= has the name of a preset: choose another name")
-        return Variant(name, _from_flags(name, flags))
+        return Candidate(name, _from_flags(name, flags))
     if name == RANDOM_INIT:
-        return Variant(name, KHAConfig.from_preset("kha_mlp", init="random"))
+        return Candidate(name, KHAConfig.from_preset("kha_mlp", init="random"))
     if name not in PRESETS:
         raise ConfigError(
             f"unknown variant {name!r}: choose among {', '.join(PRESETS)}, {RANDOM_INIT}, or "
             "define it: NAME=--kha-key linear --kha-value mlp"
         )
-    return Variant(name, KHAConfig.from_preset(name))
+    return Candidate(name, KHAConfig.from_preset(name))
 
 
 def _from_flags(name: str, flags: str) -> KHAConfig:

@@ -33,7 +33,7 @@ may need 150 MB."""
 
 
 @dataclass(frozen=True)
-class Step:
+class Progress:
     """How far a stage of :func:`prepare` has come. A stage without totals cannot tell."""
 
     stage: str
@@ -43,7 +43,7 @@ class Step:
     total_bytes: int = 0
 
 
-OnProgress = Callable[[Step], None]
+OnProgress = Callable[[Progress], None]
 
 
 def prepare(
@@ -110,7 +110,7 @@ def prepare(
             f"no usable text in {', '.join(names)} ({skips}): name files or folders of UTF-8 text"
         )
     totals = len(texts), sum(file.bytes for file in texts)
-    on_progress(Step("loading Megatron"))
+    on_progress(Progress("loading Megatron"))
     tokenization.indexed_dataset_module()  # a broken installation shows before the long work
 
     with staged_folder(out) as staged:
@@ -119,7 +119,7 @@ def prepare(
                 texts,
                 size,
                 advance=_meter(on_progress, "training tokenizer", *totals),
-                merging=lambda: on_progress(Step("merging pairs")),
+                merging=lambda: on_progress(Progress("merging pairs")),
             )
         fast.save_pretrained(str(staged / TOKENIZER))
         written = tokenization.write_corpus(
@@ -202,7 +202,7 @@ def _meter(on_progress: OnProgress, stage: str, files: int, size: int) -> Callab
     def advance(more_bytes: int, more_files: int = 1) -> None:
         nonlocal done_bytes, done_files
         done_bytes, done_files = done_bytes + more_bytes, done_files + more_files
-        on_progress(Step(stage, done_files, files, done_bytes, size))
+        on_progress(Progress(stage, done_files, files, done_bytes, size))
 
     return advance
 

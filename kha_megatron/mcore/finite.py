@@ -26,7 +26,7 @@ Model = Any
 _FIRST, _LAST = -1.0, math.inf  # before and after all layers
 
 
-class Finding(NamedTuple):
+class NotFinite(NamedTuple):
     """Something that is not finite; the smallest of all ranks is where it began.
 
     A damaged parameter explains bad activations, and those explain bad gradients. What is bad
@@ -119,7 +119,7 @@ def _check(models: list[Model], sites: list[_Site], largest: Tensor, reduced: bo
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     if not bad.item():
         return
-    findings: list[Finding | None] = [None] * dist.get_world_size()
+    findings: list[NotFinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, _first_finding(models, sites, largest, reduced))
     first = min(filter(None, findings))
     ranks = [rank for rank, finding in enumerate(findings) if finding == first]
@@ -133,22 +133,22 @@ def _check(models: list[Model], sites: list[_Site], largest: Tensor, reduced: bo
 
 def _first_finding(
     models: list[Model], sites: list[_Site], largest: Tensor, reduced: bool
-) -> Finding | None:
+) -> NotFinite | None:
     found = []
     parameters = list(_parameters(models))
     for order, name, parameter in parameters:
         if not torch.isfinite(parameter).all():
-            found.append(Finding(0, order, f"{_amount(parameter)} parameter {name}"))
+            found.append(NotFinite(0, order, f"{_amount(parameter)} parameter {name}"))
     for site, peak in zip(sites, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
-            found.append(Finding(1, site.order, f"{what} in the output of {site.name}"))
+            found.append(NotFinite(1, site.order, f"{what} in the output of {site.name}"))
     note = ", summed over data-parallel ranks (--overlap-grad-reduce)," if reduced else ""
     for (layer, position), name, parameter in parameters:
         gradient = _gradient(parameter)
         if gradient is not None and not torch.isfinite(gradient).all():
             text = f"{_amount(gradient)} the gradient of {name}{note}"
-            found.append(Finding(2, (-layer, -position), text))
+            found.append(NotFinite(2, (-layer, -position), text))
     return min(found, default=None)
 
 

@@ -44,7 +44,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Finding:
+class PatchState:
     """How a patch stands in a tree."""
 
     name: str
@@ -122,12 +122,12 @@ def parse(name: str, text: bytes) -> Patch:
     return Patch(name, header.decode().partition("\n")[0].strip(), files)
 
 
-def examine(tree: Tree, patches: Sequence[Patch]) -> list[Finding]:
+def examine(tree: Tree, patches: Sequence[Patch]) -> list[PatchState]:
     """How each patch stands in the tree. Reads only."""
     return [_examine(tree, patch) for patch in patches]
 
 
-def _examine(tree: Tree, patch: Patch) -> Finding:
+def _examine(tree: Tree, patch: Patch) -> PatchState:
     files: dict[str, State] = {}
     notes = []
     for name, hunks in patch.files.items():
@@ -143,7 +143,7 @@ def _examine(tree: Tree, patch: Patch) -> Finding:
             if fit.state == "absent" and fit.line != _line(hunk):
                 notes.append(f"{name}: fits at line {fit.line}, in the release at {_line(hunk)}")
         notes += [f"{left.name}: left by an interrupted run" for left in _left(tree, name)]
-    return Finding(patch.name, patch.title, _together(set(files.values())), files, tuple(notes))
+    return PatchState(patch.name, patch.title, _together(set(files.values())), files, tuple(notes))
 
 
 def _together(states: set[State]) -> State:
@@ -228,7 +228,7 @@ def _tried(content: bytes, hunk: bytes, state: State) -> _Fit | None:
         return None if done.returncode else _Fit(state, line, file.read_bytes())
 
 
-def change(tree: Tree, patches: Sequence[Patch], *, revert: bool = False) -> list[Finding]:
+def change(tree: Tree, patches: Sequence[Patch], *, revert: bool = False) -> list[PatchState]:
     """Apply or revert patches, all or none, and complete what an interrupted run left.
 
     Returns:

@@ -216,8 +216,10 @@ def counted(model: Model | None) -> Model:
         ConfigError: naming what it has that is not counted.
     """
     if model is None:
-        raise ConfigError("a model without sizes of its own is not counted: give --num-layers, "
-                          "--hidden-size and --num-attention-heads")  # fmt: skip
+        raise ConfigError(
+            "a model without sizes of its own is not counted: give --num-layers, "
+            "--hidden-size and --num-attention-heads"
+        )
     strange = {
         "--mtp-num-layers": model.mtp_num_layers,
         "--hybrid-layer-pattern": model.hybrid_layer_pattern,

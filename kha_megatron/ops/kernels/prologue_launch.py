@@ -27,7 +27,7 @@ from kha_megatron.ops.kernels.tiles import INTERPRETED
 from kha_megatron.ops.prologue import PrologueSettings
 
 
-class Tiling(NamedTuple):
+class PrologueTiling(NamedTuple):
     """How a kernel is cut; found by cross-compiling for sm_90, where nothing spills."""
 
     tokens: int
@@ -39,14 +39,16 @@ class Tiling(NamedTuple):
     """Programs that a multiprocessor runs at once, each of which takes several tiles."""
 
 
-def tiling(direction: str, head_dim: int) -> Tiling:
+def tiling(direction: str, head_dim: int) -> PrologueTiling:
     """Of ``forward`` or ``backward``: as many elements for every head dim."""
     if INTERPRETED:
-        return Tiling(64, 1, 1, 1)  # which takes its time by the operation, not by the number
+        return PrologueTiling(
+            64, 1, 1, 1
+        )  # which takes its time by the operation, not by the number
     padded = triton.next_power_of_2(head_dim)
     if direction == "forward":
-        return Tiling(2048 // padded, 4, 3)
-    return Tiling(1024 // padded, 4, 3, per_processor=5 if padded <= 128 else 4)
+        return PrologueTiling(2048 // padded, 4, 3)
+    return PrologueTiling(1024 // padded, 4, 3, per_processor=5 if padded <= 128 else 4)
 
 
 def fused_prologue(
@@ -211,7 +213,7 @@ class _Pass:
         return partials
 
 
-def sizes(head_dim: int, turned: int, cut: Tiling) -> dict[str, int]:
+def sizes(head_dim: int, turned: int, cut: PrologueTiling) -> dict[str, int]:
     """Compile-time arguments of both kernels; ``turned`` features turn against as many others."""
     half = turned or head_dim // 2
     rest = head_dim - 2 * half
