@@ -312,22 +312,22 @@ def with_the_layers_of_a_stage_counted_from_one():
 
     from kha_megatron.mcore.attention import KHASelfAttention
 
-    build = KHASelfAttention._knocking
+    build = KHASelfAttention._add_knocking
 
-    def counted_from_one(self, projection):
+    def counted_from_one(self, kha):
         placed = self.layer_number
         each = self.config.num_layers // parallel_state.get_pipeline_model_parallel_world_size()
         self.layer_number = (placed - 1) % each + 1
         try:
-            return build(self, projection)
+            return build(self, kha)
         finally:
             self.layer_number = placed
 
-    KHASelfAttention._knocking = counted_from_one
+    KHASelfAttention._add_knocking = counted_from_one
     try:
         yield
     finally:
-        KHASelfAttention._knocking = build
+        KHASelfAttention._add_knocking = build
 
 
 @contextmanager

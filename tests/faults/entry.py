@@ -12,13 +12,14 @@ import inspect
 import multiprocessing as mp
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tests.ports import free_port
 
 GRACE = 4.0
 """Seconds that ranks live on after one has ended badly; a launcher would kill them as well."""
@@ -125,9 +126,7 @@ def _run(
     kill_after: Callable[[], float] | None,
     timeout: float,
 ) -> Ended:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryFile() as log:
         pids: list[int] = []

@@ -7,7 +7,6 @@ take; what is not reached by then is skipped and named.
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from kha_megatron.model.words import render
 from kha_megatron.recipes import prepare
 from tests.gpu import cases
 from tests.gpu.cases import CASES, STEPS, Case, distance, end, faults
+from tests.ports import free_port
 
 BY_NAME = {case.name: case for case in CASES}
 JOBS = max(1, min(4, (os.cpu_count() or 1) // 4))
@@ -69,9 +69,7 @@ def train(case: Case, folder: Path, *, data: Path | None, device: str = "cuda") 
         words |= {flag: (str(value),) for flag, value in tiny.items()}
         words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
     job = prepare(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with log.open("wb") as output:

@@ -6,7 +6,6 @@ Megatron's ``pretrain`` keeps global state, so a run cannot share a process with
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.versions import needs_training_package
 
 _TIMEOUT = 300  # seconds; the longest run takes 40 on two cores
@@ -74,10 +74,8 @@ def start(
         python = [*launcher, "--nproc-per-node", str(ranks), "--no-python", *python]
         environments = [environment]
     else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        port = str(free_port())
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         environments = [
             environment | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             for rank in range(ranks)
