@@ -23,6 +23,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+def is_hf_folder(path: Path) -> bool:
+    """Whether a folder holds a Hugging Face model rather than a Megatron checkpoint."""
+    return (path / CONFIG).is_file()
+
+
 class HFCheckpoint:
     """A model folder, opened for reading. Make it with :meth:`open`.
 

@@ -84,14 +84,14 @@ def inspect(
 
 
 def _open(path: Path) -> "MegatronCheckpoint | HFCheckpoint":
-    from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint
+    from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder: name a Megatron --save folder or a Hugging Face model folder"
         )
-    return (HFCheckpoint if (path / CONFIG).is_file() else MegatronCheckpoint).open(path)
+    return (HFCheckpoint if is_hf_folder(path) else MegatronCheckpoint).open(path)
 
 
 def _diagnose(weights: Weights, kha: KHAConfig) -> list[dict[str, Any]]:

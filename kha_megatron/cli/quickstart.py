@@ -25,6 +25,7 @@ from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import MegatronArguments
 from kha_megatron.errors import DataError, MissingDependencyError
 from kha_megatron.history.tensorboard import LOSS, History, read_history
+from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion
@@ -70,13 +71,13 @@ def quickstart(
 
     _heading(2, f"training under NeMo-Run: {output / 'run'}")
     trained = _train(output, megatron or [])
-    history = read_history(output / "run" / "tensorboard")
+    history = read_history(output / "run" / TENSORBOARD)
 
     _heading(3, f"to Hugging Face: {output / 'hf'}")
-    written, verification = convert(output / "run" / "checkpoints", output / "hf", overwrite=True)
+    written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
-    inspect(output / "run" / "checkpoints", output / "pictures", overwrite=True)
+    inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
     plots.loss_curve(history, output / "pictures" / "loss.png")
 
     summary = _summary(output, history, trained, written, verification)
@@ -108,7 +109,7 @@ def _prepare(folder: Path) -> None:
 
 def make_room(run: Path) -> None:
     """Rename an earlier run that has a complete checkpoint; remove what has none."""
-    if newest(run / "checkpoints") is None:
+    if newest(run / CHECKPOINTS) is None:
         shutil.rmtree(run, ignore_errors=True)
         return
     kept = next(p for n in itertools.count(1) if not (p := run.with_name(f"run-{n}")).exists())
@@ -152,7 +153,7 @@ def _summary(
         "largest_logit_difference": agreement and agreement.max_difference,
         "argmax_agreement": agreement and agreement.argmax,
         "files": {
-            "checkpoint": str(output / "run" / "checkpoints"),
+            "checkpoint": str(output / "run" / CHECKPOINTS),
             "hugging_face": str(output / "hf"),
             "pictures": sorted(str(p) for p in (output / "pictures").glob("*.png")),
             "log": str(trained.log),

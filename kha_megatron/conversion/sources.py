@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint
+from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
@@ -260,7 +260,7 @@ def open_source(path: Path, *, tokenizer: Path | None = None, padded: bool = Fal
 
     For arguments and errors see :class:`HFSource` and :class:`MegatronSource`.
     """
-    if (path / CONFIG).is_file():
+    if is_hf_folder(path):
         return HFSource(path, tokenizer=tokenizer)
     return MegatronSource(path, tokenizer=tokenizer, padded=padded)
 

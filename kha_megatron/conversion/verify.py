@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.hf_reader import is_hf_folder
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
@@ -258,7 +259,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
     Raises:
         CheckpointError: the library does not load its own model completely.
     """
-    if not (path / "config.json").is_file():
+    if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     disable_progress_bar()
     model, report = AutoModelForCausalLM.from_pretrained(

@@ -16,6 +16,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from kha_megatron.announcements import is_first_rank
 from kha_megatron.errors import VersionError
 from kha_megatron.mcore.symbols import PLUG_IN, TRAINING_PACKAGE, Symbols, missing_symbols
 
@@ -82,7 +83,7 @@ def check_version() -> str:
             f"megatron-core {found} is not supported ({supported()} are): `{install()}`"
         )
     _refuse_missing(found, PLUG_IN, OLDEST)
-    if release(found) > NEWEST and os.environ.get("RANK", "0") == "0":
+    if release(found) > NEWEST and is_first_rank():
         names = ", ".join(symbol.partition(":")[2] for symbol in PLUG_IN)
         warnings.warn(
             f"kha_megatron was tested with megatron-core {supported()}, and this is {found}. What "

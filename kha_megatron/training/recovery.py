@@ -5,7 +5,6 @@ start from scratch: it is repaired before Megatron looks.
 """
 
 import errno
-import os
 import re
 import shutil
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kha_megatron.announcements import is_first_rank
 from kha_megatron.checkpoint.torch_dist import RefusedNameError, reason
 from kha_megatron.checkpoint.tracker import (
     RELEASE,
@@ -50,7 +50,7 @@ def repair_tracker(args: Namespace) -> None:
     verdict = judge(folder)
     if args.ckpt_step and not _stops_megatron(verdict.tracker):
         return
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         repair(verdict)
     else:
         _wait(verdict)

@@ -162,7 +162,7 @@ def test_the_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
 
 def test_a_tracker_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     make(tmp_path, "", COMPLETE)
-    monkeypatch.setattr(recovery.os, "fsync", lambda descriptor: os.write(-1, b""))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.write(-1, b""))
     with pytest.raises(OutputError, match=rf"cannot write .*{TRACKER}"):
         recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == ""

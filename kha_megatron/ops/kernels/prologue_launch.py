@@ -42,9 +42,8 @@ class PrologueTiling(NamedTuple):
 def tiling(direction: str, head_dim: int) -> PrologueTiling:
     """Of ``forward`` or ``backward``: as many elements for every head dim."""
     if INTERPRETED:
-        return PrologueTiling(
-            64, 1, 1, 1
-        )  # which takes its time by the operation, not by the number
+        # the interpreter takes its time by the operation, not by the number
+        return PrologueTiling(64, 1, 1, 1)
     padded = triton.next_power_of_2(head_dim)
     if direction == "forward":
         return PrologueTiling(2048 // padded, 4, 3)
