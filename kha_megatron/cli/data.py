@@ -20,7 +20,8 @@ from rich.progress import (
 from rich.table import Table
 
 from kha_megatron.cli import console
-from kha_megatron.errors import ConfigError
+from kha_megatron.data import splits
+from kha_megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from kha_megatron.data.prepare import Progress as Step
@@ -186,6 +187,11 @@ def progress() -> Iterator[Callable[["Step"], None]]:
 def notes(report: "DataReport") -> list[str]:
     """What a person should know about a report before relying on it; often nothing."""
     lines = []
+    for split in splits.USUAL:
+        try:
+            splits.check_split(split, report.documents, "the corpus")
+        except DataError as error:
+            lines.append(str(error))
     if report.vocab_size_asked and report.vocab_size < report.vocab_size_asked:
         lines.append(
             f"the vocabulary has {report.vocab_size:,} tokens, not {report.vocab_size_asked:,}: "

@@ -59,6 +59,8 @@ def test_what_one_should_know_is_said(run, source, tmp_path):
     assert "note:" in stderr
     assert "not 4,096" in stderr  # so little text has not so many pairs
     assert "4,096" not in stdout
+    for split in ("969,30,1", "99,1,0"):  # Megatron would hang with either
+        assert f"--split {split} leaves no document for validation" in " ".join(stderr.split())
 
 
 def test_several_sources_and_names(run, source, tmp_path):

@@ -1,0 +1,52 @@
+"""Which part of a split gets how many documents, held against Megatron's own builder."""
+
+import re
+
+import numpy as np
+import pytest
+
+from kha_megatron.data.splits import check_split, count_documents, documents_of
+from kha_megatron.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "99,1,0", "99,1", "7", "0.5, 0.25, 0.25", "0,1,1"])
+@pytest.mark.parametrize("documents", [1, 2, 7, 16, 49, 50, 51, 500, 501])
+def test_the_arithmetic_is_megatrons(split, documents):
+    from megatron.core.datasets import blended_megatron_dataset_config as megatron
+
+    vector = megatron.parse_and_normalize_split(split)
+    matrix = megatron.convert_split_vector_to_split_matrix(vector)
+    theirs = [  # as `_build_megatron_dataset_splits` numbers the documents
+        None if ends is None else round(ends[1] * documents) - round(ends[0] * documents)
+        for ends in matrix
+    ]
+    assert documents_of(split, documents) == theirs
+    if 0 not in theirs:
+        check_split(split, documents, "corpus")
+        return
+    with pytest.raises(DataError, match=f"of the {documents} in corpus") as error:
+        check_split(split, documents, "corpus")
+    better = re.search(r"use --split (\S+)$", str(error.value))[1]
+    assert 0 not in documents_of(better, documents)
+
+
+@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "1.2.3", "9" * 400])
+def test_what_is_no_split_is_refused(split):
+    with pytest.raises(ConfigError, match="--split"):
+        documents_of(split, 7)
+
+
+def test_documents_are_counted_from_the_index(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = tmp_path / "corpus"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for length in (3, 1, 7):
+        builder.add_document(np.arange(length), [length])
+    builder.finalize(f"{prefix}.idx")
+    assert count_documents(prefix) == 3
+    (tmp_path / "other.idx").write_bytes(b"MMIDIDX")
+    with pytest.raises(DataError, match="no index"):
+        count_documents(tmp_path / "other")
+    with pytest.raises(DataError, match="cannot be read"):
+        count_documents(tmp_path / "gone")
