@@ -136,11 +136,10 @@ def test_killed_and_started_again_it_is_the_same_comparison(
     assert final_loss(one) < one[0] - 0.3
     _check_report(output, results)
 
-    third_time = subprocess.run(
-        _command(data, output, "--lr", "1"), capture_output=True, text=True, check=False
-    )
-    assert third_time.returncode == 2
-    assert "was begun with other arguments (--lr" in third_time.stderr
+    words = _command(data, output, "--lr", "1")
+    other = CliRunner().invoke(app, words[words.index("compare") :])
+    assert isinstance(other.exception, OutputError)
+    assert "was begun with other arguments (--lr" in str(other.exception)
 
 
 def _check_report(output: Path, results: list[dict]) -> None:

@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.faults.entry import Entry
+from tests.entry import run
 
 
 @pytest.fixture(scope="session")
 def entry():
     """The training entry point: ``entry(words, ranks) -> Ended``."""
-    runner = Entry()
-    yield runner
-    runner.close()
+    return run

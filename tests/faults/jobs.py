@@ -11,7 +11,7 @@ WORDS = shlex.split("""
 --attention-dropout 0 --hidden-dropout 0.1 --micro-batch-size 1 --global-batch-size 2 --lr 1e-2
 --train-iters 90 --clip-grad 1 --seed 7 --mock-data --vocab-size 56 --num-workers 0
 --eval-interval 1000 --eval-iters 0 --log-interval 1 --ckpt-format torch_dist --save-interval 1
---kha-preset kha_mlp --use-distributed-optimizer
+--kha-preset kha_mlp --use-distributed-optimizer --device cpu
 """)
 
 

@@ -114,7 +114,7 @@ def test_a_training_goes_on(old, entry, tmp_path, kind):
     needs_training_package()
     folder = old(kind)
     job = json.loads((folder / "arguments.json").read_text())
-    words = ["--load", str(folder / "save"), "--tensorboard-dir", str(tmp_path)]
+    words = ["--device", "cpu", "--load", str(folder / "save"), "--tensorboard-dir", str(tmp_path)]
     run = entry([*job["arguments"], *words], job["ranks"])
     assert run.codes == [0] * job["ranks"], run.output[-4000:]
     found = losses(tmp_path)

@@ -1,26 +1,19 @@
-"""Real runs of the training entry point, in processes of their own.
-
-Megatron's ``pretrain`` keeps global state, so a run cannot share a process with another.
-"""
+"""Real runs of the training entry point, and what they train on."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.entry import Ended, run
 from tests.ports import free_port
 from tests.versions import needs_training_package
-
-_TIMEOUT = 300  # seconds; the longest run takes 40 on two cores
 
 LAYERS = 4
 HEAD_DIM = 6
@@ -44,64 +37,49 @@ EXPERTS = shlex.split("""
 """)
 
 
-@dataclass(frozen=True)
-class Run:
-    """How a run ended, and what its ranks printed."""
-
-    codes: list[int]
-    output: str
-
-    @property
-    def errors(self) -> list[str]:
-        """The lines by which the entry point refuses its input."""
-        return [line for line in self.output.splitlines() if line.startswith("error:")]
-
-    @property
-    def knocks(self) -> str:
-        """What the ranks together said to have knocked."""
-        return "\n".join(re.findall(r"^kha_megatron: (knocks .*)$", self.output, re.MULTILINE))
-
-
-def start(
-    words: Sequence[str], ranks: int = 1, *, torchrun: bool = False, program: str | None = None
-) -> Run:
+def start(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
     """Run the entry point on ``ranks`` processes; ``program`` is Python source to run instead."""
     needs_training_package()
-    python = [sys.executable, *(["-c", program] if program else ["-m", "kha_megatron.training"])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if torchrun:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        python = [*launcher, "--nproc-per-node", str(ranks), "--no-python", *python]
-        environments = [environment]
-    else:
-        port = str(free_port())
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-        environments = [
-            environment | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            for rank in range(ranks)
-        ]
-    with ExitStack() as stack:
-        # files, not pipes: a rank whose pipe is full would wait for a reader that waits for another
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in environments]
+    return run(words, ranks, program=program, timeout=300)
+
+
+def started_anew(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
+    """The same in processes that import all for themselves: another Megatron, for instance."""
+    python = ["-c", program] if program else ["-m", "kha_megatron.training"]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    return _ended(
+        [[sys.executable, *python, *words]] * ranks,
+        [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
+    )
+
+
+def under_torchrun(words: Sequence[str], ranks: int) -> Ended:
+    """The entry point as a user starts it."""
+    python = [sys.executable, "-m"]
+    launcher = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words = [*launcher, "--no-python", *python, "kha_megatron.training", *words]
+    return _ended([words], [{"OMP_NUM_THREADS": "1"}])
+
+
+def _ended(commands: list[list[str]], environments: list[dict[str, str]]) -> Ended:
+    """What becomes of these processes within five minutes."""
+    needs_training_package()
+    with tempfile.TemporaryFile("w+") as log:  # a rank whose pipe is full would wait for a reader
         processes = [
-            subprocess.Popen([*python, *words], env=env, stdout=file, stderr=subprocess.STDOUT)
-            for env, file in zip(environments, outputs, strict=True)
+            subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)
+            for words, own in zip(commands, environments, strict=True)
         ]
-        deadline = time.monotonic() + _TIMEOUT
-        try:
-            codes = [process.wait(deadline - time.monotonic()) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = None
-        finally:
-            for process in processes:
+        deadline, overdue = time.monotonic() + 300, []
+        for rank, process in enumerate(processes):
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
-        for file in outputs:
-            file.seek(0)
-        texts = [file.read() for file in outputs]
-    if codes is None:
-        ends = "\n---\n".join(text[-3000:] for text in texts)
-        pytest.fail(f"the ranks did not end within {_TIMEOUT} s; they said last\n{ends}")
-    return Run(codes, "\n".join(texts))
+                overdue.append(rank)
+        codes = [process.wait() for process in processes]
+        log.seek(0)
+        return Ended(codes, log.read(), overdue)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -10,7 +10,7 @@ from kha_megatron import cpu
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError, KHAError
 from kha_megatron.training.arguments import choose_device
-from tests.training.conftest import MODEL, TRAINING, start
+from tests.training.conftest import MODEL, TRAINING, start, started_anew
 
 pytestmark = pytest.mark.usefixtures("training_package")
 
@@ -219,6 +219,6 @@ def test_real_processes_refuse_with_code_2_and_one_line(tmp_path):
 
 def test_cuda_is_refused_on_a_machine_without_one(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run = start([*MODEL, *TRAINING, *MLP, *MOCK])
+    run = started_anew([*MODEL, *TRAINING, *MLP, *MOCK])
     assert run.codes == [2]
     assert run.errors == ["error: no CUDA device found: add --device cpu to train on the CPU"]

@@ -7,15 +7,24 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.recorded import kha_of, knock_weights
-from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
+from tests.training.conftest import (
+    EXPERTS,
+    HEAD_DIM,
+    LAYERS,
+    MODEL,
+    TRAINING,
+    losses,
+    start,
+    under_torchrun,
+)
 
 CPU = ["--device", "cpu"]
 
 
-def train(words, corpus, folder, ranks, without=(), **kwargs):
+def train(words, corpus, folder, ranks, without=(), begin=start):
     model = [word for word in MODEL if word not in without]
     saved = ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]
-    run = start([*CPU, *model, *TRAINING, *corpus, *words, *saved], ranks, **kwargs)
+    run = begin([*CPU, *model, *TRAINING, *corpus, *words, *saved], ranks)
     assert set(run.codes) == {0}, run.output[-4000:]
     history = losses(folder / "tensorboard")
     assert sorted(history) == list(range(1, 9))
@@ -36,7 +45,7 @@ def moved(weights):
 def test_experts_with_tensor_and_sequence_parallelism_under_torchrun(corpus, tmp_path):
     words = ["--kha-preset", "kha_mlp", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     words += [*EXPERTS, "--moe-token-dispatcher-type", "alltoall"]
-    run, checkpoint = train(words, corpus, tmp_path, 2, torchrun=True)
+    run, checkpoint = train(words, corpus, tmp_path, 2, begin=under_torchrun)
     added = 3 * HEAD_DIM**2 * LAYERS
     assert run.knocks == f"knocks value=mlp in 4 of 4 layers: {added} parameters added"
     assert run.output.count("a correctness device, not a fast one") == 1

@@ -15,7 +15,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.patching import change, find_tree, load_patches
 from kha_megatron.training import stock
 from kha_megatron.training.arguments import add_kha_arguments
-from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, start
+from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, started_anew
 
 HEADS, GROUPS, SEQUENCE, MICROBATCH, BATCH = 8, 2, 28, 3, 6  # of MODEL and TRAINING
 
@@ -108,7 +108,7 @@ def trained(patched, tmp_path_factory):
         patch.setenv("PYTHONPATH", ":".join(path))
         patch.setenv("FOUND", str(folder))
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        run = start(words, 2, program=STOCK)
+        run = started_anew(words, 2, program=STOCK)
     assert run.codes == [0, 0], run.output[-4000:]
     return run, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], folder
 

@@ -1,16 +1,18 @@
 """Whole runs of the training entry point, forked from a process that has imported Megatron once.
 
-A run is what ``python -m kha_megatron.training`` does, in processes of its own that a test may
-kill; only the import is shared.
+A run is what ``python -m kha_megatron.training`` does, in processes of its own (Megatron's
+``pretrain`` keeps global state) that a test may kill; only the import is shared.
 """
 
 import argparse
+import atexit
 import contextlib
 import functools
 import importlib
 import inspect
 import multiprocessing as mp
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -50,9 +52,14 @@ class Ended:
         """What the entry point said of itself."""
         return [line for line in self.output.splitlines() if line.startswith("kha_megatron: ")]
 
+    @property
+    def knocks(self) -> str:
+        """What the ranks together said to have knocked."""
+        return "\n".join(re.findall(r"^kha_megatron: (knocks .*)$", self.output, re.MULTILINE))
+
 
 class Entry:
-    """``entry(words, ranks)`` runs the entry point; its server lives as long as the tests."""
+    """``entry(words, ranks)`` runs the entry point; its server lives as long as the process."""
 
     def __init__(self) -> None:
         self._connection: Any = None
@@ -62,20 +69,23 @@ class Entry:
         words: Sequence[str],
         ranks: int = 1,
         *,
+        program: str | None = None,
         before: Callable[[int], None] | None = None,
         kill_after: Callable[[], float] | None = None,
         timeout: float = 120,
     ) -> Ended:
-        """Run on ``ranks`` processes.
+        """Run on ``ranks`` processes, in the environment that the caller has now.
 
         Args:
+            program: Python source to run instead of the entry point.
             before: called with the rank in each process, before anything else.
             kill_after: called in the server when the run has started; all ranks are killed that
                 many seconds after it returns.
         """
         if self._connection is None:
             self._start()
-        self._connection.send((list(words), ranks, before, kill_after, timeout))
+        life = functools.partial(_rank, list(words), dict(os.environ), program, before)
+        self._connection.send((life, ranks, kill_after, timeout))
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -87,16 +97,11 @@ class Entry:
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()
         theirs.close()
-
-    def close(self) -> None:
-        """End the server."""
-        if self._connection is not None:
-            self._connection.close()
-            self._process.join()
+        atexit.register(self._connection.close)  # which ends it, before multiprocessing waits
 
 
 def _serve(connection: Any) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     from kha_megatron import cpu
 
     cpu.install(despite_cuda=True, quiet=True)
@@ -120,9 +125,8 @@ def _serve(connection: Any) -> None:
 
 
 def _run(
-    words: list[str],
+    life: Callable[[dict[str, str], int], None],
     ranks: int,
-    before: Callable[[int], None] | None,
     kill_after: Callable[[], float] | None,
     timeout: float,
 ) -> Ended:
@@ -134,8 +138,7 @@ def _run(
             if (pid := os.fork()) == 0:
                 group = pids[0] if pids else 0
                 os.setpgid(0, group)
-                os.environ |= world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                _rank(words, rank, log.fileno(), before)
+                life(world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log.fileno())
             os.setpgid(pid, pids[0] if pids else pid)  # whoever comes first
             pids.append(pid)
         if kill_after is not None:
@@ -166,7 +169,14 @@ def _wait(pids: list[int], timeout: float) -> tuple[list[int], list[int]]:
     return [codes[rank] for rank in range(len(pids))], overdue
 
 
-def _rank(words: list[str], rank: int, log: int, before: Callable[[int], None] | None) -> None:
+def _rank(
+    words: list[str],
+    environment: dict[str, str],
+    program: str | None,
+    before: Callable[[int], None] | None,
+    place: dict[str, str],
+    log: int,
+) -> None:
     """The life of a rank; never returns."""
     code: Any = 1
     try:
@@ -174,12 +184,15 @@ def _rank(words: list[str], rank: int, log: int, before: Callable[[int], None] |
         os.dup2(log, 2)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False)
-        sys.argv = ["kha_megatron.training", "--device", "cpu", *words]
+        os.environ.clear()
+        os.environ |= environment | {"OMP_NUM_THREADS": "1"} | place
+        sys.argv = ["kha_megatron.training", *words]
         if before is not None:
-            before(rank)
-        from kha_megatron.training.__main__ import main
-
-        main()
+            before(int(place["RANK"]))
+        if program is None:
+            importlib.import_module("kha_megatron.training.__main__").main()
+        else:
+            exec(compile(program, "program", "exec"), {"__name__": "__main__"})
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -194,3 +207,7 @@ def _rank(words: list[str], rank: int, log: int, before: Callable[[int], None] |
             mp.util._exit_function()  # ends the manager process of Megatron's writer
         finally:
             os._exit(code or 0)
+
+
+run = Entry()
+"""The one whose server all tests share."""
