@@ -19,11 +19,15 @@ harness: setup # lm-evaluation-harness: 0.4 GB that only `kha-megatron eval` and
 quickstart: setup ## Text to trained model to Hugging Face to pictures, on this machine's CPU
 	@$(VENV)/bin/kha-megatron quickstart
 
-test: setup harness lint ## Everything that needs no GPU
-	@$(PYTHON_IN_VENV) -m pytest
+# Two files of tests at a time: ranks are processes of their own, of which a test has up to four
+PYTEST = $(PYTHON_IN_VENV) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+WORKERS ?= 2
 
-test-all: setup harness lint ## The same with every case of the parallelism grid, about half an hour more; writes its table
-	@$(PYTHON_IN_VENV) -m pytest --whole --parallelism-table benchmarks/parallelism.md
+test: setup harness lint ## Everything that needs no GPU; ARGS="tests/mcore -k split" for a part of it
+	@$(PYTEST) $(ARGS)
+
+test-all: setup harness lint ## The same with every case of the grids, about half an hour more; writes their tables
+	@$(PYTEST) --whole --parallelism-table benchmarks/parallelism.md --faults-table benchmarks/faults.md $(ARGS)
 
 test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one)
 	@tools/test_matrix.sh

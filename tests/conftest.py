@@ -4,13 +4,20 @@ import pytest
 
 from tests.conversion.fixtures import copy, dense, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
+from tests.tables import SECTIONS, TABLES, Tables
 from tests.versions import needs_training_package
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("kha_megatron")
-    group.addoption("--whole", action="store_true", help="every case of the parallelism grid")
-    group.addoption("--parallelism-table", metavar="FILE", help="write the grid's table there")
+    group.addoption("--whole", action="store_true", help="every case of the grids")
+    for name in TABLES:
+        group.addoption(f"--{name}-table", metavar="FILE", help="write that table there")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the process that hears of every test
+        config.pluginmanager.register(Tables(config))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -24,6 +31,23 @@ def pytest_collection_modifyitems(config, items):
 def whole(request) -> bool:
     """Whether to run what ``make test`` leaves out for want of time."""
     return request.config.getoption("--whole")
+
+
+@pytest.fixture
+def parallelism_table(record_property):
+    """``parallelism_table(case, knocked, error, quantity)`` adds a row."""
+    return lambda *row: record_property("parallelism", row)
+
+
+@pytest.fixture
+def faults_table(record_property):
+    """``faults_table(section, *cells)`` adds a row to a section of ``tests.tables.SECTIONS``."""
+
+    def add(section, *cells):
+        assert len(cells) == len(SECTIONS[section][1])
+        record_property("faults", (section, *cells))
+
+    return add
 
 
 @pytest.fixture
