@@ -102,6 +102,7 @@ class Entry:
 
 def _serve(connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    mp.set_start_method(None, force=True)  # what a process has that nobody spawned
     from kha_megatron import cpu
 
     cpu.install(despite_cuda=True, quiet=True)

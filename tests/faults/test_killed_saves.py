@@ -48,7 +48,8 @@ PLACES = [
     (0, "one", ("close", TRACK), 1, True),
 ]
 RANDOM = 3
-"""Runs that are killed as a whole at a random time of their last second."""
+"""Runs that are killed as a whole at a random time of a save."""
+ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
 
 
 def _once_saving(saved: Path, delay: float) -> float:
@@ -59,11 +60,29 @@ def _once_saving(saved: Path, delay: float) -> float:
     return delay
 
 
-def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(entry, tmp_path):
+def _last_complete(folder: Path) -> int:
+    """By Megatron's own mark, which it writes last."""
+    marks = [path for path in folder.glob(MARK) if path.stat().st_size]
+    return max((int(path.parent.name[5:]) for path in marks), default=0)
+
+
+def _killed_at_random(entry, folder, seed, longest, *words):
+    """A run that is killed that many seconds after it began to save; what it resumed from."""
+    before = _last_complete(folder)
+    delay = random.Random(seed).uniform(0, longest)
+    moment = functools.partial(_once_saving, iteration_folder(folder, before + 1), delay)
+    run = entry(arguments(folder, *words), 2, kill_after=moment)
+    assert run.codes == [-9, -9], run.output[-3000:]
+    assert resumed(run.output) == before
+    return f"{1000 * delay:.0f} ms after its first file"
+
+
+def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(
+    entry, tmp_path, whole, faults_table
+):
     folder, note = tmp_path / "save", tmp_path / "killed"
     last = 0
-    resumes = []
-    for rank, whom, step, count, complete in PLACES:
+    for rank, whom, step, count, complete in PLACES if whole else PLACES[::-3]:
         note.unlink(missing_ok=True)
         fault = functools.partial(writes.kill_at, folder, step, count, rank, whom == "all", note)
         run = entry(arguments(folder), 2, before=fault)
@@ -72,21 +91,19 @@ def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(entry
         assert run.codes[rank] == -9
         assert 0 not in run.codes, where
         assert resumed(run.output) == last, where
-        resumes.append(last)
         last += complete
+        killed = "both ranks" if whom == "all" else f"rank {rank}"
+        place = f"{step[0]} {count} of `{step[1]}`"
+        faults_table("Kills", "synchronous", killed, place, "yes" if complete else "no", last)
         broken = (iteration_folder(folder, last + 1)).exists()
         assert (iteration_folder(folder, last) / COMMIT_MARK).exists() or last == 0
         assert complete or broken, where
 
-    source = random.Random(5)
-    for _ in range(RANDOM):
-        saved = iteration_folder(folder, last + 1)
-        moment = functools.partial(_once_saving, saved, source.uniform(0, 0.1))
-        run = entry(arguments(folder), 2, kill_after=moment)
-        assert run.codes == [-9, -9]
-        assert resumed(run.output) == last
-        marks = [path for path in folder.glob(MARK) if path.stat().st_size]
-        last = max(int(path.parent.name[5:]) for path in marks)
+    for seed in range(RANDOM if whole else 1):
+        place = _killed_at_random(entry, folder, seed, 0.1)
+        before, last = last, _last_complete(folder)
+        complete = "yes" if last > before else "no"
+        faults_table("Kills", "synchronous", "both ranks", place, complete, last)
 
     # nothing was lost, and nothing was made up: as if it had never been killed
     rest = entry(arguments(folder, *until(last + 2)), 2)
@@ -101,6 +118,23 @@ def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(entry
         # the optimizer's flat buffers end in padding, whose content is nobody's
         for key in one.keys():  # noqa: SIM118, it is a method
             assert torch.equal(one.tensor(key), two.tensor(key)), (number, key)
+
+
+def test_no_kill_of_an_asynchronous_save_loses_a_complete_checkpoint(
+    entry, tmp_path, whole, faults_table
+):
+    """The ranks train on while a process of each writes; all of them are killed."""
+    folder, last = tmp_path / "save", 0
+    for seed in range(12 if whole else 2):
+        place = _killed_at_random(entry, folder, seed, 1, *ASYNC)
+        before, last = last, _last_complete(folder)
+        assert last >= before
+        complete = "yes" if last > before else "no"
+        faults_table("Kills", "asynchronous", "both ranks", place, complete, last)
+    rest = entry(arguments(folder, *until(last + 1), *ASYNC), 2)
+    assert rest.codes == [0, 0], rest.output[-3000:]
+    assert resumed(rest.output) == last
+    assert MegatronCheckpoint.open(folder).iteration == last + 1
 
 
 def test_a_kill_while_an_old_checkpoint_is_replaced_leaves_no_mixture(entry, tmp_path):
