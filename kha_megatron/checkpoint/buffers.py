@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from kha_megatron.checkpoint.staging import read_at
+from kha_megatron.checkpoint.reading import read_at
 
 _LARGE = 2**20
 """Bytes from which on a tensor gets pages of its own."""

@@ -1,8 +1,8 @@
 """Read a Hugging Face model folder: ``config.json`` and safetensors, nothing that can execute."""
 
 import hashlib
-import json
 import math
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,8 +14,8 @@ from torch import Tensor
 from kha_megatron.checkpoint.buffers import bytes_of, from_file
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from kha_megatron.checkpoint.megatron import TensorInfo
+from kha_megatron.checkpoint.reading import opened, read_bytes, read_json
 from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, read_header
-from kha_megatron.checkpoint.staging import opened
 from kha_megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -73,9 +73,9 @@ class HFCheckpoint:
 
         ``sha256`` is of the configuration and of the index, if there is one.
         """
-        digest = hashlib.sha256((self.path / CONFIG).read_bytes())
+        digest = hashlib.sha256(read_bytes(self.path / CONFIG))
         if (self.path / INDEX).is_file():
-            digest.update((self.path / INDEX).read_bytes())
+            digest.update(read_bytes(self.path / INDEX))
         return {
             "format": "huggingface",
             "path": str(self.path),
@@ -132,8 +132,8 @@ class HFCheckpoint:
 
 def _json_object(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        value = read_json(file)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is no readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__} instead of an object")
@@ -168,7 +168,12 @@ def _indexed(path: Path) -> dict[str, tuple[Path, Stored]]:
         raise CheckpointError(f"{path / INDEX} has no weight_map")
     held: dict[str, dict[str, Stored]] = {}
     for key, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or name in ("", "..")
+            or "\0" in name
+        ):
             raise CheckpointError(
                 f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
             )
@@ -189,6 +194,6 @@ def _header(path: Path, name: str) -> dict[str, Stored]:
         raise CheckpointError(
             f"{path / name} is a link to {file}: shards must lie in the folder itself"
         )
-    if not file.is_file():
+    if not os.path.isfile(file):  # which a name of any length may be asked
         raise CheckpointError(f"{path / name} is missing or no file: copy the model again")
     return read_header(path / name)

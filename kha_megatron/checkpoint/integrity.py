@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.reading import read_json, regular
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -52,7 +53,7 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
     """
     file = folder / INTEGRITY
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
         files = content["files"]
         if content.get("algorithm") != "sha256" or not all(map(_is_entry, files.items())):
             raise ValueError("not a list of SHA-256")
@@ -170,7 +171,7 @@ def verify_hashes(folder: str | Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=regular) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

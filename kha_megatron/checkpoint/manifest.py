@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -54,7 +55,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
     """
     file = folder / MANIFEST
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
         tensors = content["tensors"]
         if content["format"] != FORMAT or not all(
             isinstance(entry["sha256"], str) for entry in tensors.values()
@@ -62,7 +63,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
             raise ValueError("another format")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is damaged, or not written by a conversion: copy it again, or delete it if "
             "the model need not be checked"

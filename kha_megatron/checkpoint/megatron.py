@@ -5,7 +5,6 @@ No process group, no GPU, no Megatron import, and nothing in the files is execut
 """
 
 import hashlib
-import json
 import re
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.integrity import check_file, read_hashes
+from kha_megatron.checkpoint.reading import read_bytes, read_json
 from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
 from kha_megatron.errors import CheckpointError
@@ -73,8 +73,8 @@ class MegatronCheckpoint:
         for name in {COMMIT_MARK, METADATA, LEGACY_COMMON} & set(digests):
             check_file(path / name, digests[name])
         try:
-            backend = json.loads(mark.read_bytes())["sharded_backend"]
-        except (ValueError, TypeError, KeyError) as error:
+            backend = read_json(mark)["sharded_backend"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{mark} is damaged: take another checkpoint") from error
         if backend != "torch_dist":
             raise CheckpointError(
@@ -102,7 +102,7 @@ class MegatronCheckpoint:
             "format": "torch_dist",
             "path": str(self.path),
             "iteration": iteration if type(iteration) is int else None,
-            "sha256": hashlib.sha256((self.path / METADATA).read_bytes()).hexdigest(),
+            "sha256": hashlib.sha256(read_bytes(self.path / METADATA)).hexdigest(),
         }
 
     def keys(self) -> dict[str, TensorInfo]:
@@ -170,7 +170,7 @@ class MegatronCheckpoint:
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
-                common = load_plain(legacy)
+                common = load_plain(read_bytes(legacy))
             else:
                 common = self._folder.read_object("common_state/shard_0_1")[0]
             if not isinstance(common, dict):

@@ -200,32 +200,8 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[int]:
-    """The descriptor of a file that is read from by place."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 SLICE = 2 * 2**20
 """Bytes that are read or written at a time, while they are in the processor's cache."""
-
-
-def read_at(descriptor: int, buffer: bytearray | memoryview, start: int) -> None:
-    """Fill ``buffer`` from byte ``start`` of a file on.
-
-    Raises:
-        EOFError: the file is too short.
-    """
-    left = memoryview(buffer)
-    while left:
-        count = os.preadv(descriptor, [left[:SLICE]], start)
-        if not count:
-            raise EOFError(f"the file ends at byte {start}")
-        left, start = left[count:], start + count
 
 
 def write_at(

@@ -1,26 +1,22 @@
-"""Tensors in ``torch.save`` archives: found, so that they are read in place, and written.
+"""Tensors in ``torch.save`` archives: found, so that they are read in place.
 
 An archive is a zip file whose records are stored as they are: ``data.pkl``, a pickle that describes
 the tensor, and ``data/0``, its bytes. ``torch.load`` copies the bytes, and can only be told what to
 trust for a whole process at a time. Here the pickle may name what describes a tensor, of which
-nothing is called or imported, and the answer is where the bytes lie. ``torch.save`` computes the
-archive's CRC-32 under Python's lock, one thread at a time; here threads write side by side. Two
-threads that wrote and hashed 400 MB took 0.49 s of processor time instead of 0.84 (8 MB a tensor,
-medians of 4), and 100 MB in tensors of 64 KB 0.45 instead of 0.58.
+nothing is called or imported, and the answer is where the bytes lie.
 """
 
 import io
 import os
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from typing import IO, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-
-from kha_megatron.checkpoint.buffers import bytes_of
-from kha_megatron.checkpoint.staging import SLICE
 
 _STORAGES = {
     "BFloat16Storage": torch.bfloat16,
@@ -51,6 +47,39 @@ class RefusedNameError(Exception):
         super().__init__(f"it names {name}, which no checkpoint needs and which was not run")
 
 
+_OF_ALL = {"torch.Size": tuple} | {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
+_MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Reads a pickle in which every name stands for what it is given for it: nothing is imported.
+
+    Args:
+        pickled: all of it. Memory is bounded by its size: what a pickle says of the sizes of its
+            parts, and at which place of its memo one is kept, must fit into that.
+        known: what names besides sizes and dtypes stand for.
+
+    Raises:
+        RefusedNameError: by ``load``, for any other name.
+        Exception: anything, for damaged data.
+    """
+
+    def __init__(self, pickled: bytes, known: Mapping[str, Any]) -> None:
+        for opcode, argument, _ in pickletools.genops(pickled):
+            # the unpickler makes room for all places of the memo up to this one
+            if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
+                raise ValueError(f"place {argument} of the memo in {len(pickled)} bytes")
+        super().__init__(io.BytesIO(pickled))
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        for known in (_OF_ALL, self._known):
+            if full in known:
+                return known[full]
+        raise RefusedNameError(full)
+
+
 class ArchivedTensor(NamedTuple):
     """A tensor in a file."""
 
@@ -79,71 +108,6 @@ class ArchivedTensor(NamedTuple):
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-
-
-_RECORD = "archive/data/0"
-_ALIGNMENT = 64
-_PADDING = 0x4246
-"""Kind of zip field that ``torch.save`` fills with padding."""
-_LARGE = 2**31
-"""Bytes from which on a record needs the 64-bit form of zip."""
-
-
-def write_tensor(file: IO[bytes], tensor: torch.Tensor, start: int) -> None:
-    """Write the archive of a tensor, which ``torch.load`` reads, from its first byte to its last.
-
-    The bytes come first and begin at a multiple of 64 of the file, so that they can be mapped.
-
-    Args:
-        file: is appended to, and cannot seek: ``zipfile`` would go back in it.
-        tensor: contiguous; what else its storage holds is left out.
-        start: the byte of the file at which the archive will begin.
-    """
-    described = io.BytesIO()
-    _Pickler(described, protocol=2).dump(_Saved(tensor))
-    data = bytes_of(tensor)
-    with zipfile.ZipFile(file, "w") as archive:
-        record, large = zipfile.ZipInfo(_RECORD), len(data) >= _LARGE
-        header = 30 + len(_RECORD) + (20 if large else 0) + 4
-        padding = -(start + header) % _ALIGNMENT
-        record.extra = struct.pack("<HH", _PADDING, padding) + b"Z" * padding
-        with archive.open(record, "w", force_zip64=large) as written:
-            for at in range(0, len(data), SLICE):
-                written.write(data[at : at + SLICE])
-        for name, content in (
-            ("data.pkl", described.getvalue()),
-            ("byteorder", b"little"),
-            ("version", b"3\n"),
-        ):
-            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
-
-
-class _Saved:
-    """Is unpickled as a tensor over a storage that holds just its elements."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        name = next((name for name, dtype in _STORAGES.items() if dtype == tensor.dtype), None)
-        elements = tensor.numel() if name else tensor.nbytes
-        kind: Any = getattr(torch, name) if name else torch.UntypedStorage
-        self.storage = _StorageOf(("storage", kind, "0", "cpu", elements))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        stride = torch.empty(self.shape, device="meta").stride()
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        described = self.storage, 0, self.shape, stride, False, hooks
-        if self.storage.saved[1] is torch.UntypedStorage:
-            return torch._utils._rebuild_tensor_v3, (*described, self.dtype)
-        return torch._utils._rebuild_tensor_v2, described
-
-
-class _StorageOf(NamedTuple):
-    saved: tuple[Any, ...]
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return value.saved if isinstance(value, _StorageOf) else None
 
 
 class FileSlice(io.RawIOBase):
@@ -197,7 +161,7 @@ def find_tensor(descriptor: int, start: int, length: int) -> ArchivedTensor:
             if archive.read(order) != b"little":
                 raise ValueError("it was written by a big-endian machine")
         pickled = archive.read(_stored(archive, index))
-        tensor = _Unpickler(io.BytesIO(pickled)).load()
+        tensor = _Unpickler(pickled, _NAMES).load()
         if not isinstance(tensor, _Tensor):
             raise TypeError("it holds no tensor")
         record = _stored(archive, f"{prefix}data/{tensor.storage.key}")
@@ -256,24 +220,18 @@ def _parameter(tensor: Any, _grad: Any, _hooks: Any) -> Any:
     return tensor
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = {
-            "torch._utils._rebuild_tensor_v2": _tensor,
-            "torch._utils._rebuild_tensor_v3": _tensor,
-            "torch._utils._rebuild_parameter": _parameter,
-            "collections.OrderedDict": OrderedDict,
-            "torch.Size": tuple,
-            "torch.storage.UntypedStorage": None,
-        }
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if f"{module}.{name}" in known:
-            return known[f"{module}.{name}"]
-        raise RefusedNameError(f"{module}.{name}")
+_NAMES = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "collections.OrderedDict": OrderedDict,
+    "torch.storage.UntypedStorage": None,
+    **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
+}
+"""What the pickle of a tensor names, and what stands for it here."""
 
+
+class _Unpickler(InertUnpickler):
     def persistent_load(self, saved: Any) -> _Storage:
         kind, dtype, key, *_ = saved
         if kind != "storage" or not isinstance(key, str):

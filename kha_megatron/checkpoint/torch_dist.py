@@ -9,7 +9,8 @@ refused, and the bytes of tensors go from the file to where they are wanted.
 
 import io
 import math
-import pickle
+import os
+import reprlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,33 +24,15 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import allocate, from_file
 from kha_megatron.checkpoint.integrity import FileChecks
-from kha_megatron.checkpoint.staging import opened, read_at
+from kha_megatron.checkpoint.reading import opened, read_at, read_bytes
 from kha_megatron.checkpoint.tensor_archive import (
-    DTYPES,
+    InertUnpickler,
     RefusedNameError,
     find_tensor,
 )
 from kha_megatron.errors import CheckpointError
 
 METADATA = ".metadata"
-
-_METADATA_NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # their home in Python 3.13
-}
-"""Everything that PyTorch and Megatron name in ``.metadata``, besides sizes and dtypes."""
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
 """Packages whose classes Megatron puts into its non-tensor state (its own list of safe globals)."""
@@ -80,15 +63,27 @@ def _record_class(name: str) -> type[Record]:
     return type(name.rsplit(".", 1)[-1], (Record,), {"name": name})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name == "Size":
-            return tuple
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if name in _METADATA_NAMES.get(module, ()):
-            return _record_class(f"{module}.{name}")
-        raise RefusedNameError(f"{module}.{name}")
+_METADATA_NAMES = {
+    name: _record_class(name)
+    for module, names in {
+        "torch.distributed.checkpoint.metadata": (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.serialization": ("_get_layout",),
+        "pathlib": ("PosixPath", "WindowsPath"),
+        "pathlib._local": ("PosixPath", "WindowsPath"),  # their home in Python 3.13
+    }.items()
+    for name in (f"{module}.{word}" for word in names)
+}
+"""Everything that PyTorch and Megatron name in ``.metadata``, besides sizes and dtypes."""
 
 
 def reason(error: BaseException) -> str:
@@ -152,8 +147,7 @@ class TorchDistFolder:
         """
         file = path / METADATA
         try:
-            with file.open("rb") as stream:
-                metadata = _MetadataUnpickler(stream).load()
+            metadata = InertUnpickler(read_bytes(file), _METADATA_NAMES).load()
             folder = cls(path, *_index(metadata), FileChecks(path, digests))
         except FileNotFoundError:
             raise CheckpointError(f"{path} has no {METADATA}: the save never completed") from None
@@ -258,7 +252,7 @@ class TorchDistFolder:
             needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
         for name, length in sorted(needed.items()):
             file = self.path / name
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise CheckpointError(
                     f"{file} is missing ({len(needed)} shards belong to this checkpoint): copy it "
                     "again, or take another checkpoint"
@@ -274,7 +268,7 @@ _TRUST = threading.Lock()
 """Torch keeps what it may build for the process, not for the thread."""
 
 
-def load_plain(source: bytes | Path) -> Any:
+def load_plain(source: bytes) -> Any:
     """``torch.load`` of tensors and plain values; any class is a :class:`Record`.
 
     Raises:
@@ -282,16 +276,13 @@ def load_plain(source: bytes | Path) -> Any:
         Exception: anything, for damaged data.
     """
 
-    def stream() -> io.BytesIO | Path:
-        return io.BytesIO(source) if isinstance(source, bytes) else source
-
     with _TRUST, _nothing_trusted():
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(stream())
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
         for name in names:
             if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
                 raise RefusedNameError(name)
         torch.serialization.add_safe_globals([(_record_class(name), name) for name in names])
-        return torch.load(stream(), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
 
 
 @contextmanager
@@ -318,6 +309,8 @@ def _index(metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
     for key, entry in metadata.state["state_dict_metadata"].items():
+        if not isinstance(key, str):
+            raise TypeError("a tensor has no name")
         if entry.name.endswith(".TensorStorageMetadata"):
             tensors[key] = _stored_tensor(key, entry.state, places)
         else:
@@ -353,8 +346,9 @@ def _chunks(key: str, entries: list[Any], places: dict[Any, Any]) -> Iterator[Ch
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
-        raise TypeError(f"{value!r} is no size")
+    if not isinstance(value, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
+        # a pickle of a few bytes can describe what takes gigabytes to print
+        raise TypeError(f"{reprlib.repr(value)} is no size")
     return value
 
 

@@ -29,15 +29,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from kha_megatron.checkpoint.buffers import bytes_of
 from kha_megatron.checkpoint.integrity import write_hashes
 from kha_megatron.checkpoint.manifest import write_converted_from
 from kha_megatron.checkpoint.staging import write_at
-from kha_megatron.checkpoint.tensor_archive import write_tensor
 from kha_megatron.checkpoint.torch_dist import METADATA
 from kha_megatron.checkpoint.tracker import COMMIT_MARK
 from kha_megatron.errors import CheckpointError
 
 COMMON = "common_state"
+_ALIGNMENT = 64
+"""Of an archive in its shard: those of the tensors in it are then what ``torch.save`` makes them in
+the archive, and they can be mapped."""
+
 _MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -199,6 +203,14 @@ class TorchDistWriter:
             shard.close()
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """A contiguous tensor over a storage of its own elements only: all of it is saved."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8)
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
 class _Shard(io.RawIOBase):
     """A file that is appended to, and hashed on the way."""
 
@@ -211,12 +223,12 @@ class _Shard(io.RawIOBase):
         self._refused: OSError | None = None
 
     def append(self, value: Any) -> _StorageInfo:
+        self.write(bytes(-self._length % _ALIGNMENT))
         start = self._length
+        if isinstance(value, Tensor):
+            value = _alone(value)
         try:
-            if isinstance(value, Tensor):
-                write_tensor(cast(IO[bytes], self), value, start)
-            else:
-                torch.save(value, cast(IO[bytes], self))
+            torch.save(value, cast(IO[bytes], self))
         except RuntimeError as error:  # torch's, about an archive without an end
             raise self._refused or error from None
         return _StorageInfo(self.name, start, self._length - start)

@@ -6,7 +6,6 @@ that the tracker file does not name, which must not be lost. Everyone who reads 
 :func:`judge`.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.manifest import CONVERTED_FROM
+from kha_megatron.checkpoint.reading import read_json, regular
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -72,6 +72,9 @@ def judge(folder: Path) -> Verdict:
 
     Args:
         folder: an existing folder.
+
+    Raises:
+        CheckpointError: the tracker file cannot be read at all.
     """
     tracker = _read(folder / TRACKER)
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
@@ -170,7 +173,7 @@ def is_complete(path: Path) -> bool:
     if (path / INTEGRITY).is_file():
         return True
     try:
-        return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
+        return "sharded_backend" in read_json(path / COMMIT_MARK)
     except (OSError, ValueError, TypeError):
         return False
 
@@ -209,10 +212,14 @@ def _number(tracker: str | None) -> int | None:
 
 def _read(tracker: Path) -> str | None:
     try:
-        with tracker.open("rb") as stream:
+        with open(tracker, "rb", opener=regular) as stream:
             return stream.read(_LONGEST).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{tracker} cannot be read ({error.strerror}): remove it, or name an iteration's folder"
+        ) from error
 
 
 def _time(mark: Path) -> int:

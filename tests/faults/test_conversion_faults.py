@@ -289,50 +289,45 @@ def _entry(**changes):
 
 
 LIES = {
-    "no JSON": (b"{" * 16, 24, "no JSON"),
-    "not UTF-8": (b'{"\xff\xfe": 3}', 24, "no JSON"),
-    "deeply nested": (b'{"a":' * 99_999, 24, "no JSON"),
-    "a list": (b"[]", 24, "no object"),
-    "a name twice": (b'{"a": 1, "a": 2}', 24, "names something twice"),
-    "a dtype that does not exist": (_entry(dtype="F31"), 24, "unknown dtype 'F31'"),
-    "a dtype that is no text": (_entry(dtype=[]), 24, "unknown dtype"),
-    "another dtype": (_entry(dtype="F16"), 24, "'a' has 24 bytes, F16 .* takes 12"),
-    "another shape": (_entry(shape=[2, 4]), 24, "'a' has 24 bytes, F32 .* takes 32"),
-    "a negative shape": (_entry(shape=[-2, -3]), 24, "is no list of sizes"),
-    "a shape of texts": (_entry(shape=["2", "3"]), 24, "is no list of sizes"),
-    "a shape of booleans": (_entry(shape=[True, True]), 24, "is no list of sizes"),
-    "an enormous shape": (_entry(shape=[2**62, 2**62]), 24, "'a' has 24 bytes"),
-    "an overflowing shape": (_entry(shape=[2**64]), 24, "is no list of sizes"),
-    "negative offsets": (_entry(data_offsets=[-24, 0]), 24, "is no list of sizes"),
-    "offsets in reverse": (_entry(data_offsets=[24, 0]), 24, "has -24 bytes"),
-    "one offset": (_entry(data_offsets=[24]), 24, "is no list of sizes"),
-    "offsets beyond the end": (_entry(data_offsets=[24, 48]), 24, "begins at byte 24"),
-    "no offsets": ({"a": {"dtype": "F32", "shape": [6]}}, 24, "lacks a dtype, shape or place"),
-    "no entry": ({"a": None}, 24, "lacks a dtype, shape or place"),
-    "too little data": (_entry(), 23, "describes .* bytes, the file has"),
-    "more data": (_entry(), 25, "describes .* bytes, the file has"),
-    "an overlap": (
-        _entry() | {"b": {"dtype": "F32", "shape": [6], "data_offsets": [12, 36]}},
-        36,
-        "b begins at byte 12 of the data instead of 24",
-    ),
-    "a gap": (
-        _entry() | {"b": {"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}},
-        32,
-        "b begins at byte 28 of the data instead of 24",
-    ),
+    "no JSON": (b"{" * 16, 24),
+    "not UTF-8": (b'{"\xff\xfe": 3}', 24),
+    "deeply nested": (b'{"a":' * 99_999, 24),
+    "a list": (b"[]", 24),
+    "a number of 5,000 digits": (b'{"a": ' + b"7" * 5000 + b"}", 24),
+    "a name twice": (b'{"a": 1, "a": 2}', 24),
+    "a dtype that does not exist": (_entry(dtype="F31"), 24),
+    "a dtype that torch has not": (_entry(dtype="F4", shape=[48]), 24),
+    "a dtype that is no text": (_entry(dtype=[]), 24),
+    "another dtype": (_entry(dtype="F16"), 24),
+    "another shape": (_entry(shape=[2, 4]), 24),
+    "a negative shape": (_entry(shape=[-2, -3]), 24),
+    "a shape of texts": (_entry(shape=["2", "3"]), 24),
+    "a shape of booleans": (_entry(shape=[True, True]), 24),
+    "an enormous shape": (_entry(shape=[2**62, 2**62]), 24),
+    "an overflowing shape": (_entry(shape=[2**64]), 24),
+    "negative offsets": (_entry(data_offsets=[-24, 0]), 24),
+    "offsets in reverse": (_entry(data_offsets=[24, 0]), 24),
+    "one offset": (_entry(data_offsets=[24]), 24),
+    "offsets beyond the end": (_entry(data_offsets=[24, 48]), 24),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [6]}}, 24),
+    "no entry": ({"a": None}, 24),
+    "too little data": (_entry(), 23),
+    "more data": (_entry(), 25),
+    "an overlap": (_entry() | {"b": {"dtype": "F32", "shape": [6], "data_offsets": [12, 36]}}, 36),
+    "a gap": (_entry() | {"b": {"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}}, 32),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_header_that_lies(source, old, lie):
-    content, size, message = LIES[lie]
+    content, size = LIES[lie]
     header = content if isinstance(content, bytes) else json.dumps(content).encode()
     folder = source("to-megatron")
     file = shards(folder, "to-megatron")[0]
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
-    text = refused("to-megatron", folder, old, message, CheckpointError)
-    assert f"{file} is damaged or hostile (" in text
+    whole = 8 + len(header) + size
+    words = f"{file} of {whole} bytes is damaged or hostile \\("
+    text = refused("to-megatron", folder, old, words, CheckpointError)
     assert len(text) < 600
 
 
@@ -343,20 +338,22 @@ def test_the_honest_header_of_these_lies_is_read(tmp_path):
     assert read_header(file)["a"].entry.shape == (2, 3)
 
 
-@pytest.mark.parametrize(("length", "message"), [(2**63, "inside of its"), (10**8 + 1, "larger")])
-def test_a_huge_header_is_not_read(source, old, length, message):
+@pytest.mark.parametrize("length", [2**63, 10**8 + 1])
+def test_a_huge_header_is_not_read(source, old, length):
     folder = source("to-megatron")
     file = shards(folder, "to-megatron")[0]
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", length))
         stream.truncate(2 * 10**8)  # holes: it takes no room
-    refused("to-megatron", folder, old, message, CheckpointError)
+    refused("to-megatron", folder, old, "header too large", CheckpointError)
 
 
 # --- an index that leads elsewhere
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "..", "sub/x", "", 7])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/hostname", "..", "sub/x", "", 7, "a\0b"]
+)
 def test_an_index_that_leaves_the_folder(source, old, name):
     folder = source("to-megatron")
     save_file({NORM: torch.zeros(36)}, folder.parent / "outside.safetensors")
@@ -426,7 +423,13 @@ def test_a_pickle_in_disguise(source, old, tmp_path, kind):
     pwned, folder = tmp_path / "pwned", source("to-megatron")
     file = shards(folder, "to-megatron")[0]
     file.write_bytes(PICKLES[kind](Bomb(pwned)))
-    refused("to-megatron", folder, old, rf"{file.name} is damaged or hostile", CheckpointError)
+    refused(
+        "to-megatron",
+        folder,
+        old,
+        rf"{file.name} of \d+ bytes is damaged or hostile",
+        CheckpointError,
+    )
     assert not pwned.exists()
 
 
