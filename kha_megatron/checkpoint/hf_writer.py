@@ -12,7 +12,6 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,17 +27,6 @@ from kha_megatron.errors import CheckpointError, OutputError
 
 _COPIED = 8 * 2**20
 """Bytes of a tensor with gaps that are copied at a time."""
-
-
-@dataclass(frozen=True)
-class HFWritten:
-    """What a finished writer wrote."""
-
-    tensors: int
-    parameters: int
-    size: int
-    """Bytes of all tensors."""
-    shards: int
 
 
 class HFWriter:
@@ -117,8 +105,8 @@ class HFWriter:
             start += part.nbytes
         self._digests[name] = digest.hexdigest()
 
-    def close(self, source: Mapping[str, Any]) -> HFWritten:
-        """Write the index, if there are several shards, and ``manifest.json``.
+    def close(self, source: Mapping[str, Any]) -> int:
+        """Write the index, if there are several shards, and ``manifest.json``; returns how many.
 
         Args:
             source: identity of what was converted (``identity()`` of its reader).
@@ -132,16 +120,12 @@ class HFWriter:
                 f"{self.folder} is incomplete: {len(missing)} tensors were not written, "
                 f"{missing[0]} for one"
             )
-        entries = [place.entry for _, place in self._places.values()]
-        written = HFWritten(
-            tensors=len(entries),
-            parameters=sum(math.prod(entry.shape) for entry in entries),
-            size=sum(entry.nbytes for entry in entries),
-            shards=len(self._shards),
-        )
-        if written.shards > 1:
+        if len(self._shards) > 1:
+            entries = [place.entry for _, place in self._places.values()]
+            size = sum(entry.nbytes for entry in entries)
+            parameters = sum(math.prod(entry.shape) for entry in entries)
             index = {
-                "metadata": {"total_parameters": written.parameters, "total_size": written.size},
+                "metadata": {"total_parameters": parameters, "total_size": size},
                 "weight_map": {name: shard for name, (shard, _) in self._places.items()},
             }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -156,7 +140,7 @@ class HFWriter:
             for name, (shard, place) in sorted(self._places.items())
         }
         write_manifest(self.folder, source, tensors)
-        return written
+        return len(self._shards)
 
     def _begin(self, file: str, entries: list[TensorEntry]) -> None:
         """Write the header of a shard, and give the file its final length."""

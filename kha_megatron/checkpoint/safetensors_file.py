@@ -107,7 +107,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     except (_Bad, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} of {size} bytes is damaged or hostile ({error}): copy it again"
+            f"{file} is damaged or hostile ({error}; it has {size} bytes): copy it again"
         ) from error
 
 

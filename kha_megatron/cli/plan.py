@@ -1,6 +1,7 @@
 """``kha-megatron plan``: legal layouts of a recipe on a number of GPUs, and their cost on paper."""
 
 import json
+import math
 import re
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from rich.table import Table
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Layout
 from kha_megatron.plan import search as planner
 from kha_megatron.plan.counts import count
@@ -24,19 +26,18 @@ _ASSUMED = (
 )
 
 
+Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Instead of the recipe's.")]
+
+
 def plan(
     recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
-    gpus: Annotated[int, typer.Option(help="GPUs in all, 8 to 4096.")],
+    gpus: Annotated[int, typer.Option(help=f"GPUs in all, 1 to {planner.MOST_GPUS}.")],
     gpu_memory: Annotated[
         str, typer.Option(help="Memory of one GPU: 80GB (10^9 bytes) or 80GiB.")
     ] = "80GB",
-    seq_length: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Instead of the recipe's.")
-    ] = None,
-    global_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Instead of the recipe's.")
-    ] = None,
+    seq_length: Size = None,
+    micro_batch_size: Size = None,
+    global_batch_size: Size = None,
     recompute: Annotated[
         Literal["none", "selective", "full"], typer.Option(help="Activations to recompute.")
     ] = "none",
@@ -77,7 +78,10 @@ def plan(
     )
     capacity = memory_of(gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
-    plans = planner.plan_layouts(setup, gpus, capacity, fixed)
+    try:
+        plans = planner.plan_layouts(setup, gpus, capacity, fixed)
+    except ConfigError as error:
+        raise ConfigError(_as_typed(str(error))) from error
     whole = count(setup.model, setup.kha)
     counts = {"total": whole.total, "active": whole.active, "kha": whole.kha}
     fitting = sum(planner.fits(p, capacity) for p in plans)
@@ -117,9 +121,17 @@ def memory_of(text: str) -> float:
         ConfigError: it is neither.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text, re.IGNORECASE)
-    if found is None or not float(found[1]):
+    if found is None or not 0 < float(found[1]) < math.inf:
         raise ConfigError(f"--gpu-memory {text}: give a number and GB or GiB, as in 80GB")
     return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def _as_typed(text: str) -> str:
+    """An error's line with the options of this command instead of Megatron's."""
+    for row in rows(Layout):
+        if row.field in planner.SIZES:
+            text = text.replace(row.flag, f"--{row.field}")
+    return re.sub(r"^(\d+) (ranks|GPUs)", r"--gpus \1", text)
 
 
 def _as_data(plan: planner.PlannedLayout, capacity: float) -> dict[str, Any]:

@@ -39,11 +39,11 @@ class HFPlan(Plan):
                         writer.write(name, part)
 
                 transfer(source, put, workers=workers, on_bytes=on_bytes)
-                written = writer.close(source.identity())
+                shards = writer.close(source.identity())
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.companions.write(folder)
-        return self.written(target, config.model_type, written.shards)
+        return self.written(target, config.model_type, shards)
 
 
 def plan(

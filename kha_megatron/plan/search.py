@@ -27,7 +27,7 @@ context, communication buffers, fragmentation)."""
 NODE = 8
 """GPUs joined by NVLink. Tensor parallelism beyond it is listed only when asked for."""
 
-GPUS = (8, 4096)
+MOST_GPUS = 131_072
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 """Fields of :class:`Layout` that a caller may fix."""
@@ -103,9 +103,8 @@ def plan_layouts(
     Raises:
         ConfigError: no layout is legal; the message is that of the plainest one.
     """
-    low, high = GPUS
-    if not low <= gpus <= high:
-        raise ConfigError(f"--gpus {gpus}: plan knows {low} to {high} GPUs")
+    if not 1 <= gpus <= MOST_GPUS:
+        raise ConfigError(f"{gpus} GPUs: plan knows layouts of 1 to {MOST_GPUS}")
     given = {name: size for name, size in fixed.items() if size is not None}
     for name, size in given.items():
         if size < 1:
@@ -182,7 +181,7 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
         # a size that is 1 already is not split twice
         for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
             loss_as_layer = bool(model.layers % pp) and not (model.layers + 1) % pp
-            deepest = (model.layers + loss_as_layer) // pp if pp > 1 else 1
+            deepest = max(1, (model.layers + loss_as_layer) // pp) if pp > 1 else 1
             for vpp in sizes("vpp", [n for n in range(1, deepest + 1) if deepest % n == 0]):
                 yield Layout(
                     world_size=gpus,

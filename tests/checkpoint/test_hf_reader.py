@@ -130,7 +130,7 @@ def test_an_index_that_lies_is_refused(sharded):
 def test_a_truncated_file_is_named(single):
     file = single / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors of \d+ bytes is damaged"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         HFCheckpoint.open(single)
 
 

@@ -48,12 +48,9 @@ def every_dtype():
 
 
 def test_the_bytes_are_those_of_save_file(tmp_path, every_dtype):
-    written = _write(tmp_path, every_dtype, threads=3)
+    assert _write(tmp_path, every_dtype, threads=3) == 1
     save_file(every_dtype, tmp_path / "reference", metadata={"format": "pt"})
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
-    assert (written.tensors, written.shards) == (len(every_dtype), 1)
-    assert written.size == sum(tensor.nbytes for tensor in every_dtype.values())
-    assert written.parameters == sum(tensor.numel() for tensor in every_dtype.values())
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 

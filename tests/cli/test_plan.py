@@ -51,7 +51,12 @@ def test_json_adds_up():
         ([*PLAN, "--tp", "3"], "32 query heads cannot be divided over 3"),
         (["plan", "moe-8b", "--gpus", "64"], "unknown recipe 'moe-8b'"),
         ([*PLAN, "--gpu-memory", "80"], "--gpu-memory 80: give a number and GB or GiB"),
-        (["plan", "quickstart", "--gpus", "8192"], "8 to 4096"),
+        (["plan", "quickstart", "--gpus", "0"], "--gpus 0: plan knows layouts of 1 to 131072"),
+        (["plan", "quickstart", "--gpus", "131073"], "--gpus 131073: plan knows"),
+        ([*PLAN, "--tp", "3"], "choose --tp from"),
+        ([*PLAN, "--pp", "9" * 20], "use --pp 12"),
+        ([*PLAN, "--tp", "4", "--cp", "3"], "--gpus 64 cannot be divided by tensor 4"),
+        ([*PLAN, "--gpu-memory", "9" * 400 + "GB"], "give a number and GB or GiB"),
         ([*PLAN, "--seq-length", "4095", "--cp", "2"], "4095 is no multiple of 2 x"),
     ],
 )
@@ -60,6 +65,11 @@ def test_bad_input_is_refused(words, match):
     assert isinstance(result.exception, ConfigError)
     assert match in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 65536])
+def test_any_number_of_gpus_can_be_asked_for(gpus):
+    assert run("plan", "moe-a0.8b-6.6b", "--gpus", str(gpus), "--json").stdout
 
 
 def test_help_has_an_example():

@@ -67,7 +67,8 @@ def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
         (64, {"vpp": 2, "pp": 1}, "2 virtual pipeline stages"),
         (1024, {"tp": 1, "pp": 1, "cp": 1}, "--global-batch-size 512 .* 1024 data-parallel"),
         (64, {"tp": 0}, "--tp 0"),
-        (4, {}, "--gpus 4: plan knows 8 to 4096"),
+        (0, {}, "0 GPUs: plan knows layouts of 1 to 131072"),
+        (8, {"pp": 10**20}, "cannot be divided over 1"),
     ],
 )
 def test_an_illegal_layout_is_refused_with_the_reason(gpus, fixed, match):
