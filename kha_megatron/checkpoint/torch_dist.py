@@ -348,7 +348,7 @@ def _chunks(key: str, entries: list[Any], places: dict[Any, Any]) -> Iterator[Ch
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         # a pickle of a few bytes can describe what takes gigabytes to print
-        raise TypeError(f"{reprlib.repr(value)} is no size")
+        raise TypeError(f"no size: {reprlib.repr(value)}")
     return value
 
 

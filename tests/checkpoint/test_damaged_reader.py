@@ -122,7 +122,7 @@ def _negative_offset(metadata):
         (_lose_chunk, "elements of decoder"),
         (_double_chunk, "start at the same place"),
         (_grow_chunk, "lies outside"),
-        (_negative_offset, "is no size"),
+        (_negative_offset, "no size"),
         (lambda metadata: metadata.storage_data.clear(), "KeyError"),
         (lambda metadata: vars(metadata).update(storage_data=None), "AttributeError"),
     ],

@@ -1,0 +1,139 @@
+"""Seeded damage to the files that a folder's readers meet, and what they make of it.
+
+``python -m tests.faults.fuzz 20000`` prints the table of ``benchmarks/faults.md``.
+"""
+
+import random
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
+from kha_megatron.checkpoint.tracker import TRACKER, judge
+from kha_megatron.errors import KHAError
+
+TOKENS = [
+    *(b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b"-1", b"1e999", b"NaN", b"null", b"true"),
+    *(b"\0", b"\xff\xff\xff\xff", b"\xff" * 8, b'"', b"\\", b"../", b"release", b"7"),
+    *(b"r\xff\xff\xff\x7f", b"cos\nsystem\n", b"\x93", b"R", b"b", b"0", b"2", b"t", b"\x85"),
+]
+"""What is put into files: JSON's and pickle's own words, numbers at their limits."""
+
+
+def torch_dist(folder: Path) -> None:
+    """One iteration: a tensor in one chunk, one in two, and a training state."""
+    folder.mkdir(parents=True)
+    with TorchDistWriter(folder) as writer:
+        for row in range(2):
+            whole = {"shape": (2, 3), "offsets": (row, 0)}
+            writer.write("decoder.layers.w", torch.full((1, 3), float(row)), **whole)
+        writer.write("a", torch.arange(5.0), shape=(5,), offsets=(0,))
+        common = {"args": Namespace(num_layers=2), "iteration": 7, "checkpoint_version": 3.0}
+        writer.close(common, {"format": "none"})
+
+
+def hugging_face(folder: Path) -> None:
+    """A model of two tensors."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
+    save_file({"a": torch.zeros(2, 3), "b": torch.ones(4).half()}, folder / "model.safetensors")
+
+
+def read_torch_dist(folder: Path) -> None:
+    """All that a conversion reads, without the hashes, which would find every change first."""
+    checkpoint = MegatronCheckpoint.open(folder, verify=False)
+    for key in checkpoint.keys():  # noqa: SIM118
+        checkpoint.tensor(key)
+    _ = checkpoint.iteration, checkpoint.args
+
+
+def read_hugging_face(folder: Path) -> None:
+    """All tensors."""
+    checkpoint = HFCheckpoint.open(folder)
+    for key in checkpoint.keys():  # noqa: SIM118
+        checkpoint.tensor(key)
+
+
+def follow_tracker(folder: Path) -> None:
+    """The complete iteration is found, whatever the tracker file says."""
+    found = judge(folder)
+    assert found.newest == folder / "iter_0000007", found
+    assert "\n" not in (found.line("taking") or "")
+
+
+def _saves(folder: Path) -> None:
+    torch_dist(folder / "iter_0000007")
+    (folder / TRACKER).write_text("7")
+
+
+def _shard(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+KINDS = {
+    "safetensors header": (hugging_face, lambda f: f / "model.safetensors", read_hugging_face),
+    "config.json": (hugging_face, lambda f: f / "config.json", read_hugging_face),
+    "torch_dist .metadata": (torch_dist, lambda f: f / ".metadata", read_torch_dist),
+    "torch_dist shard": (torch_dist, _shard, read_torch_dist),
+    "torch_dist commit mark": (torch_dist, lambda f: f / "metadata.json", read_torch_dist),
+    "tracker": (_saves, lambda f: f / TRACKER, follow_tracker),
+}
+"""What is made, which file of it is damaged, and how it is read."""
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """One to three changes: bytes flipped, cut out, doubled or replaced, or the end cut."""
+    for _ in range(chance.randint(1, 3)):
+        start = chance.randrange(len(data) + 1)
+        stop = min(len(data), start + chance.choice((1, 1, 2, 4, 8, 64)))
+        part = data[start:stop]
+        new = chance.choice(
+            (bytes(b ^ 1 << chance.randrange(8) for b in part), b"", 2 * part)
+            + (chance.choice(TOKENS),) * 3
+        )
+        data = data[:start] + new + data[stop:] if chance.random() < 0.95 else data[:start]
+    return data
+
+
+def fuzz(kind: str, times: int, folder: Path, seed: int = 0) -> Counter[str]:
+    """Damage a file so many times; how often it was ``read`` or ``refused`` in one line.
+
+    Raises:
+        Exception: whatever a reader raised that is no refusal in one line.
+    """
+    make, file_of, read = KINDS[kind]
+    make(folder)
+    file, chance = file_of(folder), random.Random(f"{kind} {seed}")
+    whole, found = file.read_bytes(), Counter[str]()
+    read(folder)
+    for _ in range(times):
+        data = damaged(whole, chance)
+        file.write_bytes(data)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                read(folder)
+        except KHAError as error:
+            found["refused"] += len(str(error).splitlines()) == 1
+        except BaseException as error:
+            error.add_note(f"{kind} as {data!r}")
+            raise
+        else:
+            found["read"] += 1
+    return found
+
+
+if __name__ == "__main__":
+    print("| file | damaged | refused in one line | read | anything else |\n|---|---|---|---|---|")
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as temporary:
+            count = fuzz(kind, int(sys.argv[1]), Path(temporary) / "folder")
+        print(f"| {kind} | {count.total():,} | {count['refused']:,} | {count['read']:,} | 0 |")
