@@ -1,95 +1,67 @@
-"""Where a run is started: the options of ``launch`` that make a :class:`Cluster`."""
+"""Where a run is started: every field of :class:`kha_megatron.recipes.Cluster` as an option."""
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import Field, fields
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes import EXECUTORS, Cluster
+from kha_megatron.recipes import Cluster, flag_of
+
+_KINDS = get_type_hints(Cluster)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Destination:
-    """The options under the names of :class:`kha_megatron.recipes.Cluster`'s fields."""
+def placed(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take its parameter ``to``, a :class:`Cluster`, as options.
 
-    executor: Annotated[str, typer.Option(help=f"Where it runs: {', '.join(EXECUTORS)}.")] = "local"
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc",
-            help="Ranks on each machine; the recipe's, or 8 on a cluster, if not given.",
-        ),
-    ] = None
-    nodes: Annotated[int | None, typer.Option(help="Machines of the cluster.")] = None
-    image: Annotated[str | None, typer.Option("--container-image", help="Image of the ranks.")] = (
-        None
+    Args:
+        command: its other parameters are options of typer's as they are.
+    """
+
+    def with_options(**given: Any) -> None:
+        values = {item.name: _value(item.name, given.pop(item.name)) for item in fields(Cluster)}
+        command(to=Cluster(**values), **given)
+
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [
+        parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, parameter in signature(command).parameters.items()
+        if name != "to"
+    ]
+    parameters += map(_parameter, fields(Cluster))
+    shown: Any = wraps(command)(with_options)
+    del shown.__wrapped__  # which inspect would look through
+    shown.__annotations__ = {p.name: p.annotation for p in parameters}
+    shown.__signature__ = signature(command).replace(parameters=parameters)
+    return shown
+
+
+def _several(name: str) -> bool:
+    return not isinstance(Cluster.__dataclass_fields__[name].default, str | int | None)
+
+
+def _parameter(item: Field[Any]) -> Parameter:
+    option = typer.Option(flag_of(item.name), help=item.metadata["text"])
+    kind = list[str] | None if _several(item.name) else _KINDS[item.name]
+    default = None if _several(item.name) else item.default
+    return Parameter(
+        item.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
-    mounts: Annotated[
-        list[str] | None,
-        typer.Option("--mount", help="HERE:THERE in the container. May be repeated."),
-    ] = None
-    environment: Annotated[
-        list[str] | None,
-        typer.Option("--env", help="NAME=VALUE for the ranks. May be repeated."),
-    ] = None
-    code: Annotated[
-        str | None, typer.Option(help="Ship `git` (the committed tree) or a folder with the job.")
-    ] = None
-    partition: Annotated[str | None, typer.Option(help="Slurm's.")] = None
-    account: Annotated[str | None, typer.Option(help="Slurm's.")] = None
-    time: Annotated[
-        str | None,
-        typer.Option(help="Slurm's limit, HH:MM:SS; the run saves and ends before it."),
-    ] = None
-    retries: Annotated[int, typer.Option(min=0, help="Start a failed job again so often.")] = 0
-    chain: Annotated[
-        int, typer.Option(min=1, help="Slurm jobs in a row, each going on from the last.")
-    ] = 1
-    fault_tolerant: Annotated[
-        bool, typer.Option("--fault-tolerant", help="Start ranks with NVIDIA's ft_launcher.")
-    ] = False
-    host: Annotated[
-        str | None, typer.Option(help="USER@HOST of Slurm's login node; this machine if not given.")
-    ] = None
-    folder: Annotated[
-        str | None, typer.Option(help="Folder for the jobs' files on the Slurm cluster.")
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="NAME=VALUE of a field of NeMo-Run's executor; repeatable."),
-    ] = None
-
-    def cluster(self) -> Cluster | None:
-        """The cluster that the options name; None for this machine.
-
-        Raises:
-            ConfigError: an option that the executor does not have, or needs.
-        """
-        given: dict[str, Any] = {
-            item.name: value
-            for item in fields(self)
-            if item.name != "executor"
-            and (value := getattr(self, item.name))
-            and value != item.default
-        }
-        if self.executor == "local":
-            if beyond := [name for name in given if name != "gpus"]:
-                raise ConfigError(
-                    f"--executor local runs on this machine as it is, without {beyond[0]}: remove "
-                    f"it, or choose an executor of {', '.join(EXECUTORS[1:])}"
-                )
-            return None
-        if "mounts" in given:
-            given["mounts"] = tuple(given["mounts"])
-        for name, flag in (("environment", "--env"), ("settings", "--set")):
-            if name in given:
-                given[name] = dict(_pair(flag, word) for word in given[name])
-        return Cluster(executor=self.executor, **given)
 
 
-def _pair(flag: str, word: str) -> tuple[str, str]:
-    name, equals, value = word.partition("=")
-    if not name or not equals:
-        raise ConfigError(f"{flag} {word}: give NAME=VALUE")
-    return name, value
+def _value(name: str, given: Any) -> Any:
+    """A field's value; repeated words as a tuple, or by NAME where they are NAME=VALUE."""
+    if not _several(name):
+        return given
+    if name == "mounts":
+        return tuple(given or ())
+    pairs = {}
+    for word in given or ():
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{flag_of(name)} {word}: give NAME=VALUE")
+        pairs[key] = value
+    return pairs

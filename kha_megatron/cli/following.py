@@ -15,7 +15,7 @@ from rich.progress import (
 )
 
 from kha_megatron.cli import console
-from kha_megatron.recipes import Job, LaunchResult, Step
+from kha_megatron.recipes import Failure, Job, LaunchResult, Step
 
 
 @contextmanager
@@ -74,7 +74,12 @@ def report(result: LaunchResult) -> None:
         console.log.print(f"trained in {result.seconds:.0f} s; log: {result.log}", markup=False)
         return
     if result.failure is not None:
-        for line in result.failure.lines:
-            console.log.print(f"  {line}", markup=False, emoji=False)
+        print_lines(result.failure)
         console.error(f"training {result.status}: {result.failure}; its log: {result.failure.log}")
     console.log.print(f"log of all ranks: {result.log}", markup=False)
+
+
+def print_lines(failure: Failure) -> None:
+    """The last lines of the log of who ended a run."""
+    for line in failure.lines:
+        console.log.print(f"  {line}", markup=False, emoji=False)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,14 +11,13 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.destination import Destination
-from kha_megatron.cli.following import report, training_progress
-from kha_megatron.cli.options import grouped
+from kha_megatron.cli.destination import placed
+from kha_megatron.cli.following import print_lines, report, training_progress
 from kha_megatron.cli.plan import memory_of
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import hear, say
 from kha_megatron.plan.search import planned
-from kha_megatron.recipes import Command, Job, Recipe
+from kha_megatron.recipes import Cluster, Command, Job, Recipe
 
 MegatronArguments = Annotated[
     list[str] | None,
@@ -28,10 +28,10 @@ MegatronArguments = Annotated[
 ]
 
 
-@grouped
+@placed
 def launch(
     recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
-    to: Destination,
+    to: Cluster,
     megatron: MegatronArguments = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder made by `kha-megatron data prepare`.")
@@ -48,7 +48,7 @@ def launch(
     ] = False,
     layout: Annotated[
         Literal["plan", "recipe"] | None,
-        typer.Option(help="Parallel sizes: the best of `plan` (on clusters), or the recipe's."),
+        typer.Option(help="Parallel sizes: the best of `plan` (GPU clusters), or the recipe's."),
     ] = None,
     gpu_memory: Annotated[
         str, typer.Option(help="Memory of one GPU, for the plan: 80GB or 80GiB.")
@@ -66,7 +66,8 @@ def launch(
 
     Exit codes: 0 trained (or handed over with --detach), 1 the job failed, 2
     refused as bad input, 130 interrupted. On a cluster the parallel sizes are
-    the best that `plan` finds for its GPUs; sizes given after -- stay.
+    the best that `plan` finds for its GPUs; sizes given after -- stay. A job
+    that a cluster starts again goes on from the checkpoints in --output.
 
     \b
     Example:
@@ -76,11 +77,13 @@ def launch(
       kha-megatron launch table2/mlp-v --data /data/mine --executor slurm --nodes 4
           --account acme --time 04:00:00 --chain 6 --dry-run
     """
-    chosen, cluster = recipes.get_recipe(recipe), to.cluster()
+    chosen = recipes.get_recipe(recipe)
+    cluster = None if to.executor == "local" else to
     if output is None and cluster is not None and not cluster.shares_files:
         raise ConfigError(f"--executor {to.executor} needs --output, a folder as the ranks see it")
     words = megatron or []
-    if (layout or ("recipe" if cluster is None else "plan")) == "plan":
+    on_gpus = (device or chosen.run.training.device) != "cpu"
+    if (layout or ("plan" if cluster and on_gpus else "recipe")) == "plan":
         ranks = cluster.ranks if cluster else to.gpus or chosen.ranks
         chosen = _planned(chosen, ranks, memory_of(gpu_memory), words)
     job = recipes.prepare(
@@ -140,14 +143,19 @@ def _on_a_cluster(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> No
             _print(f"# scripts/train.sh, which every rank runs\n{submission.script}")
         return
     try:
-        result = recipes.submit(job, detach=detach)
+        with training_progress(job) if not detach else nullcontext() as on_step:
+            result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
         console.log.print("no longer waiting; what was submitted may go on", markup=False)
         raise typer.Exit(130) from None
+    if result.failure is not None:
+        print_lines(result.failure)
     if result.reason is not None:
         console.error(result.reason)
     jobs = ", ".join(result.jobs) or "none"
     console.log.print(f"{result.status}; jobs: {jobs}; files: {result.folder}", markup=False)
+    if result.log is not None:
+        console.log.print(f"log of all ranks: {result.log}", markup=False)
     if as_json:
         _print_data({"succeeded": result.succeeded, **asdict(result)})
     if not result.succeeded:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step, read_steps
-from kha_megatron.recipes.cluster import EXECUTORS, Cluster
+from kha_megatron.recipes.cluster import Cluster, flag_of
 from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
@@ -19,7 +19,6 @@ from kha_megatron.recipes.submit import Submission, SubmitResult, dry_submission
 from kha_megatron.recipes.tables import TABLES
 
 __all__ = [
-    "EXECUTORS",
     "RECIPES",
     "Cluster",
     "Command",
@@ -32,6 +31,7 @@ __all__ = [
     "SubmitResult",
     "dry_run",
     "dry_submission",
+    "flag_of",
     "get_recipe",
     "launch",
     "prepare",

@@ -61,7 +61,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "partition": ("partition",),
                 "account": ("account",),
             },
-            needs=("account", "time"),
+            needs=("time",),
         ),
         "kubeflow": Kind(
             executor="KubeflowExecutor",
@@ -98,66 +98,89 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 EXECUTORS = ("local", *KINDS)
 
-_FLAGS = {"gpus": "--nproc", "image": "--container-image", "mounts": "--mount"}
+
+def option(default: Any, text: str, *, flag: str | None = None) -> Any:
+    """A field that is an option of ``kha-megatron launch`` as well.
+
+    Args:
+        text: what it is, for both.
+        flag: its name on the command line, if it is not the field's.
+    """
+    made: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**made, metadata={"text": text, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where, with how much, and for how long."""
+    """Where, with how much, and for how long: each field says what it is in its text."""
 
-    executor: str
-    """A key of :data:`KINDS`."""
-    nodes: int = 1
-    gpus: int = 8
-    """On each node, one rank a GPU."""
-    image: str | None = None
-    """Container image; Slurm can do without."""
-    mounts: tuple[str, ...] = ()
-    """``HERE:THERE`` in the container."""
-    time: str | None = None
-    """Slurm's limit, ``[DAYS-]HH:MM:SS``."""
-    partition: str | None = None
-    account: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the ranks, on top of the recipe's."""
-    code: str | None = None
-    """What is shipped with the job: ``git`` for the committed tree of the current repository, the
-    path of a folder, or None where the image or the environment has it all."""
-    retries: int = 0
-    """How many times a job that failed is started again; Slurm requeues it."""
-    chain: int = 1
-    """How many Slurm jobs, one after the other, share a training that outlasts the time limit."""
-    fault_tolerant: bool = False
-    """Start the ranks with NVIDIA's ``ft_launcher``, which restarts those that hang or die."""
-    host: str | None = None
-    """``USER@HOST`` of a Slurm login node; None submits from this machine."""
-    folder: str | None = None
-    """Where on the host NeMo-Run keeps the job's files; without a host it is NEMORUN_HOME."""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Fields of NeMo-Run's executor by its own names, as text or JSON."""
+    executor: str = option("local", f"Where it runs: {', '.join(EXECUTORS)}.")
+    gpus: int | None = option(
+        None, "Ranks on each machine, one a GPU; the recipe's, or 8 on a cluster.", flag="--nproc"
+    )
+    nodes: int = option(1, "Machines of the cluster.")
+    image: str | None = option(
+        None, "Image of the ranks; Slurm can do without.", flag="--container-image"
+    )
+    mounts: tuple[str, ...] = option(
+        (), "HERE:THERE in the container. May be repeated.", flag="--mount"
+    )
+    environment: Mapping[str, str] = option(
+        {}, "NAME=VALUE for the ranks, on top of the recipe's. May be repeated.", flag="--env"
+    )
+    code: str | None = option(
+        None,
+        "Ship `git` (the committed tree of the current repository) or a folder with the job; "
+        "nothing where the image or the environment has it all.",
+    )
+    partition: str | None = option(None, "Slurm's.")
+    account: str | None = option(None, "Slurm's, where the cluster asks for one.")
+    time: str | None = option(
+        None, "Slurm's limit, [DAYS-]HH:MM:SS; the run saves and ends before it."
+    )
+    retries: int = option(0, "Start a failed job again so often; Slurm requeues it.")
+    chain: int = option(1, "Slurm jobs in a row, each going on from the last.")
+    fault_tolerant: bool = option(
+        False, "Start ranks with NVIDIA's ft_launcher, which restarts those that hang or die."
+    )
+    host: str | None = option(None, "USER@HOST of Slurm's login node; this machine if not given.")
+    folder: str | None = option(
+        None, "Folder for the jobs' files on the host; without a host they are in NEMORUN_HOME."
+    )
+    settings: Mapping[str, str] = option(
+        {},
+        "NAME=VALUE of a field of NeMo-Run's executor, as text or JSON. May be repeated.",
+        flag="--set",
+    )
 
     def __post_init__(self) -> None:
-        if self.executor not in KINDS:
+        if self.executor not in EXECUTORS:
             raise ConfigError(
                 f"unknown executor {self.executor!r}: choose one of {', '.join(EXECUTORS)}"
             )
-        for name in ("nodes", "gpus", "chain"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: give a whole number from 1 up")
-        kind = KINDS[self.executor]
-        for name in kind.needs:
-            if getattr(self, name) is None:
-                raise ConfigError(f"{self.executor} needs {_flag(name)}")
+        for name, least in {"nodes": 1, "gpus": 1, "chain": 1, "retries": 0}.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{flag_of(name)} {value}: give a whole number from {least} up")
+        kind = KINDS.get(self.executor)
         for item in fields(self):
-            common = item.name in ("gpus", "environment", "code", "retries", "settings")
-            if item.name == "executor" or common or item.name in kind.names:
+            given = getattr(self, item.name)
+            if given in (item.default, {}) or item.name in ("executor", "gpus"):
                 continue
-            # Slurm alone has the rest
-            if self.executor != "slurm" and getattr(self, item.name) != item.default:
+            if kind is None:
                 raise ConfigError(
-                    f"{self.executor} has no {_flag(item.name)}: leave it out, or look for a field "
-                    f"of NeMo-Run's {kind.executor} that --set can fill"
+                    f"--executor local runs on this machine as it is, without "
+                    f"{flag_of(item.name)}: remove it, or choose an executor of {', '.join(KINDS)}"
                 )
+            common = item.name in ("environment", "code", "retries", "settings")
+            # Slurm alone has the rest
+            if not (common or item.name in kind.names or self.executor == "slurm"):
+                raise ConfigError(
+                    f"{self.executor} has no {flag_of(item.name)}: leave it out, or look for a "
+                    f"field of NeMo-Run's {kind.executor} that --set can fill"
+                )
+        for name in kind.needs if kind else ():
+            if getattr(self, name) is None:
+                raise ConfigError(f"{self.executor} needs {flag_of(name)}")
         if self.host is not None and self.folder is None:
             raise ConfigError(f"--host {self.host} needs --folder, a path on the cluster")
         if self.host is None and self.folder is not None:
@@ -171,9 +194,14 @@ class Cluster:
             )
 
     @property
+    def per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.gpus or 8
+
+    @property
     def ranks(self) -> int:
         """Over all nodes."""
-        return self.nodes * self.gpus
+        return self.nodes * self.per_node
 
     @property
     def shares_files(self) -> bool:
@@ -184,11 +212,6 @@ class Cluster:
     def python(self) -> str:
         """The interpreter on the nodes: this one where the files are shared, else the image's."""
         return sys.executable if self.shares_files else "python"
-
-    @property
-    def restarts(self) -> bool:
-        """Whether a later start must go on from the checkpoints of an earlier one."""
-        return self.retries > 0 or self.chain > 1 or self.fault_tolerant
 
     def arguments(self) -> dict[str, Any]:
         """Megatron's arguments, by name, that belong to the place rather than to the recipe."""
@@ -204,11 +227,14 @@ class Cluster:
         return given
 
 
-def executor_of(cluster: Cluster, environment: Mapping[str, str], run: ModuleType) -> Any:
+def executor_of(
+    cluster: Cluster, environment: Mapping[str, str], run: ModuleType, *, device: str
+) -> Any:
     """NeMo-Run's executor for the cluster.
 
     Args:
         environment: the recipe's variables; the cluster's replace them.
+        device: ``cuda``, or ``cpu``, for which no GPU is asked.
         run: the imported ``nemo_run``.
 
     Raises:
@@ -222,10 +248,12 @@ def executor_of(cluster: Cluster, environment: Mapping[str, str], run: ModuleTyp
         )
     values: dict[str, Any] = {}
     for name, theirs in kind.names.items():
-        given = getattr(cluster, name)
+        given: Any = cluster.per_node if name == "gpus" else getattr(cluster, name)
         if given is not None:
             given = list(given) if name == "mounts" else given
             values |= dict.fromkeys(theirs, given)
+    if device == "cpu":
+        values = {name: value for name, value in values.items() if "gpus" not in name}
     variables = {**environment, **cluster.environment}
     values["env_vars"] = _for_a_shell(variables) if cluster.executor == "slurm" else variables
     values["retries"] = cluster.retries
@@ -235,7 +263,7 @@ def executor_of(cluster: Cluster, environment: Mapping[str, str], run: ModuleTyp
     if cluster.fault_tolerant:
         values["launcher"].max_restarts = 3
     if cluster.executor == "slurm":
-        values |= _slurm(cluster, run)
+        values |= _slurm(cluster, run, device)
     executor = getattr(run, kind.executor)
     values |= _settings(cluster, executor)
     missing = [
@@ -254,7 +282,7 @@ def executor_of(cluster: Cluster, environment: Mapping[str, str], run: ModuleTyp
         raise ConfigError(f"NeMo-Run cannot use {cluster.executor} here: {error}") from error
 
 
-def _slurm(cluster: Cluster, run: ModuleType) -> dict[str, Any]:
+def _slurm(cluster: Cluster, run: ModuleType, device: str) -> dict[str, Any]:
     if cluster.host is None:
         tunnel = run.LocalTunnel(job_dir="")  # NeMo-Run's own home, where it writes the scripts
     else:
@@ -267,7 +295,17 @@ def _slurm(cluster: Cluster, run: ModuleType) -> dict[str, Any]:
         lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
     if cluster.fault_tolerant:  # its script ends with 0 once it has given up
         lines.append("trap 'exit ${exitcode:-$?}' EXIT")
-    values: dict[str, Any] = {"tunnel": tunnel, "setup_lines": "\n".join(lines) or None}
+    values: dict[str, Any] = {
+        "tunnel": tunnel,
+        "setup_lines": "\n".join(lines) or None,
+        "account": cluster.account,
+        "poll_estimated_start_time": False,  # it would say so on stdout, again and again
+    }
+    if cluster.account is None:  # of which NeMo-Run would make the job's name
+        values["job_name_prefix"] = "kha-megatron."
+    if device == "cpu":  # torchrun is one task; from 22.05 on steps take nothing over from the job
+        values["cpus_per_task"] = cluster.per_node
+        values["srun_args"] = [f"--cpus-per-task={cluster.per_node}"]
     if cluster.chain > 1:  # the next one goes on however the one before ended
         values["dependency_type"] = "afterany"
     return values
@@ -329,5 +367,7 @@ def _minutes(text: str) -> float:
     return days * 1440 + hours * 60 + minutes + seconds / 60
 
 
-def _flag(name: str) -> str:
-    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
+def flag_of(name: str) -> str:
+    """What the command line calls a field of :class:`Cluster`."""
+    own = {item.name: item.metadata["flag"] for item in fields(Cluster)}
+    return own[name] or f"--{name.replace('_', '-')}"

@@ -27,16 +27,13 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.checks import check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, find_failure
+from kha_megatron.recipes.processes import MARK, guarded, marked
 from kha_megatron.recipes.recipe import Recipe
 
 _TASK = "train"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_MARK = "KHA_MEGATRON_LAUNCH"
-"""Environment variable that every process of one launch carries, with a value of its own."""
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
-_GRACE_SECONDS = 20.0
-"""How long ranks may go on after SIGTERM, for instance to write a checkpoint, before SIGKILL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +47,9 @@ class Job:
     ranks: int
     environment: Mapping[str, str]
     output: Path | None
+
+    device: str
+    """``cuda`` or ``cpu``."""
 
     cluster: Cluster | None = None
     """Where it runs; None is this machine."""
@@ -143,8 +143,14 @@ def prepare(
     check_data(run.arguments, look=here)
     if here:
         check_folders(run, output, resume=resume)
-    if cluster is not None and cluster.restarts:
-        run = loading  # of an empty folder at first: Megatron starts anew then
+    if cluster is not None:  # which may start it again; Megatron starts anew in an empty folder
+        if (other := run.files.load) not in (None, loading.files.save):
+            raise ConfigError(
+                f"--load {other}: a job that the cluster starts again would go back to it; go on "
+                "in its own folder with --output and --resume, or begin from its weights with "
+                "--pretrained-checkpoint"
+            )
+        run = loading
     for word in run.dropped:
         announce(f"{recipe.name} leaves out its {word}")
     target = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
@@ -155,6 +161,7 @@ def prepare(
         ranks=ranks,
         environment=_environment(recipe, run, cluster),
         output=output,
+        device=run.training.device,
         cluster=cluster,
     )
 
@@ -188,7 +195,7 @@ def dry_run(job: Job) -> Command:
     *torchrun, _script = replica.args
     return Command(
         words=(*torchrun, *job.command),
-        environment={k: v for k, v in replica.env.items() if k != _MARK},
+        environment={k: v for k, v in replica.env.items() if k != MARK},
         folder=Path(replica.cwd or os.getcwd()),
     )
 
@@ -207,20 +214,17 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
     """
     mark = uuid.uuid4().hex
     last_step = None
-    with _interruptible(), _experiment(job, mark=mark) as experiment:
+    # the guard is inside: leaving the experiment waits for the ranks
+    with _interruptible(), _experiment(job, mark=mark) as experiment, guarded(mark):
         start = time.monotonic()
-        try:
-            experiment.run()
-            info = experiment.status(return_dict=True)[_TASK]
-            logs = Path(info["local_dir"], "nemo_run", info["job_id"])
-            launcher, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
-            for step in _follow(experiment, launcher / "stdout.log", mark):
-                last_step = step
-                if on_step is not None:
-                    on_step(step)
-        except BaseException:
-            _stop(experiment, mark)
-            raise
+        experiment.run()
+        info = experiment.status(return_dict=True)[_TASK]
+        logs = Path(info["local_dir"], "nemo_run", info["job_id"])
+        launcher, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
+        for step in _follow(experiment, launcher / "stdout.log", mark):
+            last_step = step
+            if on_step is not None:
+                on_step(step)
         status = _status(experiment, mark).lower()
         seconds = time.monotonic() - start
     return LaunchResult(
@@ -297,7 +301,7 @@ def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
         launcher="torchrun",
         ntasks_per_node=job.ranks,
         # the scheduler puts PATH in front of the caller's
-        env_vars={**job.environment, "PATH": binaries, _MARK: mark},
+        env_vars={**job.environment, "PATH": binaries, MARK: mark},
     )
     with experiment_of(job, executor) as experiment:
         experiment.add(task_of(job), name=_TASK)
@@ -324,40 +328,9 @@ def _follow(experiment: Any, log: Path, mark: str) -> Iterator[Step]:
 def _status(experiment: Any, mark: str) -> str:
     """Name of the task's state; UNKNOWN if NeMo-Run lost sight of a run that is over."""
     state = experiment.status(return_dict=True)[_TASK]["status"].name
-    if state not in (*_FINISHED, "RUNNING") and not _processes(mark):
+    if state not in (*_FINISHED, "RUNNING") and not marked(mark):
         return "UNKNOWN"
     return state
-
-
-def _stop(experiment: Any, mark: str) -> None:
-    """End every process of the launch: SIGTERM through NeMo-Run, SIGKILL to what is left."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    try:
-        experiment.cancel(_TASK)
-        while _processes(mark) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:  # a second Ctrl-C comes here at once
-        for pid in _processes(mark):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-
-
-def _processes(mark: str) -> list[int]:
-    """Live processes that carry the mark: torchrun, its ranks and whatever those started.
-
-    torchrun puts each rank in a session of its own, so no process group holds them all.
-    """
-    wanted = f"{_MARK}={mark}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return found
 
 
 @contextmanager

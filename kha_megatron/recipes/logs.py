@@ -2,6 +2,7 @@
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,23 +56,49 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
         launcher: folder with torchrun's own ``stdout.log`` and ``stderr.log``.
         ranks: folder of torchrun's ``--log-dir``: ``<run>/attempt_<n>/<local rank>/stderr.log``.
     """
-    table = _ROOT_CAUSE.search("\n".join(_last_lines(launcher / "stderr.log", 1000)))
-    if table is None:
+    cause = _root_cause(_last_lines(launcher / "stderr.log", 1000))
+    if cause is None:
         log = launcher / "stderr.log"
         return Failure(None, None, log, _last_lines(log))
-    rank, local_rank = int(table["rank"]), int(table["local_rank"])
-    exit_code = int(table["exitcode"])
-    if exit_code == 2:  # bad input, which every rank refuses and rank 0 alone explains
-        rank = local_rank = 0
+    rank, local_rank, exit_code = cause
     attempts = sorted(ranks.glob(f"*/attempt_*/{local_rank}"))
     folder = attempts[-1] if attempts else launcher
     logs = (p for n in _STREAMS if (p := folder / n).is_file() and p.stat().st_size)
     log = next(logs, folder / _STREAMS[0])
     lines = _last_lines(log)
-    if exit_code == 2:
-        complaint = [i for i, line in enumerate(lines) if "error: " in line]
-        lines = lines[complaint[-1] :] if complaint else lines  # not argparse's whole usage
-    return Failure(rank, exit_code, log, lines)
+    return Failure(rank, exit_code, log, _complaint(lines) if exit_code == 2 else lines)
+
+
+def failure_in(text: str, log: str) -> Failure:
+    """What ended a run, from the end of the one log that torchrun and all ranks wrote.
+
+    Args:
+        text: its last part.
+        log: where it lies, perhaps on another machine.
+    """
+    lines = text.rstrip().splitlines()
+    if (cause := _root_cause(lines)) is None:
+        return Failure(None, None, Path(log), _plain(lines))
+    rank, local_rank, exit_code = cause
+    own = [line for line in lines if line.startswith(f"[default{local_rank}]:")]
+    found = _plain(own or lines)
+    return Failure(rank, exit_code, Path(log), _complaint(found) if exit_code == 2 else found)
+
+
+def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
+    """Rank, rank on its machine, and exit code of whom torchrun saw failing first."""
+    if (table := _ROOT_CAUSE.search("\n".join(lines))) is None:
+        return None
+    exit_code = int(table["exitcode"])
+    if exit_code == 2:  # bad input, which every rank refuses and rank 0 alone explains
+        return 0, 0, exit_code
+    return int(table["rank"]), int(table["local_rank"]), exit_code
+
+
+def _complaint(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """An error of argparse's without its whole usage."""
+    found = [i for i, line in enumerate(lines) if "error: " in line]
+    return lines[found[-1] :] if found else lines
 
 
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
@@ -82,5 +109,8 @@ def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ()
-    lines = [_RANK_PREFIX.sub("", line.rstrip()) for line in text.rstrip().splitlines()]
-    return tuple(lines[-count:])
+    return _plain(text.rstrip().splitlines(), count)
+
+
+def _plain(lines: Sequence[str], count: int = TAIL_LINES) -> tuple[str, ...]:
+    return tuple(_RANK_PREFIX.sub("", line.rstrip()) for line in lines[-count:])

@@ -4,14 +4,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.history.log_lines import Step
 from kha_megatron.recipes.cluster import Cluster, executor_of
 from kha_megatron.recipes.launching import Job, experiment_of, nemo_run, script_of, task_of
+from kha_megatron.recipes.logs import Failure
+from kha_megatron.recipes.slurm import follow, log_of, number_of
 
 _TASK = "train"
 
@@ -37,8 +40,12 @@ class SubmitResult:
     seconds: float
     folder: str
     """NeMo-Run's folder with the scripts and, where it fetches them, the logs."""
+    log: str | None = None
+    """Output of the ranks of the last job, on the cluster; None but for Slurm."""
     reason: str | None = None
-    """Why the job was not taken."""
+    """Why the job was not taken, or how it ended."""
+    failure: Failure | None = None
+    """What its log says last, where that is known."""
 
     @property
     def succeeded(self) -> bool:
@@ -59,8 +66,14 @@ def dry_submission(job: Job) -> Submission:
     return Submission(requests=requests, script=script_of(job))
 
 
-def submit(job: Job, *, detach: bool = False) -> SubmitResult:
+def submit(
+    job: Job, *, detach: bool = False, on_step: Callable[[Step], None] | None = None
+) -> SubmitResult:
     """Hand the job over, and wait for its end unless ``detach``.
+
+    Args:
+        job: from :func:`~kha_megatron.recipes.launching.prepare`.
+        on_step: called with each progress line of Megatron's; on Slurm only.
 
     Raises:
         MissingDependencyError: NeMo-Run is not installed.
@@ -73,24 +86,30 @@ def submit(job: Job, *, detach: bool = False) -> SubmitResult:
             "running in tmux or with nohup"
         )
     start = time.monotonic()
+    refused = ended = None
     with _quiet(), _experiment(job) as experiment:
-        folder = str(experiment._exp_dir)
         try:
-            experiment.run(detach=detach)
+            experiment.run(detach=detach or executor == "slurm")
         except Exception as error:  # whatever the scheduler's client raises
-            return SubmitResult(
-                status="failed",
-                jobs=(),
-                seconds=time.monotonic() - start,
-                folder=folder,
-                reason=f"{executor} did not take the job: {_line(error)}",
-            )
-    # leaving the experiment is what waits; asked again, some schedulers forget a job that is over
-    names = tuple(str(item.handle or "") for item in experiment.jobs)
+            refused = f"{executor} did not take the job: {_line(error)}"
+        taken = [item for item in experiment.jobs if item.handle]
+        if executor == "slurm" and not refused and not detach:
+            ended = follow(taken, on_step)
+    # leaving the experiment is what waits for the others; asked again, some forget what is over
+    facts: dict[str, Any] = {
+        "jobs": tuple(number_of(item) if executor == "slurm" else item.handle for item in taken),
+        "seconds": time.monotonic() - start,
+        "folder": str(experiment._exp_dir),
+    }
+    if refused:
+        return SubmitResult(status="failed", reason=refused, **facts)
+    if ended is not None:
+        return SubmitResult(**vars(ended), **facts)
     status = experiment.jobs[-1].state.name.lower()
-    if detach and status not in ("failed", "cancelled"):
-        status = "submitted"
-    return SubmitResult(status=status, jobs=names, seconds=time.monotonic() - start, folder=folder)
+    if status not in ("succeeded", "failed", "cancelled"):  # unfinished is no success
+        status = "submitted" if detach else "unknown"
+    log = log_of(taken[-1]) if executor == "slurm" else None
+    return SubmitResult(status=status, log=log, **facts)
 
 
 def _cluster(job: Job) -> Cluster:
@@ -120,7 +139,7 @@ def _quiet() -> Iterator[None]:
 def _experiment(job: Job) -> Iterator[Any]:
     """A NeMo-Run experiment with the chain's jobs, each after the one before."""
     cluster = _cluster(job)
-    executor = executor_of(cluster, job.environment, nemo_run())
+    executor = executor_of(cluster, job.environment, nemo_run(), device=job.device)
     with experiment_of(job, executor) as experiment:
         before: list[str] = []
         for number in range(cluster.chain):

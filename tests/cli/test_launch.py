@@ -65,8 +65,8 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     [
         (["launch", "quikstart"], ConfigError, "unknown recipe"),
         ([*LAUNCH, "--executor", "pbs"], ConfigError, "'pbs': choose one of local, docker"),
-        ([*LAUNCH, "--executor", "slurm"], ConfigError, "slurm needs --account"),
-        ([*LAUNCH, "--nodes", "2"], ConfigError, "without nodes"),
+        ([*LAUNCH, "--executor", "slurm"], ConfigError, "slurm needs --time"),
+        ([*LAUNCH, "--nodes", "2"], ConfigError, "without --nodes"),
         ([*LAUNCH, "--detach", "--", "--mock-data"], ConfigError, "--detach is for clusters"),
         ([*DOCKER, "--env", "A"], ConfigError, "--env A: give NAME=VALUE"),
         ([*DOCKER, "--", "--mock-data"], ConfigError, "docker needs --output"),

@@ -34,6 +34,7 @@ CLUSTERS = {
     "slurm": Cluster(
         executor="slurm", nodes=2, **SLURM, environment={"NOTE": "it's $HOME"}, chain=2
     ),
+    "slurm-cpu": Cluster(executor="slurm", gpus=2, time="00:30:00"),
     "slurm-container": Cluster(
         executor="slurm",
         nodes=2,
@@ -85,12 +86,9 @@ users: [{name: t, user: {}}]
 """  # fmt: skip
 
 
-def job_on(cluster, **changes):
-    output = None if cluster.shares_files else Path("/runs/one")
-    words = ["--mock-data", "--odd=a b$c"]
-    return prepare(
-        get_recipe("dense-0.6b"), cluster=cluster, output=output, overrides=words, **changes
-    )
+def job_on(cluster, output=Path("/runs/one"), words=()):
+    words = ["--mock-data", "--odd=a b$c", *words]
+    return prepare(get_recipe("dense-0.6b"), cluster=cluster, output=output, overrides=words)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -103,7 +101,8 @@ def test_dry_runs_equal_their_golden_files(name, nemorun_home, tmp_path, monkeyp
         location = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
         monkeypatch.setattr(location, str(tmp_path / "kubeconfig"))
     monkeypatch.delenv("LOGLEVEL", raising=False)
-    submission = dry_submission(job_on(cluster))
+    words = ["--device", "cpu"] if name.endswith("cpu") else []
+    submission = dry_submission(job_on(cluster, words=words))
     assert len(submission.requests) == cluster.chain
     text = "\n".join([*submission.requests, "# scripts/train.sh", submission.script])
     text = text.replace(str(Path(sys.executable).parent), "/BIN")
@@ -127,38 +126,51 @@ def test_the_script_gives_every_argument_unchanged(nemorun_home):
     assert printed[:4] == [sys.executable, "-u", "-m", "kha_megatron.training"]
 
 
+def test_a_job_that_may_be_started_again_loads_nothing_else():
+    with pytest.raises(ConfigError, match=r"--load /other: .* --pretrained-checkpoint"):
+        job_on(CLUSTERS["slurm-container"], words=["--load", "/other"])
+
+
 def test_time_limits_and_restarts_reach_megatron():
     words = job_on(CLUSTERS["slurm"]).command
     assert words[words.index("--exit-duration-in-mins") + 1] == "225"  # 15 minutes to spare
     shorter = Cluster(executor="slurm", account="a", time="0-00:20:30")
     words = job_on(shorter).command
     assert words[words.index("--exit-duration-in-mins") + 1] == "17"  # 3 of 20.5
-    assert "--load" not in words
+    assert words[words.index("--load") + 1] == words[words.index("--save") + 1]
     given = job_on(CLUSTERS["slurm-container"]).command
     assert given[given.index("--load") + 1] == given[given.index("--save") + 1]
     assert given[0] == "python"
     assert "--enable-ft-package" in job_on(CLUSTERS["slurm-fault-tolerant"]).command
 
 
-STAND_INS = {  # a cluster of this machine: the batch script runs at once, sacct says how it ended
+STAND_INS = {  # a cluster of this machine: the batch script runs at once
     "sbatch": """
 script="${@: -1}"
 export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=localhost SLURM_NODEID=0 SLURM_NTASKS_PER_NODE=1
-echo "$@" >> "$STATE/sbatch"
 bash "$script" > "$STATE/out" 2>&1 && echo COMPLETED > "$STATE/end" || echo FAILED > "$STATE/end"
 echo 77
 """,
     "srun": """
 [ "$1" = --nodes=1 ] && exec echo 127.0.0.1
 while [ "$1" != torchrun ]; do
+  [ "$1" = --output ] && exec > "${2//%j/77}" 2>&1
   [ "$1" = --chdir ] && { mkdir -p "$2"; cd "$2"; }
   shift
 done
 exec "$@"
 """,
-    "scontrol": '[ "$1" = show ] && echo localhost; echo "$@" >> "$STATE/scontrol"',
-    "sacct": 'printf "JobID|JobName|State|ExitCode\\n77|train|%s|0:0\\n" "$(cat "$STATE/end")"',
-    "squeue": "true",
+    "scontrol": """
+[ "$1 $2" = "show hostnames" ] && exec echo localhost
+[ "$1" = requeue ] && { echo "$@" >> "$STATE/scontrol"; exit; }
+[ -e "$STATE/silent" ] && { rm "$STATE/silent"; echo "Unable to contact controller" >&2; exit 1; }
+[ -e "$STATE/forgotten" ] && { echo "Invalid job id specified" >&2; exit 1; }
+echo "JobId=77 JobName=x JobState=$(cat "$STATE/end") Reason=None Restarts=0 ExitCode=3:0"
+""",
+    "sacct": """
+[ -e "$STATE/accounting" ] || { echo "Slurm accounting storage is disabled" >&2; exit 1; }
+echo "$(cat "$STATE/end")|3:0"
+""",
 }
 
 
@@ -182,12 +194,26 @@ folder = Path(__file__).parent
 (folder / f"rank{os.environ['RANK']}").write_text(os.environ["NOTE"] + "|" + sys.argv[-1])
 while not (folder / "rank0").exists():  # a rank that fails ends the others
     time.sleep(0.01)
-sys.exit(int(sys.argv[sys.argv.index("--code") + 1]) if os.environ["RANK"] == "1" else 0)
+print(" iteration  7/  7 | lm loss: 2.5E+00 |", flush=True)
+code = int(sys.argv[sys.argv.index("--code") + 1]) if os.environ["RANK"] == "1" else 0
+sys.exit(code and (print("the disk is full", file=sys.stderr), code)[1])
 """
 
 
-@pytest.mark.parametrize(("code", "status"), [(0, "succeeded"), (3, "failed")])
-def test_a_slurm_job_to_its_end(code, status, slurm, scripted, nemorun_home):
+@pytest.mark.parametrize(
+    ("code", "knows", "status"),
+    [
+        (0, ["silent"], "succeeded"),  # the controller, once it answers
+        (3, [], "failed"),
+        (0, ["forgotten", "accounting"], "succeeded"),
+        (3, ["forgotten", "accounting"], "failed"),
+        (0, ["forgotten"], "unknown"),
+    ],
+)
+def test_a_slurm_job_to_its_end(code, knows, status, slurm, scripted, nemorun_home, monkeypatch):
+    monkeypatch.setattr("kha_megatron.recipes.slurm._POLL_SECONDS", 0.1)
+    for name in knows:
+        (slurm / name).touch()
     cluster = Cluster(
         executor="slurm", gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, **SLURM
     )
@@ -195,16 +221,21 @@ def test_a_slurm_job_to_its_end(code, status, slurm, scripted, nemorun_home):
         RANK, run=Run.of().updated(["--code", str(code), "--save", str(slurm / "runs")])
     )
     words = ["--mock-data", "--odd=a b$c"]
-    result = submit(prepare(recipe, cluster=cluster, overrides=words))
-    assert result.reason is None, result.reason
+    steps = []
+    result = submit(prepare(recipe, cluster=cluster, overrides=words), on_step=steps.append)
     printed = (slurm / "out").read_text()
     assert result.status == status, printed
-    assert result.succeeded == (code == 0)
+    assert result.succeeded == (status == "succeeded")
     assert len(result.jobs) == 1
+    assert {step.loss for step in steps} == {2.5}
     for rank in (0, 1):
         seen = (slurm / f"rank{rank}").read_text()
         assert seen == "it's $HOME|a b$c"
-    assert ("requeue 77" in (slurm / "scontrol").read_text()) == (code != 0)
+    assert (slurm / "scontrol").exists() == (code != 0)  # requeue
+    if status == "failed":
+        assert "job 77 as FAILED (exit code 3:0" in result.reason
+        assert (result.failure.rank, result.failure.exit_code) == (1, 3)
+        assert result.failure.lines[-1] == "the disk is full"
 
 
 def test_a_scheduler_that_is_not_there_is_a_failed_job(monkeypatch, nemorun_home, tmp_path):
@@ -223,7 +254,10 @@ def test_a_scheduler_that_is_not_there_is_a_failed_job(monkeypatch, nemorun_home
         ({"executor": "docker", "image": "x", "nodes": 2}, "docker has no --nodes"),
         ({"executor": "lepton", "image": "x", "partition": "p"}, "lepton has no --partition"),
         ({"executor": "kubeflow", "image": "x", "chain": 2}, "kubeflow has no --chain"),
-        ({"executor": "slurm", **SLURM, "nodes": 0}, "nodes 0: give a whole number from 1"),
+        ({"executor": "slurm", **SLURM, "nodes": 0}, "--nodes 0: give a whole number from 1"),
+        ({"executor": "slurm", **SLURM, "gpus": 0}, "--nproc 0: give a whole number from 1"),
+        ({"executor": "slurm", **SLURM, "retries": -1}, "--retries -1: give a whole number"),
+        ({"executor": "local", "nodes": 2}, "without --nodes: remove it, or choose an executor"),
         ({"executor": "slurm", **SLURM, "host": "h@x"}, "--host h@x needs --folder"),
         ({"executor": "slurm", **SLURM, "folder": "/x"}, "--folder /x is for --host"),
         ({"executor": "slurm", **SLURM, "chain": 2, "fault_tolerant": True}, "remove one of them"),

@@ -13,7 +13,8 @@ import pytest
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.recipes import get_recipe, launch, prepare
-from kha_megatron.recipes.launching import _MARK, _processes, dry_run
+from kha_megatron.recipes.launching import dry_run
+from kha_megatron.recipes.processes import MARK, marked
 
 ODD = ["a b", "$HOME", "it's", "~", "([0]*1+[1]*3)", "-1e-3", "", "a\nb", "*", '"', "\\"]
 
@@ -87,8 +88,9 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_stops_every_process_of_every_rank(tmp_path, nemorun_home):
-    """SIGTERM here, which becomes the KeyboardInterrupt that Ctrl-C is."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_home):
+    """SIGTERM becomes the KeyboardInterrupt that Ctrl-C is; of SIGKILL nobody here hears."""
     script = tmp_path / "rank.py"
     script.write_text(SLEEP)
     files = [tmp_path / "pids0", tmp_path / "pids1"]
@@ -101,9 +103,11 @@ def test_an_interrupt_stops_every_process_of_every_rank(tmp_path, nemorun_home):
         pids = [int(pid) for file in files for pid in file.read_text().split()]
         assert len(pids) == 4
         assert all(map(_alive, pids))
-        driver.send_signal(signal.SIGTERM)
+        driver.send_signal(number)
         output, _ = driver.communicate(timeout=60)
-        assert output == "interrupted\n"
+        assert output == ("interrupted\n" if number == signal.SIGTERM else "")
+        if number == signal.SIGKILL:  # its guard needs a moment
+            _wait_until(lambda: not any(map(_alive, pids)), 15)
         assert not any(map(_alive, pids))
     finally:
         driver.kill()
@@ -126,15 +130,15 @@ def _alive(pid: int) -> bool:
 
 
 def test_processes_are_found_by_their_mark():
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, _MARK: "mine-1"})
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "mine-1"})
     try:
-        _wait_until(lambda: _processes("mine-1"), 10)
-        assert _processes("mine-1") == [child.pid]
-        assert _processes("mine") == []
+        _wait_until(lambda: marked("mine-1"), 10)
+        assert marked("mine-1") == {child.pid: os.getpid()}
+        assert marked("mine") == {}
     finally:
         child.kill()
         child.wait()
-    assert _processes("mine-1") == []
+    assert marked("mine-1") == {}
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+"""The processes of one launch, found by a mark in their environment, and their end.
+
+torchrun puts each rank in a session of its own, so no process group holds them all. Run as a script
+this is the guard that outlives a killed launch: it waits until its standard input is closed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MARK = "KHA_MEGATRON_LAUNCH"
+"""Environment variable that every process of one launch carries, with a value of its own."""
+_GRACE_SECONDS = 20.0
+"""How long ranks may go on after SIGTERM, for instance to write a checkpoint, before SIGKILL."""
+
+
+@contextmanager
+def guarded(mark: str) -> Iterator[None]:
+    """No process with the mark outlives the block, nor this process, however it is killed."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", __file__, mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,  # out of reach of Ctrl-C and of a closing terminal
+    )
+    try:
+        yield
+    finally:
+        try:
+            guard.communicate()
+        except KeyboardInterrupt:  # a second Ctrl-C: at once
+            end(mark, grace=0)
+            raise
+
+
+def end(mark: str, grace: float = _GRACE_SECONDS) -> None:
+    """SIGTERM to those that others come from (torchrun passes it on), SIGKILL to what is left."""
+    deadline = time.monotonic() + grace
+    found = marked(mark)
+    _signal(pid for pid, parent in found.items() if parent not in found)
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _signal(marked(mark), signal.SIGKILL)
+
+
+def marked(mark: str) -> dict[int, int]:
+    """Live processes that carry the mark, each with its parent: torchrun, ranks, their children."""
+    wanted = f"{MARK}={mark}".encode()
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                found[int(folder.name)] = int(fields[1])
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def _signal(pids: Iterable[int], number: signal.Signals = signal.SIGTERM) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    end(sys.argv[1])
