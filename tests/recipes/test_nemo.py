@@ -62,7 +62,7 @@ def test_a_recipe_trains(nemo, tmp_path):
 
 def test_a_failing_rank_ends_it_with_1(nemo, tmp_path):
     assert nemo("megatron='--mock-data --x fail'").returncode == 1
-    assert (tmp_path / "rank1").exists()
+    assert list(tmp_path.glob("rank[01]"))  # the first to fail may end the other before it writes
 
 
 def test_bad_input_ends_it_with_2(nemo):
