@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 def is_hf_folder(path: Path) -> bool:
     """Whether a folder holds a Hugging Face model rather than a Megatron checkpoint."""
-    return (path / CONFIG).is_file()
+    return os.path.isfile(path / CONFIG)  # of a path of any length
 
 
 class HFCheckpoint:
@@ -53,7 +53,7 @@ class HFCheckpoint:
                 ``manifest.json`` lists other tensors.
         """
         path = Path(path)
-        if not (path / CONFIG).is_file():
+        if not is_hf_folder(path):
             raise CheckpointError(f"{path} has no {CONFIG}: name a Hugging Face model folder")
         config = _json_object(path / CONFIG)
         if (path / INDEX).is_file():

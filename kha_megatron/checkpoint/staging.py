@@ -30,6 +30,10 @@ def check_output_folder(
         OutputError: it is a file, holds something that would be lost, or is being written.
     """
     target = folder.resolve()
+    try:
+        target.exists()
+    except OSError as error:  # of a name that is too long, for one
+        raise OutputError(f"cannot write {folder}: {error.strerror}") from error
     if not target.exists() and _aside(target):
         with _locked(target):
             _clean_up(target)

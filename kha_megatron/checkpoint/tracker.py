@@ -6,6 +6,7 @@ that the tracker file does not name, which must not be lost. Everyone who reads 
 :func:`judge`.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -118,8 +119,11 @@ def resolve(path: Path) -> Path:
     Raises:
         CheckpointError: there is neither.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder: name a --save folder or iter_0000123 in it")
+    if not os.path.isdir(path):
+        raise CheckpointError(
+            f"{path} is not a folder: name a --save folder, iter_0000123 in it, or a Hugging Face "
+            "model folder"
+        )
     if not (path / TRACKER).exists() and (
         (path / COMMIT_MARK).exists() or iteration_of(path) is not None
     ):

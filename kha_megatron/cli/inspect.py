@@ -14,7 +14,6 @@ from rich.table import Table
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES, Variant
 from kha_megatron.model.recorded import kha_of, knock_weights
@@ -87,10 +86,6 @@ def _open(path: Path) -> "MegatronCheckpoint | HFCheckpoint":
     from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a folder: name a Megatron --save folder or a Hugging Face model folder"
-        )
     return (HFCheckpoint if is_hf_folder(path) else MegatronCheckpoint).open(path)
 
 

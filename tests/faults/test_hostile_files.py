@@ -5,14 +5,16 @@ import pickle
 import signal
 import socket
 import tracemalloc
+from functools import partial
 
 import pytest
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.checkpoint.tensor_archive import InertUnpickler
 from kha_megatron.checkpoint.tracker import TRACKER, judge
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, KHAError
 from tests.faults import fuzz
 
 
@@ -70,6 +72,16 @@ def test_a_tracker_that_is_no_file_is_refused_by_name(tmp_path, kind):
     SPECIAL[kind](tmp_path / TRACKER)
     with pytest.raises(CheckpointError, match=rf"{TRACKER} cannot be read \(it is {kind}, no reg"):
         judge(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [HFCheckpoint.open, MegatronCheckpoint.open, partial(check_output_folder, overwrite=True)],
+)
+def test_a_path_that_is_too_long_is_refused(tmp_path, use):
+    with pytest.raises(KHAError) as caught:
+        use(tmp_path / ("x" * 300))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 BOMBS = {
