@@ -71,6 +71,11 @@ SECTIONS = {
         "command goes on from the last complete iteration.",
         ("save", "killed", "in the middle of", "the save was complete", "the next run loads"),
     ),
+    "Full disks": (
+        "A write of the second checkpoint fails with ENOSPC: the run ends with one line, and the "
+        "next one goes on from the first.",
+        ("what fails", "exit codes", "the next run loads"),
+    ),
     "Fuzz": (
         "Seeded damage to what is read: refused in one line, or read as what it is.",
         ("input", "cases", "refused in one line", "read"),

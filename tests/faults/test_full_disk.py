@@ -45,11 +45,12 @@ def check_resumed(run, folder):
     [(1, ("half", "iter_0000002/*.distcp")), (0, ("half", "iter_0000002/.metadata.tmp"))],
     ids=["a shard", "the index"],
 )
-def test_a_refused_write_of_one_rank(entry, tmp_path, victim, wanted):
+def test_a_refused_write_of_one_rank(entry, tmp_path, faults_table, victim, wanted):
     folder = tmp_path / "save"
     run = entry(arguments(folder), 2, before=functools.partial(refuse, folder, wanted, victim))
     check_stopped(run, folder)
     check_resumed(entry(arguments(folder, *until(2)), 2), folder)
+    faults_table("Full disks", f"a write of `{wanted[1]}` by rank {victim}", str(run.codes), 1)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def disk(tmp_path):
     subprocess.run(["umount", str(mounted)], check=True)
 
 
-def test_a_disk_that_is_really_full(entry, disk):
+def test_a_disk_that_is_really_full(entry, disk, faults_table):
     folder, ballast = disk / "save", disk / "ballast"
     assert entry(arguments(folder, *until(1)), 2).codes == [0, 0]
     used = sum(file.stat().st_size for file in iteration_folder(folder, 1).iterdir())
@@ -75,3 +76,4 @@ def test_a_disk_that_is_really_full(entry, disk):
     assert run.codes == [2, 2]
     ballast.unlink()
     check_resumed(entry(arguments(folder, *until(2)), 2), folder)
+    faults_table("Full disks", "every write: a file system of 1 MB", str(run.codes), 1)
