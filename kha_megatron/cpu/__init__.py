@@ -30,4 +30,4 @@ ENVIRONMENT: dict[str, str] = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores; torch's default would oversubscribe them
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument check asks for it with TP or CP
 }
-"""Environment of every rank."""
+"""Environment of every rank, but for what the user has set."""

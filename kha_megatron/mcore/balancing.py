@@ -11,15 +11,17 @@ bits.
 Shapes: ``E`` experts, ``n`` MoE layers of this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 from torch import Tensor
+
+from kha_megatron.mcore.gradients import around_finalization
 
 Update = Literal["sign", "rms"]
 
@@ -51,33 +53,30 @@ def balance_experts(
 ) -> None:
     """Move the expert biases by ``update``, and report the loads. Call it on every rank.
 
-    Megatron has the sign form. Sets ``config.finalize_model_grads_func``, which Megatron's
-    schedules call between backward and the optimizer step; one that is already set is called as
-    well. Costs one all-reduce of ``[n, E]`` numbers a step.
+    Megatron has the sign form. Costs one all-reduce of ``[n, E]`` numbers a step.
 
     Args:
         models: the virtual pipeline stages of this rank.
         report: what to do with the loads.
     """
-    config = get_model_config(models[0])
-    finalize = config.finalize_model_grads_func or finalize_model_grads
-    rate = config.moe_router_bias_update_rate
+    rate = get_model_config(models[0]).moe_router_bias_update_rate
 
+    @contextmanager
     @torch.no_grad()
-    def balanced(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+    def balanced(chunks: list[Any], groups: Any) -> Iterator[None]:
         routers = _routers(models)
         # before Megatron takes its own step, and counts from zero again
         loads = _stacked([router.local_tokens_per_expert for router in routers])
         biases = _stacked([router.expert_bias for router in routers])
-        finalize(chunks, *args, **kwargs)
-        dist.all_reduce(loads, group=_sharing(kwargs.get("pg_collection")))
+        yield
+        dist.all_reduce(loads, group=_sharing(groups))
         biases = biases + rate * step_of_bias(loads, update)
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
         if report is not None:
             report([router.layer_number for router in routers], loads, biases)
 
-    config.finalize_model_grads_func = balanced
+    around_finalization(models, balanced)
 
 
 def violation(loads: Tensor) -> Tensor:

@@ -31,9 +31,5 @@ def model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
         return config
     config = gpt_config_from_args(args, config=transformer)
     config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it: always 8
-    config.transformer_layer_spec = partial(_layer_spec, kha=kha)
+    config.transformer_layer_spec = partial(kha_layer_spec, kha=kha)
     return config
-
-
-def _layer_spec(config: Any, vp_stage: int | None = None, *, kha: KHAConfig) -> Any:
-    return kha_layer_spec(config, kha, vp_stage)

@@ -10,15 +10,16 @@ Only if it is not finite are tensors searched.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.utils import get_model_config
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kha_megatron.errors import NonFiniteError
+from kha_megatron.mcore.gradients import around_finalization, gradient_of
 from kha_megatron.mcore.knocking import KnockingHeads
 
 Model = Any
@@ -46,13 +47,11 @@ class _Site(NamedTuple):
 def stop_before_non_finite_steps(models: list[Model]) -> None:
     """Watch the virtual pipeline stages of this rank. Call it on every rank, before training.
 
-    Sets ``config.finalize_model_grads_func``, which Megatron's schedules call between backward and
-    the optimizer step; one that is already set is called as well.
-
     A step that is not finite anywhere raises ``NonFiniteError`` on every rank. Costs one pass over
     the layers' outputs and one over the gradients, one all-reduce of a number, and one wait for the
-    device. With ``overlap_grad_reduce`` gradients are seen after their sum over data-parallel
-    ranks, so that a rank whose gradient alone is bad cannot be told from the others of its group.
+    device. With ``overlap_grad_reduce`` and FSDP2 gradients are seen after their sum over
+    data-parallel ranks, so that a rank whose gradient alone is bad cannot be told from the others
+    of its group; FSDP2's shards are looked at by the ranks that hold them.
     With CUDA graphs the layers' outputs are not watched: a bad one is named by its gradients.
     """
     sites: list[_Site] = []
@@ -63,19 +62,20 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
         module.register_forward_hook(_recorder(largest, len(sites)))
         sites.append(site)
 
-    config = get_model_config(models[0])
-    finalize = config.finalize_model_grads_func or finalize_model_grads
-
-    def checked(chunks: list[Model], *args: Any, **kwargs: Any) -> None:
-        reduced = any(_overlaps_reduction(chunk) for chunk in chunks)
-        if reduced:  # until then the gradients may be on their way
-            finalize(chunks, *args, **kwargs)
-        _check(models, sites, largest, reduced)
+    @contextmanager
+    def checked(chunks: list[Model], groups: Any) -> Iterator[None]:
+        overlaps = any(_overlaps_reduction(chunk) for chunk in chunks)
+        if overlaps:  # until then the gradients may be on their way
+            yield
+        summed_by = "--overlap-grad-reduce" if overlaps else None
+        if any(isinstance(p, DTensor) for model in models for p in model.parameters()):
+            summed_by = "--use-torch-fsdp2"
+        _check(models, sites, largest, summed_by)
         largest.zero_()
-        if not reduced:
-            finalize(chunks, *args, **kwargs)
+        if not overlaps:
+            yield
 
-    config.finalize_model_grads_func = checked
+    around_finalization(models, checked)
 
 
 def _watched(model: Model) -> list[tuple[_Site, Model]]:
@@ -112,15 +112,15 @@ def _overlaps_reduction(chunk: Model) -> bool:
     return getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)
 
 
-def _check(models: list[Model], sites: list[_Site], largest: Tensor, reduced: bool) -> None:
-    gradients = [g for _, _, p in _parameters(models) if (g := _gradient(p)) is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, math.inf).to(largest)
+def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None) -> None:
+    gradients = [gradient for *_, gradient in _parameters(models) if gradient is not None]
+    norm = torch.nn.utils.get_total_norm(filter(Tensor.numel, gradients), math.inf).to(largest)
     bad = (~torch.isfinite(torch.cat([largest, norm.view(1)])).all()).int()
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     if not bad.item():
         return
     findings: list[NotFinite | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(findings, _first_finding(models, sites, largest, reduced))
+    dist.all_gather_object(findings, _first_finding(models, sites, largest, summed_by))
     first = min(filter(None, findings))
     ranks = [rank for rank, finding in enumerate(findings) if finding == first]
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -132,28 +132,30 @@ def _check(models: list[Model], sites: list[_Site], largest: Tensor, reduced: bo
 
 
 def _first_finding(
-    models: list[Model], sites: list[_Site], largest: Tensor, reduced: bool
+    models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None
 ) -> NotFinite | None:
     found = []
     parameters = list(_parameters(models))
-    for order, name, parameter in parameters:
+    for order, name, parameter, _ in parameters:
         if not torch.isfinite(parameter).all():
             found.append(NotFinite(0, order, f"{_amount(parameter)} parameter {name}"))
     for site, peak in zip(sites, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
             found.append(NotFinite(1, site.order, f"{what} in the output of {site.name}"))
-    note = ", summed over data-parallel ranks (--overlap-grad-reduce)," if reduced else ""
-    for (layer, position), name, parameter in parameters:
-        gradient = _gradient(parameter)
+    note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
+    for (layer, position), name, _, gradient in parameters:
         if gradient is not None and not torch.isfinite(gradient).all():
             text = f"{_amount(gradient)} the gradient of {name}{note}"
             found.append(NotFinite(2, (-layer, -position), text))
     return min(found, default=None)
 
 
-def _parameters(models: Iterable[Model]) -> Iterator[tuple[tuple[float, int], str, Tensor]]:
-    """Forward order, name as in a checkpoint (layers counted from 0 over all stages), parameter."""
+def _parameters(
+    models: Iterable[Model],
+) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
+    """Forward order, name as in a checkpoint (layers counted from 0 over all stages), what this
+    rank holds of the parameter and of its gradient."""
     for model in models:
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
@@ -162,12 +164,13 @@ def _parameters(models: Iterable[Model]) -> Iterator[tuple[tuple[float, int], st
             if local := re.match(r"decoder\.layers\.(\d+)\.", name):
                 order = int(local[1]) + offset
                 name = f"decoder.layers.{order}.{name[local.end() :]}"
-            yield (order, position), name, parameter
+            gradient = gradient_of(parameter)
+            held = gradient if gradient is None else _held(gradient)
+            yield (order, position), name, _held(parameter), held
 
 
-def _gradient(parameter: Tensor) -> Tensor | None:
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _amount(tensor: Tensor) -> str:

@@ -28,12 +28,12 @@ Legend: ``s`` sequence, ``b`` microbatch, ``heads`` those of this rank, ``D`` fe
 ``n`` matrices of a stacked weight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -43,6 +43,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.mcore.gradients import around_finalization, gradient_of
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.ops.diagnostics import measure
 
@@ -70,9 +71,8 @@ def watch_heads(
     tensor-parallel ranks, one product for each gate, a few passes over the matrices, and one
     all-reduce over all ranks of some numbers per layer.
 
-    Sets ``config.finalize_model_grads_func``, which Megatron's schedules call between backward and
-    the optimizer step; one that is already set is called before. With CUDA graphs of layers, gates
-    and cosines are left out, because a captured module must not have hooks.
+    With CUDA graphs of layers, gates and cosines are left out, because a captured module must not
+    have hooks.
 
     Args:
         models: the virtual pipeline stages of this rank, not yet wrapped for data parallelism.
@@ -94,14 +94,14 @@ def watch_heads(
             "--cuda-graph-impl local"
         )
     instruments = _Instruments(models, kha, lambda: iteration() % interval == 0)
-    finalize = config.finalize_model_grads_func or finalize_model_grads
 
-    def measured(chunks: list[Model], *args: Any, **kwargs: Any) -> None:
-        finalize(chunks, *args, **kwargs)
+    @contextmanager
+    def measured(chunks: list[Model], groups: Any) -> Iterator[None]:
+        yield
         if iteration() % interval == 0:
             write(instruments.read(chunks), iteration())
 
-    config.finalize_model_grads_func = measured
+    around_finalization(models, measured)
 
 
 class _Instruments:
@@ -278,9 +278,7 @@ def _squared_gradients(weight: Tensor, chunks: Sequence[Model]) -> tuple[Tensor,
         ``[n]`` in float64, and 1 over the number of ranks among which the gradient is divided; 0
         for a weight that is not trained.
     """
-    gradient = getattr(weight, "main_grad", None)
-    gradient = weight.grad if gradient is None else gradient
-    if gradient is None:
+    if (gradient := gradient_of(weight)) is None:
         return torch.zeros(len(weight), dtype=torch.float64, device=weight.device), 0.0
     flat = _whole(gradient.detach()).double().flatten()
     share = 1.0

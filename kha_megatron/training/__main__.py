@@ -22,10 +22,11 @@ def main() -> None:
 
     try:
         choose_device(sys.argv)
-        from kha_megatron.mcore.compat import check_training_package
+        from kha_megatron.mcore.compat import TRAINING, check_training_package, megatron_imports
 
         check_training_package()
-        from kha_megatron.training.pretrain import run
+        with megatron_imports(TRAINING):
+            from kha_megatron.training.pretrain import run
 
         run(PROGRAM_START)
     except KHAError as error:

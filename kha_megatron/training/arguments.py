@@ -144,10 +144,12 @@ def choose_device(argv: list[str]) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("no CUDA device found: add --device cpu to train on the CPU")
         return
+    given = {word.split("=", 1)[0] for word in argv}
     for name, variable in cpu.ENVIRONMENT.items():
         os.environ.setdefault(name, variable)
+    if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:  # Megatron's check of them refuses 1
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     cpu.install(despite_cuda=True, quiet=bool(help_only))
-    given = {word.split("=", 1)[0] for word in argv}
     for name, needed in cpu.MEGATRON_FLAGS.items():
         if needed is not None and name in given and (other := _value(argv, name)) != needed:
             raise ConfigError(f"--device cpu needs {name} {needed}, not {other}: remove {name}")
