@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kha_megatron.data.splits import USUAL, check_split, count_documents
 from kha_megatron.errors import DataError
 
 CORPUS = "corpus"
@@ -17,14 +18,15 @@ BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-
 
 
 def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
-    """The datasets and the tokenizer that Megatron's arguments name must be there.
+    """What Megatron's arguments name must be there, and a ``--split`` leave no part empty.
 
     Args:
         arguments: by name.
         look: False where the files lie on machines that this one does not see.
 
     Raises:
-        DataError: nothing is named, or a file is missing; with the command that makes it.
+        DataError: nothing is named, a file is missing, or a part would have no documents; with the
+            command that makes it, or a split that works.
     """
     if arguments.get("mock_data"):
         return
@@ -37,6 +39,9 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         )
     for flag, words in blends.items() if look else ():
         check_blend(flag, words)
+    for prefix in _prefixes(blends["--data-path"]) if look else ():
+        if "://" not in prefix:
+            check_split(arguments.get("split") or USUAL[0], count_documents(prefix), prefix)
     kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
     if kind == "HuggingFaceTokenizer" and not model:
         raise DataError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model FOLDER")

@@ -35,6 +35,8 @@ _NOT_HERE = {
     "inprocess_restart": "this entry point does not restart in process: remove "
     "--inprocess-restart, and let the launcher restart the job",
     "logits_load_dir": "this entry point does not distil: remove --logits-load-dir",
+    "rampup_batch_size": "Megatron ignores --rampup-batch-size: use --step-batch-size-schedule "
+    "'0:16 300K:32', and no --global-batch-size",
     "yaml_cfg": "this entry point does not read Megatron's YAML file: give all arguments in full",
 }
 
@@ -84,7 +86,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "matrices have come, their gradient norms, how open the gates are, and the mean cosine "
         "between heads' values before and after the knock (all as kha-*). Off by default.",
     )
-    parser.set_defaults(verify_integrity=True)
+    parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
     group.add_argument(
         "--no-verify-integrity",
         dest="verify_integrity",
@@ -202,6 +204,11 @@ def check_args(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--moe-router-bias-update-rms without a bias to update: add "
             "--moe-router-enable-expert-bias"
+        )
+    if args.init_model_with_meta_device and not (args.use_torch_fsdp2 or args.use_megatron_fsdp):
+        raise ConfigError(
+            "--init-model-with-meta-device without FSDP trains whatever the memory holds: add "
+            "--use-torch-fsdp2, or remove it"
         )
     _check_log_interval(args)
     check_arguments(vars(args), args.world_size)

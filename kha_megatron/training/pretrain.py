@@ -6,6 +6,7 @@ Import only after :func:`kha_megatron.training.arguments.choose_device`.
 import argparse
 import json
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch import Tensor
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
 from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.attention import describe_model
@@ -92,7 +94,11 @@ def run(program_start: float) -> None:
         check_same_kha(early, kha)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
-    args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    try:
+        args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    except (AssertionError, ValueError) as error:
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+        raise ConfigError(f"Megatron refuses these arguments: {' '.join(why.split())}") from error
     args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
     # resolved values, so that the checkpoint's own arguments say what was trained
     for name, value in kha.to_dict().items():

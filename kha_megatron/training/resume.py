@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kha_megatron import cpu
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
@@ -103,15 +104,16 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
-    """Refuse to load a checkpoint that was trained with another configuration.
+    """Refuse to load a checkpoint that was trained with another configuration, or does not move.
 
     Raises:
         CheckpointError: it was trained with another configuration or without KHA, with the tensors
-            that differ, or it is damaged or incomplete.
+            that differ, its optimizer's state fits its own layout only, or it is damaged or
+            incomplete.
     """
     if (path := checkpoint_to_load(args)) is None:
         return
-    stored, shapes = _stored(path)
+    stored, shapes, saved_args = _stored(path)
     saved = stored or KHAConfig()
     if saved.to_dict(start=False) != kha.to_dict(start=False):
         remedy = "resume with the same --kha-* arguments, or start without --load"
@@ -121,18 +123,42 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
             f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
             f"{_differences(shapes, kha)}: {remedy}"
         )
+    _check_optimizer_moves(path, saved_args, args)
 
 
-def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]]]:
-    """What a checkpoint knocks, and the shapes of its model's tensors."""
+def _check_optimizer_moves(path: Path, saved: Mapping[str, Any], args: Namespace) -> None:
+    """The distributed optimizer's usual state is cut for one layout; Megatron's advice is wrong."""
+    if not args.use_distributed_optimizer or args.use_mp_args_from_checkpoint_args:
+        return
+    if args.no_load_optim or args.finetune or saved.get("no_save_optim"):
+        return
+    layouts = [
+        (a.get("tensor_model_parallel_size", 1), a.get("pipeline_model_parallel_size", 1))
+        for a in (saved, vars(args))
+    ]
+    fits = saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable")
+    if layouts[0] != layouts[1] and not fits:
+        was, now = ("TP {} and PP {}".format(*layout) for layout in layouts)
+        raise CheckpointError(
+            f"{path} holds optimizer state for {was} only, and this run has {now}: train on with "
+            f"{was} and --dist-ckpt-optim-fully-reshardable until the next save, which moves, or "
+            "add --no-load-optim to start the optimizer anew"
+        )
+
+
+def _stored(
+    path: Path,
+) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]], Mapping[str, Any]]:
+    """What a checkpoint knocks, the shapes of its model's tensors, and its arguments."""
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
         folder = TorchDistFolder.open(path)
         if "args" in folder.objects:  # of FSDP, which writes PyTorch's own format
             args = folder.read_object("args").state
             shapes = {key: tensor.shape for key, tensor in folder.tensors.items()}
-            return KHAConfig.recorded(args), shapes
+            return KHAConfig.recorded(args), shapes, args
     checkpoint = MegatronCheckpoint.open(path)
-    return kha_of(checkpoint), {key: info.shape for key, info in checkpoint.keys().items()}
+    shapes = {key: info.shape for key, info in checkpoint.keys().items()}
+    return kha_of(checkpoint), shapes, checkpoint.args
 
 
 def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig) -> str:

@@ -1,5 +1,6 @@
 """What the tests of recipes and of ``kha-megatron launch`` share."""
 
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,10 @@ def data(tmp_path: Path) -> Path:
     """A folder that looks like one made by ``data prepare``, in a path with a space."""
     folder = tmp_path / "my data"
     (folder / "tokenizer").mkdir(parents=True)
-    for name in ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json"):
+    for name in ("corpus.bin", "tokenizer/tokenizer.json"):
         (folder / name).write_text("something")
+    index = struct.pack("<9sQBQ", b"MMIDIDX\0\0", 1, 4, 1000)  # of 1000 documents
+    (folder / "corpus.idx").write_bytes(index)
     return folder
 
 
