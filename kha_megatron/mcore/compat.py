@@ -324,3 +324,41 @@ def skip_fusion_warm_up() -> None:
     from megatron.training import training
 
     training.set_jit_fusion_options = lambda *args, **kwargs: None
+
+
+def let_fsdp2_resume() -> None:
+    """Give Adam back the number of its steps when FSDP2 goes on from a checkpoint.
+
+    Megatron-Core 0.19 reads the tensors of a sharded optimizer in place and drops the rest: torch's
+    Adam then finds no ``step`` beside its moments, and Transformer Engine's starts from 0.
+    """
+    from megatron.training import checkpointing, training
+
+    read, load = checkpointing._load_base_checkpoint, training.load_checkpoint
+    if getattr(load, "_kha_steps", False):
+        return
+    found: dict[str, Any] = {}
+
+    @functools.wraps(read)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        answer = read(*args, **kwargs)
+        found.update(answer[0] or {})
+        return answer
+
+    @functools.wraps(load)
+    def loading(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        found.clear()
+        answer = load(model, optimizer, *args, **kwargs)
+        if kwargs.get("skip_load_to_model_and_opt") and "optimizer" in found:
+            saved = found["optimizer"].get("optimizer", found["optimizer"])
+            adam = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+            for group, held in zip(adam.param_groups, saved["param_groups"], strict=True):
+                group |= {"step": held["step"]} if "step" in held else {}
+            if "common_step" in saved["state"]:
+                for state in adam.state.values():
+                    state["step"] = saved["state"]["common_step"].clone()
+        found.clear()
+        return answer
+
+    setattr(loading, "_kha_steps", True)  # noqa: B010 (a function's own attribute)
+    checkpointing._load_base_checkpoint, training.load_checkpoint = reading, loading

@@ -17,7 +17,8 @@ import zlib
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import LocalNonpersistentObject
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
@@ -27,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kha_megatron.heads import HeadTensor
 from kha_megatron.heads.knock import Variant
@@ -104,7 +106,9 @@ class HeadWeight(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Megatron's, cut over tensor-parallel ranks where the parameter is."""
+        """Megatron's, cut over tensor-parallel ranks where the parameter is, or over FSDP2's."""
+        if isinstance(self.weight, DTensor):
+            return {f"{prefix}weight": self._rows(f"{prefix}weight", sharded_offsets)}
         if not self.tensor_model_parallel:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return make_sharded_tensors_for_checkpoint(
@@ -115,6 +119,44 @@ class HeadWeight(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+    def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
+        """Each row of FSDP2's part by itself, so that any other layout can load them.
+
+        FSDP2 cuts three matrices into two and one, or none, and Megatron stores equal parts only.
+        """
+        weight: Any = self.weight
+        with torch.no_grad():  # the very tensor by which the optimizer knows it
+            held = weight.to_local()
+        mesh, rows = weight.device_mesh, len(weight)
+        each, ranks, rank = -(-rows // mesh.size()), 1, 0
+        if self.tensor_model_parallel:
+            ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
+        first = rank * rows + min(mesh.get_local_rank() * each, rows - 1)
+        copy = 0 if self.tensor_model_parallel else get_pg_rank(self.tp_group)
+        replica, count, owner = (0, copy, int(not len(held))), len(held), (rows - 1) // each
+
+        def cut(key: str, part: Tensor, replica: Any, flattened_range: None) -> list[ShardedTensor]:
+            if owner + 1 < mesh.size():  # ranks without any take part with a copy of the last
+                last = part[-1:].clone() if count else part.new_empty(1, *part.shape[1:])
+                torch.distributed.broadcast(last, group=mesh.get_group(), group_src=owner)
+                part = part if count else last
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    row,
+                    *offsets,
+                    (len(offsets), first + i, ranks * rows),
+                    replica_id=replica,
+                    prepend_axis_num=len(offsets),
+                )
+                for i, row in enumerate(part.split(1))
+            ]
+
+        def joined(loaded: list[Tensor]) -> Tensor:
+            return torch.cat(loaded)[:count]
+
+        return ShardedTensorFactory(key, held, cut, joined, replica)
 
     def keep_at_next_load(self) -> None:
         """Let the next load of a distributed checkpoint leave the parameter as it is.

@@ -70,6 +70,7 @@ def run(program_start: float) -> None:
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     compat.use_shipped_dataset_helpers()
     compat.let_torch_adam_resume()
+    compat.let_fsdp2_resume()
     compat.guard_checkpoints()
     if cpu.is_installed():
         compat.use_forked_checkpoint_writers()
