@@ -94,7 +94,8 @@ def _faults(rows: Rows) -> str:
     lines += ["Written by `make test-all`, or `pytest --whole tests/faults --faults-table FILE`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
-        found = [cells for section, *cells in rows if section == name]
+        found = [tuple(cells) for section, *cells in rows if section == name]
+        found = list(dict.fromkeys(found))  # of each kind once
         lines += ["", f"## {name}: {len(found)}", "", text, ""]
         lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(map(str, cells))} |" for cells in found]

@@ -1,11 +1,6 @@
-"""Seeded damage to the files that a folder's readers meet, and what they make of it.
-
-``python -m tests.faults.fuzz 20000`` prints the table of ``benchmarks/faults.md``.
-"""
+"""Seeded damage to the files that a folder's readers meet, and what they make of it."""
 
 import random
-import sys
-import tempfile
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -129,11 +124,3 @@ def fuzz(kind: str, times: int, folder: Path, seed: int = 0) -> Counter[str]:
         else:
             found["read"] += 1
     return found
-
-
-if __name__ == "__main__":
-    print("| file | damaged | refused in one line | read | anything else |\n|---|---|---|---|---|")
-    for kind in KINDS:
-        with tempfile.TemporaryDirectory() as temporary:
-            count = fuzz(kind, int(sys.argv[1]), Path(temporary) / "folder")
-        print(f"| {kind} | {count.total():,} | {count['refused']:,} | {count['read']:,} | 0 |")

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import socket
 import tracemalloc
 from functools import partial
@@ -17,14 +16,7 @@ from kha_megatron.checkpoint.tracker import TRACKER, judge
 from kha_megatron.errors import CheckpointError, KHAError
 from tests.faults import fuzz
 
-
-@pytest.fixture(autouse=True)
-def no_hang():
-    """Ends a test that waits for a FIFO's writer."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
+pytestmark = pytest.mark.timeout(60)  # for one that waits for a FIFO's writer
 
 
 def _socket(file):
@@ -51,7 +43,7 @@ FILES = {
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize(("side", "name"), [(s, n) for s, names in FILES.items() for n in names])
-def test_what_is_no_regular_file_is_refused(tmp_path, side, name, kind):
+def test_what_is_no_regular_file_is_refused(tmp_path, faults_table, side, name, kind):
     folder = tmp_path / "folder"
     make, open_ = {
         "torch_dist": (fuzz.torch_dist, MegatronCheckpoint.open),
@@ -64,6 +56,8 @@ def test_what_is_no_regular_file_is_refused(tmp_path, side, name, kind):
         open_(folder)
     (line,) = str(caught.value).splitlines()
     assert str(folder) in line
+    danger = "an endless read, or a traceback"
+    faults_table("Hostile inputs", f"{kind} as a {side} file", danger, "one line")
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -96,7 +90,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_memory_of_an_index_is_bounded_by_its_size(tmp_path, bomb):
+def test_memory_of_an_index_is_bounded_by_its_size(tmp_path, faults_table, bomb):
     fuzz.torch_dist(tmp_path / "folder")
     (tmp_path / "folder" / ".metadata").write_bytes(BOMBS[bomb])
     tracemalloc.start()
@@ -105,6 +99,8 @@ def test_memory_of_an_index_is_bounded_by_its_size(tmp_path, bomb):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**22, f"{peak} bytes for a file of {len(BOMBS[bomb])}"
+    size = f"`.metadata` of {len(BOMBS[bomb])} bytes, {bomb}"
+    faults_table("Hostile inputs", size, "gigabytes of memory", f"one line, {peak / 2**10:.0f} KiB")
 
 
 def test_an_index_that_takes_gigabytes_to_print_is_refused(tmp_path):
@@ -131,5 +127,8 @@ def test_honest_pickles_of_every_protocol_are_read(protocol):
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_damage_is_read_or_refused_in_one_line(tmp_path, kind):
-    assert fuzz.fuzz(kind, 250, tmp_path / "folder").total() == 250
+def test_damage_is_read_or_refused_in_one_line(tmp_path, kind, whole, faults_table):
+    times = 20_000 if whole else 250
+    found = fuzz.fuzz(kind, times, tmp_path / "folder")
+    assert found.total() == times
+    faults_table("Fuzz", kind, times, found["refused"], found["read"])
