@@ -1,5 +1,7 @@
 """Balancing by a bias: fixed points, convergence, and the same bits under every layout."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -127,8 +129,14 @@ LAYOUTS = {
 _ALONE = {}
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = [("tp2-dp2-ep2", "rms"), ("cp2-dp2", "sign")]
+"""Every parallelism once, and both forms."""
+REST = [pair for pair in product(LAYOUTS, UPDATES) if pair not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "update"), [*QUICK, *(pytest.param(*p, marks=pytest.mark.whole) for p in REST)]
+)
 def test_every_layout_moves_every_bias_by_the_same_bits(name, update, ranks):
     """Against one process with four microbatches; on every rank, in every step."""
     if update not in _ALONE:

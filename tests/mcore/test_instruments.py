@@ -148,26 +148,30 @@ def _cosine(values):
 
 
 CASES = [
-    case(tp=2),
     case(tp=2, sp=True, dp=2, ddp=ZERO | {"overlap_grad_reduce": True}),
-    case(tp=4, groups=2),
     case(tp=2, groups=1),
     case(KHAConfig(), tp=2),
     case(replace(MIXED, init="random"), pp=2, vpp=2, layers=4),
     case(cp=2, tp=2, per_token_loss=True),
     case(dp=2, ep=2, model="moe", ddp=ZERO),
     case(KHAConfig(query="gate", key="mlp", value="linear"), tp=2, savings=FULL),
-    case(tp=2, groups=8, savings=SELECTIVE),
     case(dp=2, fsdp="torch"),
     case(replace(MIXED, value="linear"), tp=2, fold="always"),
-    case(FOLDABLE, tp=4, groups=2, fold="always", savings=FULL),
     case(MLA, tp=2, sp=True, config=LATENT),
-    case(GLA, tp=2, config=LATENT),
     case(GTA, tp=4, groups=2, config=TIED),
+]
+WHOLE = [
+    case(tp=2),
+    case(tp=4, groups=2),
+    case(tp=2, groups=8, savings=SELECTIVE),
+    case(FOLDABLE, tp=4, groups=2, fold="always", savings=FULL),
+    case(GLA, tp=2, config=LATENT),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)], ids=str
+)
 def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
     if case.fsdp:
         needs_fsdp2()
