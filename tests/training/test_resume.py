@@ -103,6 +103,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "ckpt_step": None,
         "non_persistent_ckpt_type": None,
         "non_persistent_global_ckpt_dir": None,
+        "use_distributed_optimizer": False,
     }
     return Namespace(**args | changes)
 
