@@ -82,6 +82,7 @@ def launch(
     if output is None and cluster is not None and not cluster.shares_files:
         raise ConfigError(f"--executor {to.executor} needs --output, a folder as the ranks see it")
     words = megatron or []
+    recipes.check_words(chosen, words)
     on_gpus = (device or chosen.run.training.device) != "cpu"
     if (layout or ("plan" if cluster and on_gpus else "recipe")) == "plan":
         ranks = cluster.ranks if cluster else to.gpus or chosen.ranks

@@ -7,6 +7,7 @@ because the CPU runtime changes the one that it is installed in.
 import logging
 import multiprocessing
 import os
+import threading
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
@@ -50,8 +51,20 @@ def run_megatron(
         dtype: what it computes in.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
         return Outputs(*pool.submit(_run_here, iteration, tokens, rounded_to, dtype).result())
+
+
+def _end_with_parent() -> None:
+    """Let no model run on for a command that has been killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 _UNSHARDED: dict[str, Any] = {

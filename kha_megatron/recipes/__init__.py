@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step, read_steps
+from kha_megatron.recipes.checks import check_words
 from kha_megatron.recipes.cluster import Cluster, flag_of
 from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
 from kha_megatron.recipes.logs import Failure
@@ -29,6 +30,7 @@ __all__ = [
     "Step",
     "Submission",
     "SubmitResult",
+    "check_words",
     "dry_run",
     "dry_submission",
     "flag_of",

@@ -1,12 +1,49 @@
 """What can be refused before a rank starts, from the command line and the file system alone."""
 
+import importlib.util
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kha_megatron.checkpoint.tracker import judge
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention
-from kha_megatron.model.run import Run
+from kha_megatron.model.run import Run, hear
+from kha_megatron.model.words import render
+from kha_megatron.recipes.recipe import Recipe
+
+
+def check_words(recipe: Recipe, words: Sequence[str]) -> None:
+    """A user's words must be ones that Megatron's parser takes.
+
+    The table of ``model`` has read numbers and switches; about the flags that it does not have, and
+    text that may be one of a few, Megatron is asked, in some seconds, where it is installed and the
+    recipe runs our entry point.
+
+    Raises:
+        ConfigError: one is not, in its parser's words.
+    """
+    doubtful = {
+        one.flag: one.words
+        for name, one in hear(words).items()
+        if name == one.flag or isinstance(one.value, str)
+    }
+    if not doubtful or recipe.entry != "kha_megatron.training" or not _has_megatron():
+        return
+    command = [sys.executable, "-m", "kha_megatron.training.words", *render(doubtful)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 2:
+        complaint = done.stderr.strip().rpartition("error: ")[2]
+        raise ConfigError(f"{complaint}: `python -m {recipe.entry} --help` lists what there is")
+
+
+def _has_megatron() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.training") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def check_layout(run: Run, ranks: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import nemo_run as run
 
 from kha_megatron.errors import KHAError
-from kha_megatron.recipes import get_recipe, prepare
+from kha_megatron.recipes import check_words, get_recipe, prepare
 from kha_megatron.recipes.launching import experiment_name, task_of
 
 _TASK = "train"
@@ -45,11 +45,13 @@ def train(
             executor.ntasks_per_node = chosen.ranks
         if executor.launcher is None:
             executor.launcher = run.Torchrun()
+        words = shlex.split(megatron)
+        check_words(chosen, words)
         job = prepare(
             chosen,
             data=Path(data) if data else None,
             output=Path(output) if output else Path("runs", chosen.name),
-            overrides=shlex.split(megatron),
+            overrides=words,
             ranks=executor.nnodes() * executor.nproc_per_node(),
             resume=resume,
         )

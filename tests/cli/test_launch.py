@@ -74,6 +74,9 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
         ([*LAUNCH, "--data", "/no/such"], DataError, "/no/such/corpus.bin"),
         ([*LAUNCH, "--nproc", "3", "--", "--mock-data"], ConfigError, "3 ranks"),
         ([*LAUNCH, "--device", "tpu", "--", "--mock-data"], ConfigError, "'tpu'"),
+        ([*LAUNCH, "--", "--no-such-flag"], ConfigError, "unrecognized arguments: --no-such-flag"),
+        ([*LAUNCH, "--", "--train-iters", "abc"], ConfigError, "--train-iters abc: give a whole"),
+        ([*LAUNCH, "--", "--ckpt-format", "zip"], ConfigError, "invalid choice: 'zip'"),
         ([*LAUNCH, "stray"], ConfigError, "unexpected argument 'stray'"),
     ],
 )

@@ -1,0 +1,53 @@
+"""The process in which ``verify`` runs Megatron ends with the command, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+COMMAND = """
+import os, sys, time
+from pathlib import Path
+from kha_megatron.conversion import megatron_model
+
+def hold(*_):
+    part = Path(sys.argv[1]).with_suffix(".part")
+    part.write_text(str(os.getpid()))
+    part.rename(sys.argv[1])
+    time.sleep(300)
+
+if __name__ == "__main__":
+    megatron_model._run_here = hold
+    megatron_model.run_megatron(None, None)
+"""
+
+
+def test_the_process_that_runs_megatron_ends_with_its_parent(tmp_path):
+    script, pid = tmp_path / "command.py", tmp_path / "pid"
+    script.write_text(COMMAND)
+    command = subprocess.Popen([sys.executable, script, pid])
+    try:
+        until(pid.exists)
+        command.send_signal(signal.SIGKILL)
+        until(lambda: not alive(int(pid.read_text())))
+    finally:
+        command.kill()
+        command.wait()
+        if pid.exists() and alive(int(pid.read_text())):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
