@@ -3,12 +3,15 @@
 import errno
 import fcntl
 import glob
+import json
+import math
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from kha_megatron.errors import OutputError
 
@@ -193,6 +196,29 @@ def staged_file(target: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # it was moved, never made, or the error above says more
             staged.unlink()
+
+
+def write_json(target: Path, content: Any) -> None:
+    """Write a file of :func:`as_json`, at once or not at all.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
+    with staged_file(target) as staged:
+        staged.write_text(as_json(content) + "\n", encoding="utf-8")
+
+
+def as_json(content: Any) -> str:
+    """Plain values as indented JSON, which has no NaN and no infinity: they are null."""
+    return json.dumps(_finite(content), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def flush(path: Path) -> None:

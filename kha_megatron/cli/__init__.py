@@ -1,6 +1,7 @@
 """The ``kha-megatron`` command: thin commands over the other rooms.
 
-Exit codes: 0 success, 1 the work failed, 2 bad input (one line on stderr, nothing half-written).
+Exit codes: 0 success, 1 the work failed, 2 bad input (one line on stderr, nothing half-written),
+130 interrupted, 143 terminated.
 """
 
 import sys
@@ -16,11 +17,11 @@ from kha_megatron.cli.launch import launch
 from kha_megatron.cli.params import count_flops, params
 from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
+from kha_megatron.cli.running import Commands, run
 from kha_megatron.cli.spikes import spikes
 from kha_megatron.cli.verify import verify
-from kha_megatron.errors import KHAError
 
-app = typer.Typer(
+app = Commands(
     name="kha-megatron",
     help="Knocking-Heads Attention for Megatron-Core: prepare, launch, convert, look.",
     no_args_is_help=True,
@@ -59,9 +60,5 @@ app.command("eval")(evaluate)
 
 
 def main() -> None:
-    """Run the command line and turn a :class:`KHAError` into one line and exit code 2."""
-    try:
-        app()
-    except KHAError as error:
-        console.error(str(error))
-        sys.exit(2)
+    """Run the command line; never with a traceback."""
+    sys.exit(run(app))

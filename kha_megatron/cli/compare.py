@@ -10,10 +10,10 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from kha_megatron import compare as comparing
 from kha_megatron import recipes
-from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.checkpoint.staging import staged_file, write_json
 from kha_megatron.cli import console
 from kha_megatron.cli.following import report
-from kha_megatron.cli.launch import MegatronArguments
+from kha_megatron.cli.options import DataFolder, MegatronArguments, TrainingDevice
 from kha_megatron.compare import runs
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.compare.statistics import final_loss
@@ -24,9 +24,7 @@ REPORT, NUMBERS = "report.html", "report.json"
 
 def compare(
     megatron: MegatronArguments = None,
-    recipe: Annotated[str, typer.Option(help="What to train: see `kha-megatron recipes list`.")] = (
-        "quickstart"
-    ),
+    recipe: Annotated[str, typer.Option(help="What to train.")] = "quickstart",
     variants: Annotated[
         str,
         typer.Option(
@@ -35,16 +33,12 @@ def compare(
         ),
     ] = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, help="How many times each is trained.")] = 3,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder made by `kha-megatron data prepare`.")
-    ] = None,
+    data: DataFolder = None,
     output: Annotated[Path | None, typer.Option(help="Folder; default compare/RECIPE.")] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Ranks on this machine; the recipe's number if not given.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; the recipe's if not given.")
-    ] = None,
+    device: TrainingDevice = None,
 ) -> None:
     """Train variants of a recipe on the same data in the same order, and write a report.
 
@@ -78,7 +72,7 @@ def compare(
             failures = _train_all(planned)
     except KeyboardInterrupt:
         console.log.print("stopped; the same command goes on from here", markup=False)
-        raise typer.Exit(130) from None
+        raise
     if failures:
         raise typer.Exit(1)
 
@@ -141,7 +135,7 @@ def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
         for run, _ in finished
         for file in run.folder.glob("*.png")
     }
-    runs.write_json(planned.folder / NUMBERS, numbers)
+    write_json(planned.folder / NUMBERS, numbers)
     with staged_file(planned.folder / REPORT) as staged:
         staged.write_text(comparing.page(numbers, pictures), encoding="utf-8")
     return True

@@ -1,12 +1,50 @@
 """Where the commands write: results on stdout, everything about progress and errors on stderr."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
+
+from kha_megatron.checkpoint.staging import as_json
 
 out = Console(highlight=False, soft_wrap=True)
 log = Console(stderr=True, highlight=False, soft_wrap=True)
 
+# Text from files and arguments may hold terminal escape sequences; this is shown instead.
+_CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
+VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
+
 
 def error(message: str) -> None:
     """Print one error line on stderr."""
-    log.print(f"[bold red]error:[/] {escape(message)}")
+    line = " ".join(message.splitlines()).translate(VISIBLE)
+    log.print(f"[bold red]error:[/] {escape(line)}", emoji=False)
+
+
+def print_json(content: Any) -> None:
+    """Print a result as JSON on stdout; NaN and infinity become null."""
+    typer.echo(as_json(content))
+
+
+def numbers(*columns: str, title: str | None = None, names: int = 1) -> Table:
+    """An empty table of figures, which stand at the right; of its columns the first are names."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < names else "right", no_wrap=True)
+    return table
+
+
+def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
+    """Print names and what they are, in two columns; long paths go on in the next line."""
+    table = Table(title=title and escape(title), title_justify="left", show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path cut short is no path
+    for name, value in facts.items():
+        table.add_row(name, escape(value))
+    out.print(table)

@@ -1,10 +1,10 @@
 """``kha-megatron convert``: checkpoints between Megatron and Hugging Face, four ways."""
 
-import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.progress import (
@@ -15,12 +15,13 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.cli import console
-from kha_megatron.cli.verify import add_rows, judge, plain, report
+from kha_megatron.cli.options import AsJSON, Workers, option_of, parse_size, with_options
+from kha_megatron.cli.running import Commands
+from kha_megatron.cli.verify import facts, judge, plain, report
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, OutputError
 from kha_megatron.mcore.compat import check_training_version
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan
     from kha_megatron.conversion.verify import Verification
 
-app = typer.Typer(name="convert", help="Convert checkpoints.", no_args_is_help=True)
+app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _HF_MARK = "config.json"
 
 Source = Annotated[
@@ -39,17 +39,7 @@ Source = Annotated[
     typer.Argument(help="Megatron's --save folder, one iteration of it, or a Hugging Face folder."),
 ]
 Out = Annotated[Path, typer.Argument(help="Folder to write; new or empty.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
-]
-Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer folder, if not the model's own.")]
 ShardSize = Annotated[str, typer.Option(help="Such as 500MB or 5GB.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads; default: one for each core.")]
-Verify = Annotated[
-    bool, typer.Option(help="Compare every tensor, and the logits of both libraries' models.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 DivisibleBy = Annotated[
     int,
     typer.Option(
@@ -66,15 +56,43 @@ TensorParallel = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """What every conversion is asked about its output."""
+
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
+    ] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer folder, if not the model's own.")
+    ] = None
+    workers: Workers = None
+    verify: Annotated[
+        bool, typer.Option(help="Compare every tensor, and the logits of both libraries' models.")
+    ] = True
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")
+    ] = False
+    as_json: AsJSON = False
+
+
+def _writing(command: Callable[..., None]) -> Callable[..., None]:
+    kinds = get_type_hints(Writing, include_extras=True)
+    options = [option_of(item, kinds[item.name], item.default) for item in fields(Writing)]
+    return with_options(command, "how", options, lambda given: Writing(**given))
+
+
 @app.callback()
 def _commands() -> None:
     """Convert checkpoints between Megatron and Hugging Face."""
 
 
 @app.command("to-hf")
+@_writing
 def to_hf(
     checkpoint: Source,
     out: Out,
+    how: Writing,
     architecture: Annotated[
         str,
         typer.Option(
@@ -82,13 +100,7 @@ def to_hf(
             "qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama, mistral, or auto for the one that fits."
         ),
     ] = "kha",
-    dtype: Dtype = None,
-    tokenizer: Tokenizer = None,
     max_shard_size: ShardSize = "5GB",
-    workers: Workers = None,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    as_json: AsJSON = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, and prove that it computes the same.
 
@@ -103,30 +115,19 @@ def to_hf(
     """
     from kha_megatron.conversion import to_hf
 
-    size = _bytes(max_shard_size)
-    _check(out, _HF_MARK, overwrite, verify)
-    planned = to_hf.plan(
-        checkpoint,
-        architecture=architecture,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        max_shard_bytes=size,
-    )
-    _finish(_write(checkpoint, planned, out, workers, verify), as_json)
+    size = parse_size("--max-shard-size", max_shard_size)
+    settings = {"architecture": architecture, "max_shard_bytes": size}
+    _finish(_write(to_hf.plan, checkpoint, out, how, settings), how.as_json)
 
 
 @app.command("to-megatron")
+@_writing
 def to_megatron(
     model: Source,
     out: Out,
-    dtype: Dtype = None,
-    tokenizer: Tokenizer = None,
+    how: Writing,
     divisible_by: DivisibleBy = 128,
     tensor_parallel: TensorParallel = 1,
-    workers: Workers = None,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    as_json: AsJSON = False,
 ) -> None:
     """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
 
@@ -140,34 +141,23 @@ def to_megatron(
     """
     from kha_megatron.conversion import to_megatron
 
-    _check(out, TRACKER, overwrite, verify)
-    planned = to_megatron.plan(
-        model,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        divisible_by=divisible_by,
-        tensor_parallel=tensor_parallel,
-    )
-    _finish(_write(model, planned, out, workers, verify), as_json)
+    settings = {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
+    _finish(_write(to_megatron.plan, model, out, how, settings), how.as_json)
 
 
 @app.command()
+@_writing
 def fold(
     checkpoint: Source,
     out: Out,
+    how: Writing,
     architecture: Annotated[
         str,
         typer.Option(
             help="qwen3, qwen3_moe, glm4_moe, deepseek_v3, llama or mistral; auto: what fits."
         ),
     ] = "auto",
-    dtype: Dtype = None,
-    tokenizer: Tokenizer = None,
     max_shard_size: ShardSize = "5GB",
-    workers: Workers = None,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    as_json: AsJSON = False,
 ) -> None:
     """Fold linear knocking heads into the projections: a stock model that any server runs.
 
@@ -181,23 +171,18 @@ def fold(
     """
     from kha_megatron.conversion import to_hf
 
-    _check(out, _HF_MARK, overwrite, verify)
-    planned = to_hf.plan(
-        checkpoint,
-        architecture=architecture,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        fold=True,
-        max_shard_bytes=_bytes(max_shard_size),
-    )
-    _finish(_write(checkpoint, planned, out, workers, verify), as_json)
+    size = parse_size("--max-shard-size", max_shard_size)
+    settings = {"architecture": architecture, "fold": True, "max_shard_bytes": size}
+    _finish(_write(to_hf.plan, checkpoint, out, how, settings), how.as_json)
 
 
 @app.command()
+@_writing
 def upcycle(
     model: Source,
     out: Out,
-    to: Annotated[str, typer.Option(help="megatron or hf.")] = "megatron",
+    how: Writing,
+    to: Annotated[Literal["megatron", "hf"], typer.Option(help="What OUT is for.")] = "megatron",
     kha_preset: Annotated[str | None, typer.Option(help="Such as kha_mlp or kha_linear.")] = None,
     kha_query: Annotated[
         str | None, typer.Option(help="linear, mlp, gate or none, over the preset.")
@@ -208,15 +193,9 @@ def upcycle(
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="A head mechanism's setting; repeat it."),
     ] = None,
-    dtype: Dtype = None,
-    tokenizer: Tokenizer = None,
     divisible_by: DivisibleBy = 128,
     tensor_parallel: TensorParallel = 1,
     max_shard_size: ShardSize = "5GB",
-    workers: Workers = None,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    as_json: AsJSON = False,
 ) -> None:
     """Give a pretrained model knocking heads at the identity: the same logits, ready to train on.
 
@@ -228,8 +207,6 @@ def upcycle(
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
     """
-    if to not in ("megatron", "hf"):
-        raise ConfigError(f"--to {to!r}: choose megatron or hf")
     kha = KHAConfig.asked(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
         | {"heads": heads or ()}
@@ -238,27 +215,16 @@ def upcycle(
         raise ConfigError(
             "nothing to knock: give --kha-preset, or --kha-query, --kha-key, --kha-value"
         )
-    size = _bytes(max_shard_size)
-    _check(out, _HF_MARK if to == "hf" else TRACKER, overwrite, verify)
-    planned: Plan
+    from kha_megatron.conversion import to_hf, to_megatron
+
+    settings: dict[str, Any] = {"upcycle": kha}
     if to == "hf":
-        from kha_megatron.conversion import to_hf
-
-        planned = to_hf.plan(
-            model, dtype=dtype, tokenizer=tokenizer, upcycle=kha, max_shard_bytes=size
-        )
+        settings |= {"max_shard_bytes": parse_size("--max-shard-size", max_shard_size)}
+        result = _write(to_hf.plan, model, out, how, settings)
     else:
-        from kha_megatron.conversion import to_megatron
-
-        planned = to_megatron.plan(
-            model,
-            dtype=dtype,
-            tokenizer=tokenizer,
-            upcycle=kha,
-            divisible_by=divisible_by,
-            tensor_parallel=tensor_parallel,
-        )
-    _finish(_write(model, planned, out, workers, verify), as_json)
+        settings |= {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
+        result = _write(to_megatron.plan, model, out, how, settings)
+    _finish(result, how.as_json)
 
 
 def convert(
@@ -267,25 +233,23 @@ def convert(
     """What ``to-hf`` does by itself, for other commands."""
     from kha_megatron.conversion import to_hf
 
-    _check(out, _HF_MARK, overwrite, verify=True)
-    return _write(checkpoint, to_hf.plan(checkpoint), out, workers=None, check=True)
+    return _write(to_hf.plan, checkpoint, out, Writing(overwrite=overwrite), {})
 
 
-def _check(out: Path, mark: str, overwrite: bool, verify: bool) -> None:
-    check_output_folder(out, overwrite=overwrite, mark=mark)
+def _write(
+    plan: "Callable[..., Plan]", source: Path, out: Path, how: Writing, settings: dict[str, Any]
+) -> "tuple[Conversion, Verification | None]":
+    """Plan, write under a bar of bytes, with rate and time left, then verify."""
+    mark = TRACKER if plan.__module__.endswith("to_megatron") else _HF_MARK
+    check_output_folder(out, overwrite=how.overwrite, mark=mark)
     if mark == TRACKER and (last := newest(out)) and last.name != RELEASE:
         raise OutputError(
             f"{out} holds {last.name} of a training, which --overwrite would delete: name another "
             "folder"
         )
-    if verify:
+    if how.verify:
         check_training_version()
-
-
-def _write(
-    source: Path, planned: "Plan", out: Path, workers: int | None, check: bool
-) -> "tuple[Conversion, Verification | None]":
-    """Write what was planned under a bar of bytes, with rate and time left, then verify it."""
+    planned = plan(source, dtype=how.dtype, tokenizer=how.tokenizer, **settings)
     columns = (
         TextColumn("converting"),
         BarColumn(),
@@ -296,7 +260,7 @@ def _write(
     with Progress(*columns, console=console.log, transient=True) as progress:
         task = progress.add_task("", total=planned.size)
         advance = partial(progress.advance, task)
-        written = planned.write(out, workers=workers, on_bytes=advance)
+        written = planned.write(out, workers=how.workers, on_bytes=advance)
     companions, rows = planned.source.companions, planned.source.model.vocab_size
     if companions.origin is None:
         console.log.print("no tokenizer written: there is none of Hugging Face")
@@ -307,7 +271,7 @@ def _write(
             f"all {rows} rows of the embedding are kept: padding does not explain that the "
             f"tokenizer has only {entries} entries"
         )
-    return written, report(source, out, workers) if check else None
+    return written, report(source, out, how.workers) if how.verify else None
 
 
 def _finish(result: "tuple[Conversion, Verification | None]", as_json: bool) -> None:
@@ -315,35 +279,21 @@ def _finish(result: "tuple[Conversion, Verification | None]", as_json: bool) -> 
     written, verification = result
     if as_json:
         values = asdict(written) | {"path": str(written.path)}
-        values["verification"] = plain(verification)
-        typer.echo(json.dumps(values, indent=2, allow_nan=False))
+        console.print_json(values | {"verification": plain(verification)})
     else:
-        console.out.print(_table(written, verification))
+        console.print_facts(_facts(written, verification))
     judge(verification)
 
 
-def _bytes(text: str) -> int:
-    for unit, factor in _UNITS.items():
-        number = text.upper().removesuffix(unit)
-        if number != text.upper() and number.strip().isdecimal() and int(number) > 0:
-            return int(number) * factor
-    raise ConfigError(f"--max-shard-size {text!r} is no size: write 500MB or 5GB")
-
-
-def _table(written: "Conversion", verification: "Verification | None") -> Table:
-    table = Table(show_header=False, box=None)
-    table.add_row("written", str(written.path))
-    table.add_row("architecture", written.architecture)
-    table.add_row(
-        "tensors",
-        f"{written.tensors} ({written.parameters:,} parameters, {written.size / 1e6:,.1f} MB "
-        f"of {written.dtype} in {written.shards} file{'s' if written.shards > 1 else ''})",
-    )
-    table.add_row("tokenizer", written.tokenizer or "none")
+def _facts(written: "Conversion", verification: "Verification | None") -> dict[str, str]:
+    rows = {
+        "written": str(written.path),
+        "architecture": written.architecture,
+        "tensors": f"{written.tensors} ({written.parameters:,} parameters, "
+        f"{written.size / 1e6:,.1f} MB of {written.dtype} in {written.shards} "
+        f"file{'s' if written.shards > 1 else ''})",
+        "tokenizer": written.tokenizer or "none",
+    }
     if written.architecture == "megatron":
-        table.add_row("train on with", " ".join(written.arguments))
-    if verification is None:
-        table.add_row("verified", "no")
-    else:
-        add_rows(table, verification)
-    return table
+        rows["train on with"] = " ".join(written.arguments)
+    return rows | ({"verified": "no"} if verification is None else facts(verification))

@@ -1,7 +1,5 @@
 """``kha-megatron data``: text to what Megatron trains on, and a look at what there is."""
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,21 +15,18 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
 from kha_megatron.cli import console
+from kha_megatron.cli.options import AsJSON, parse_size
+from kha_megatron.cli.running import Commands
 from kha_megatron.data import splits
-from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from kha_megatron.data.prepare import Progress as Step
     from kha_megatron.data.report import DataReport
 
-app = typer.Typer(
-    name="data", help="Prepare text for training, and look at it.", no_args_is_help=True
-)
-
-_SIZES = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+app = Commands(name="data", help="Prepare text for training, and look at it.", no_args_is_help=True)
 
 
 @app.command()
@@ -75,9 +70,7 @@ def prepare(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared folder.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON on stdout.")
-    ] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Train a tokenizer on text files and write Megatron's indexed dataset.
 
@@ -121,9 +114,7 @@ def prepare(
 @app.command()
 def show(
     folder: Annotated[Path, typer.Argument(help="A folder made by `kha-megatron data prepare`.")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON on stdout.")
-    ] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Print what a prepared folder holds, after checking that it does hold it.
 
@@ -136,18 +127,6 @@ def show(
     from kha_megatron.data.report import verify
 
     _print(verify(folder), folder, as_json)
-
-
-def parse_size(flag: str, text: str) -> int:
-    """Bytes from ``"1000"``, ``"64KiB"``, ``"4MiB"`` or ``"1GiB"`` (any case).
-
-    Raises:
-        ConfigError: anything else, naming ``flag``.
-    """
-    match = re.fullmatch(r"([0-9]+)\s*([A-Z]*)", text.strip().upper())
-    if match is None or match[2] not in _SIZES:
-        raise ConfigError(f"{flag} {text} is no size: write bytes, or a number with KiB, MiB, GiB")
-    return int(match[1]) * _SIZES[match[2]]
 
 
 @contextmanager
@@ -207,12 +186,11 @@ def notes(report: "DataReport") -> list[str]:
 
 def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
+        console.print_json(report.to_dict())
         return
     from kha_megatron.data.report import CORPUS, TOKENIZER
     from kha_megatron.data.text_files import SKIPPED
 
-    table = Table(title=escape(str(folder)), show_header=False, title_justify="left")
     rows = {
         "sources": "\n".join(report.sources),
         "files used": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
@@ -228,11 +206,7 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         if count:
             more = ["..."] if count > len(examples) else []
             rows[f"not used: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
-    table.add_column()
-    table.add_column(overflow="fold")  # a path cut short is no path
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
-    console.out.print(table)
+    console.print_facts(rows, title=str(folder))
     console.out.print(
         f"train on it: --data-path {escape(str(folder / CORPUS))} "
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {escape(str(folder / TOKENIZER))}"

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import Field, fields
-from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kha_megatron.cli.options import option_of, with_options
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import Cluster, flag_of
 
@@ -21,35 +21,22 @@ def placed(command: Callable[..., None]) -> Callable[..., None]:
         command: its other parameters are options of typer's as they are.
     """
 
-    def with_options(**given: Any) -> None:
-        values = {item.name: _value(item.name, given.pop(item.name)) for item in fields(Cluster)}
-        command(to=Cluster(**values), **given)
+    options = [_option(item) for item in fields(Cluster)]
+    return with_options(command, "to", options, _cluster)
 
-    hints = get_type_hints(command, include_extras=True)
-    parameters = [
-        parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
-        for name, parameter in signature(command).parameters.items()
-        if name != "to"
-    ]
-    parameters += map(_parameter, fields(Cluster))
-    shown: Any = wraps(command)(with_options)
-    del shown.__wrapped__  # which inspect would look through
-    shown.__annotations__ = {p.name: p.annotation for p in parameters}
-    shown.__signature__ = signature(command).replace(parameters=parameters)
-    return shown
+
+def _cluster(given: dict[str, Any]) -> Cluster:
+    return Cluster(**{name: _value(name, value) for name, value in given.items()})
 
 
 def _several(name: str) -> bool:
     return not isinstance(Cluster.__dataclass_fields__[name].default, str | int | None)
 
 
-def _parameter(item: Field[Any]) -> Parameter:
+def _option(item: Field[Any]) -> Parameter:
     option = typer.Option(flag_of(item.name), help=item.metadata["text"])
     kind = list[str] | None if _several(item.name) else _KINDS[item.name]
-    default = None if _several(item.name) else item.default
-    return Parameter(
-        item.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+    return option_of(item, Annotated[kind, option], None if _several(item.name) else item.default)
 
 
 def _value(name: str, given: Any) -> Any:

@@ -4,7 +4,6 @@ A check takes the name of what it is about and gives one :class:`Finding` or a f
 and files alone. What only an import can tell is in :data:`DEEP`.
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from kha_megatron.cli.installation import (
     probe,
     supported_range,
 )
+from kha_megatron.cli.options import AsJSON
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.compat import megatron_version
 from kha_megatron.versions import version_of
@@ -63,7 +63,7 @@ print(json.dumps({"names": names, "lost": lost}))
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: AsJSON = False,
     deep: Annotated[
         bool,
         typer.Option(
@@ -87,8 +87,7 @@ def doctor(
         findings = examine(deep=deep)
     healthy = not any(finding.blocks for finding in findings)
     if as_json:
-        rows = [asdict(finding) for finding in findings]
-        typer.echo(json.dumps({"ok": healthy, "findings": rows}, indent=2))
+        console.print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
     else:
         _print(findings)
         if not deep:

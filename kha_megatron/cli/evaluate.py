@@ -1,22 +1,21 @@
 """``kha-megatron eval``: lm-evaluation-harness on a Hugging Face model folder."""
 
-import json
 import logging
-import math
 import os
 import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.cli import console
 from kha_megatron.cli.generate import check_model_folder, load, parse_device
+from kha_megatron.cli.options import AsJSON, Device, ModelFolder
 from kha_megatron.errors import (
     ConfigError,
     DataError,
@@ -25,7 +24,7 @@ from kha_megatron.errors import (
 )
 from kha_megatron.versions import version_of
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 BOOTSTRAP = 1000
 """Resamples behind the standard error of metrics that have no formula for it, perplexities."""
@@ -37,27 +36,29 @@ _STDERR = "_stderr"
 
 
 def evaluate(
-    hf_dir: Annotated[Path, typer.Argument(help="Model folder with config, weights, tokenizer.")],
+    hf_dir: ModelFolder,
     tasks: Annotated[str, typer.Option(help="Names of tasks or groups, with commas between.")],
     include_path: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder with task files (YAML) of your own; repeat for more."),
+        typer.Option(
+            help="Folder with task files (YAML) of your own; repeat for more.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples in each prompt.", show_default="the task's")
+        int | None, typer.Option(min=0, help="Examples in each prompt.", show_default="the task's")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Documents of each task.", show_default="all")
+        int | None, typer.Option(min=1, help="Documents of each task.", show_default="all")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests in one forward pass.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16.")] = (
-        "auto"
-    ),
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests in one forward pass.")] = 1,
+    device: Device = "auto",
+    dtype: Annotated[DType, typer.Option(help="auto: as stored.")] = "auto",
     output: Annotated[
         Path | None, typer.Option(help="File for the report as JSON; a new one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Measure a model with lm-evaluation-harness.
 
@@ -74,7 +75,10 @@ def evaluate(
     """
     require_harness()
     names = _task_names(tasks)
-    _check(include_path or [], num_fewshot, limit, batch_size, dtype, output)
+    if output is not None and output.exists():
+        raise OutputError(f"{output} exists: name a new file")
+    if output is not None and not output.parent.is_dir():
+        raise OutputError(f"{output.parent} is no folder: make it first")
     check_model_folder(hf_dir)
     target = parse_device(device)
     with redirect_stdout(sys.stderr):  # the harness prints; stdout is for the report
@@ -93,13 +97,11 @@ def evaluate(
         "versions": {name: version_of(name) for name in ("lm-eval", "transformers", "torch")},
         "tasks": _report(results),
     }
-    text = json.dumps(report, indent=2, allow_nan=False)
     if output is not None:
-        with staged_file(output) as staged:
-            staged.write_text(text + "\n")
+        write_json(output, report)
         console.log.print(f"report in {output}", markup=False)
     if as_json:
-        typer.echo(text)
+        console.print_json(report)
     else:
         console.out.print(_table(report))
 
@@ -119,32 +121,6 @@ def _task_names(text: str) -> list[str]:
     if not all(names):
         raise ConfigError(f"--tasks {text!r} holds an empty name: write --tasks a,b")
     return list(dict.fromkeys(names))
-
-
-def _check(
-    folders: list[Path],
-    num_fewshot: int | None,
-    limit: int | None,
-    batch_size: int,
-    dtype: str,
-    output: Path | None,
-) -> None:
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"--include-path {folder} is no folder: name one with task files")
-    for flag, value, least in (
-        ("--num-fewshot", num_fewshot, 0),
-        ("--limit", limit, 1),
-        ("--batch-size", batch_size, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{flag} {value} must be at least {least}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    if output is not None and output.exists():
-        raise OutputError(f"{output} exists: name a new file")
-    if output is not None and not output.parent.is_dir():
-        raise OutputError(f"{output.parent} is no folder: make it first")
 
 
 def _load_tasks(names: list[str], folders: list[Path]) -> dict[str, Any]:
@@ -231,7 +207,7 @@ def _report(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             name, separator, how = key.partition(",")
             if not separator:
                 continue  # alias, sample_len and the like: no metrics
-            number = value if isinstance(value, int | float) and math.isfinite(value) else None
+            number = value if isinstance(value, int | float) else None
             kind = errors if name.endswith(_STDERR) else metrics
             kind[name.removesuffix(_STDERR) + ("" if how == "none" else f",{how}")] = number
         report[task] = {
@@ -245,11 +221,9 @@ def _report(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _table(report: dict[str, Any]) -> Table:
-    table = Table(title=escape(f"{report['model']} ({report['dtype']})"), title_justify="left")
-    for name in ("task", "metric"):
-        table.add_column(name)
-    for name in ("value", "stderr", "documents", "shots"):
-        table.add_column(name, justify="right")
+    columns = ("task", "metric", "value", "stderr", "documents", "shots")
+    title = escape(f"{report['model']} ({report['dtype']})")
+    table = console.numbers(*columns, title=title, names=2)
     for task, entry in report["tasks"].items():
         for metric, value in entry["metrics"].items():
             cells = (value, entry["stderr"].get(metric), entry["documents"], entry["num_fewshot"])

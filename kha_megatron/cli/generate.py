@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kha_megatron.cli import console
+from kha_megatron.cli.options import Device, ModelFolder
 from kha_megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -15,15 +16,11 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DEFAULT_TEMPERATURE = 0.8
 
-# A model may produce terminal escape sequences; a terminal is shown this sign in their place.
-_CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
-_VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
-
 
 def generate(
-    hf_dir: Annotated[Path, typer.Argument(help="Model folder with config, weights, tokenizer.")],
+    hf_dir: ModelFolder,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation, in tokens.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 64,
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -34,11 +31,11 @@ def generate(
         float | None,
         typer.Option(help="Sample from the likeliest tokens of this total.", show_default="1.0"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Always take the likeliest token.")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Continue PROMPT with the model in HF_DIR, printing prompt and continuation as they come.
 
@@ -147,8 +144,6 @@ def _sampling(
     greedy: bool,
 ) -> dict[str, Any]:
     """The settings of ``model.generate``, complete: none is left to the folder's own defaults."""
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     given = {"--temperature": temperature, "--top-p": top_p, "--seed": seed}
     if greedy and (clash := [name for name, value in given.items() if value is not None]):
         raise ConfigError(f"--greedy draws nothing, so leave out {', '.join(clash)}")
@@ -160,8 +155,6 @@ def _sampling(
         raise ConfigError(f"--temperature {temperature} must be above 0: or choose --greedy")
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p {top_p} must be above 0 and at most 1")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError(f"--seed {seed} must lie between 0 and 2**63 - 1")
     return {
         "max_new_tokens": max_new_tokens,
         "do_sample": True,
@@ -247,5 +240,5 @@ def _stream(
 def _write(text: str) -> None:
     """Text as it is, or with control characters shown as signs when a terminal would obey them."""
     stream = console.out.file
-    stream.write(text.translate(_VISIBLE) if stream.isatty() else text)
+    stream.write(text.translate(console.VISIBLE) if stream.isatty() else text)
     stream.flush()

@@ -1,18 +1,16 @@
 """``kha-megatron inspect``: what the shared matrices of a checkpoint have learnt."""
 
-import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.progress import track
 from rich.table import Table
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
+from kha_megatron.cli.options import AsJSON
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES, Variant
@@ -36,9 +34,7 @@ def inspect(
         ),
     ],
     out_dir: Annotated[Path, typer.Argument(help="Folder for the PNG files.")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON instead of tables.")
-    ] = False,
+    as_json: AsJSON = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the PNG files that OUT_DIR holds.")
     ] = False,
@@ -71,7 +67,7 @@ def inspect(
             "matrices": numbers,
             "files": [str(out_dir / name) for name in files],
         }
-        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+        console.print_json(result)
         return
     for projection, variant in kha.variants.items():
         console.out.print(_table(projection, variant, numbers), "")
@@ -90,15 +86,11 @@ def _open(path: Path) -> "MegatronCheckpoint | HFCheckpoint":
 
 
 def _diagnose(weights: Weights, kha: KHAConfig) -> list[dict[str, Any]]:
-    """One plain dictionary per layer, projection and matrix; None stands for NaN and infinity."""
+    """One plain dictionary per layer, projection and matrix."""
     from kha_megatron.ops.diagnostics import diagnose
 
     return [
-        {"layer": layer, "projection": projection}
-        | {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(diagnostics).items()
-        }
+        {"layer": layer, "projection": projection} | asdict(diagnostics)
         for (layer, projection), weight in weights.items()
         for diagnostics in diagnose(weight, kha.variants[projection])
     ]
@@ -130,19 +122,10 @@ def _table(projection: Projection, variant: Variant, numbers: list[dict[str, Any
     for entry in numbers:
         if entry["projection"] == projection:
             values = (entry[k] for k in ("diagonal_mean", "off_diagonal_share", "distance"))
-            rows.setdefault(entry["layer"], []).extend(
-                "nan" if value is None else f"{value:.3f}" for value in values
-            )
-    table = Table(
-        title=f"{projection} heads ({variant})",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-    )
-    table.add_column("\nlayer", justify="right")
-    for matrix in MATRICES[variant]:
-        for quantity in ("diag", "off", "moved"):
-            table.add_column(f"{matrix}\n{quantity}", justify="right", no_wrap=True)
+            rows.setdefault(entry["layer"], []).extend(f"{value:.3f}" for value in values)
+    quantities = (f"{m}\n{what}" for m in MATRICES[variant] for what in ("diag", "off", "moved"))
+    title = f"{projection} heads ({variant})"
+    table = console.numbers("\nlayer", *quantities, title=title, names=0)
     for layer, cells in sorted(rows.items()):
         table.add_row(str(layer), *cells)
     return table

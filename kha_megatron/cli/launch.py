@@ -13,36 +13,32 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.destination import placed
 from kha_megatron.cli.following import print_lines, report, training_progress
-from kha_megatron.cli.plan import memory_of
+from kha_megatron.cli.options import (
+    AsJSON,
+    DataFolder,
+    GPUMemory,
+    MegatronArguments,
+    RecipeName,
+    TrainingDevice,
+    parse_size,
+)
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import hear, say
 from kha_megatron.plan.search import planned
 from kha_megatron.recipes import Cluster, Command, Job, Recipe
 
-MegatronArguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[-- MEGATRON ARGS]",
-        help="Megatron's and --kha-* arguments; each replaces the recipe's own value.",
-    ),
-]
-
 
 @placed
 def launch(
-    recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
+    recipe: RecipeName,
     to: Cluster,
     megatron: MegatronArguments = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder made by `kha-megatron data prepare`.")
-    ] = None,
+    data: DataFolder = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for checkpoints and TensorBoard files; default runs/RECIPE."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; the recipe's if not given.")
-    ] = None,
+    device: TrainingDevice = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in --output.")
     ] = False,
@@ -50,9 +46,7 @@ def launch(
         Literal["plan", "recipe"] | None,
         typer.Option(help="Parallel sizes: the best of `plan` (GPU clusters), or the recipe's."),
     ] = None,
-    gpu_memory: Annotated[
-        str, typer.Option(help="Memory of one GPU, for the plan: 80GB or 80GiB.")
-    ] = "80GB",
+    gpu_memory: GPUMemory = "80GB",
     detach: Annotated[
         bool, typer.Option("--detach", help="Hand the job to the cluster and return.")
     ] = False,
@@ -60,7 +54,7 @@ def launch(
         bool,
         typer.Option("--dry-run", help="Print the exact command and environment; start nothing."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Train a recipe with NeMo-Run, and follow it.
 
@@ -86,7 +80,7 @@ def launch(
     on_gpus = (device or chosen.run.training.device) != "cpu"
     if (layout or ("plan" if cluster and on_gpus else "recipe")) == "plan":
         ranks = cluster.ranks if cluster else to.gpus or chosen.ranks
-        chosen = _planned(chosen, ranks, memory_of(gpu_memory), words)
+        chosen = _planned(chosen, ranks, parse_size("--gpu-memory", gpu_memory), words)
     job = recipes.prepare(
         chosen,
         data=data,

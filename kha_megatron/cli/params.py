@@ -1,22 +1,17 @@
 """``kha-megatron params`` and ``kha-megatron flops``: what a recipe's model holds and computes."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
+from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.plan.counts import as_printed, count, counted, flops
 
-RecipeName = Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 
-
-def params(recipe: RecipeName, as_json: AsJson = False) -> None:
+def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Count a recipe's parameters: all, active, KHA's own; and the cache of one token.
 
     Active are those that one token passes through: all but the experts it is
@@ -38,9 +33,9 @@ def params(recipe: RecipeName, as_json: AsJson = False) -> None:
             for name, (ours, how) in paper.items()
         }
         data = {"recipe": recipe, "knocks": str(kha), **asdict(counts), "without_kha": plain}
-        console.out.print_json(json.dumps(data | {"printed": printed}))
+        console.print_json(data | {"printed": printed})
         return
-    table = _table("parameters", "with KHA", "without", "paper")
+    table = console.numbers("parameters", "with KHA", "without", "paper")
     for name, own in plain.items():
         ours, how = paper.get(name, ("", ""))
         if ours and ours != chosen.paper[name]:
@@ -61,7 +56,7 @@ def count_flops(
     seq: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence; the recipe's if not given.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Count the FLOPs of one sequence, forward and backward, and KHA's share.
 
@@ -88,9 +83,9 @@ def count_flops(
             "training": {"total": 3 * result.forward, "kha": 3 * result.kha},
             "kha_share_of": shares,
         }
-        console.out.print_json(json.dumps(data))
+        console.print_json(data)
         return
-    table = _table(f"TFLOPs of {length:,} tokens", "forward", "backward", "training")
+    table = console.numbers(f"TFLOPs of {length:,} tokens", "forward", "backward", "training")
     parts = {
         "attention projections": result.projections,
         "attention scores": result.scores,
@@ -108,11 +103,3 @@ def count_flops(
     console.out.print(
         f"KHA adds {shares['layers']:.2%} to the layers and {shares['attention']:.2%} to attention"
     )
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(title, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table

@@ -1,21 +1,20 @@
 """``kha-megatron patch``: put the diffs of ``patches/`` into a Megatron tree, and take them out."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from kha_megatron.cli import console
 from kha_megatron.cli.installation import find_module
+from kha_megatron.cli.options import AsJSON
+from kha_megatron.cli.running import Commands
 from kha_megatron.mcore import patching
 from kha_megatron.mcore.patching import PatchState, Tree
 
-app = typer.Typer(
+app = Commands(
     name="patch",
     help="Patch Megatron's own tree where a plug-in cannot reach.",
     no_args_is_help=True,
@@ -45,7 +44,7 @@ _MEANINGS = {
 def check(
     path: _Path,
     only: _Only = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Say how each patch stands in a Megatron tree. Changes nothing.
 
@@ -58,12 +57,9 @@ def check(
     tree = _find(path, quiet=as_json)
     findings = patching.examine(tree, patching.load_patches(tree.version, only or ()))
     if as_json:
-        report = {
-            "megatron": str(tree.megatron),
-            "version": tree.version,
-            "patches": [asdict(finding) for finding in findings],
-        }
-        typer.echo(json.dumps(report, indent=2))
+        patches = [asdict(finding) for finding in findings]
+        report = {"megatron": str(tree.megatron), "version": tree.version, "patches": patches}
+        console.print_json(report)
     else:
         _print(findings)
     if any(finding.state in _MEANINGS for finding in findings):
@@ -124,9 +120,8 @@ def _change(path: Path, only: list[str] | None, *, revert: bool) -> None:
 
 
 def _print(findings: list[PatchState]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column in ("patch", "state", "what it does"):
-        table.add_column(column, no_wrap=column != "what it does")
+    table = console.numbers("patch", "state", names=2)
+    table.add_column("what it does")
     for finding in findings:
         style = _STYLES[finding.state]
         state = f"[{style}]{finding.state}[/]" if style else finding.state

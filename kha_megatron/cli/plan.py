@@ -1,24 +1,20 @@
 """``kha-megatron plan``: legal layouts of a recipe on a number of GPUs, and their cost on paper."""
 
-import json
-import math
 import re
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
+from kha_megatron.cli.options import AsJSON, GPUMemory, RecipeName, parse_size
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Layout
 from kha_megatron.plan import search as planner
 from kha_megatron.plan.counts import count
 
-_UNITS = {"GB": 1e9, "GIB": 2**30}
 _ASSUMED = (
     "arithmetic, not measured: Transformer Engine with flash attention, no dropout, even experts; "
     f"fits means at most {planner.USABLE:.0%} of the GPU's memory; "
@@ -30,11 +26,9 @@ Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Instead of the
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
+    recipe: RecipeName,
     gpus: Annotated[int, typer.Option(help=f"GPUs in all, 1 to {planner.MOST_GPUS}.")],
-    gpu_memory: Annotated[
-        str, typer.Option(help="Memory of one GPU: 80GB (10^9 bytes) or 80GiB.")
-    ] = "80GB",
+    gpu_memory: GPUMemory = "80GB",
     seq_length: Size = None,
     micro_batch_size: Size = None,
     global_batch_size: Size = None,
@@ -53,7 +47,7 @@ def plan(
     ep: Annotated[int | None, typer.Option(help="Fix the expert-parallel size.")] = None,
     etp: Annotated[int | None, typer.Option(help="Fix the expert-tensor-parallel size.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Layouts to list, the best first.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """List the legal layouts of a recipe on a number of GPUs, with memory and communication.
 
@@ -76,7 +70,7 @@ def plan(
         precision=precision,
         recompute=recompute,
     )
-    capacity = memory_of(gpu_memory)
+    capacity = parse_size("--gpu-memory", gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
     try:
         plans = planner.plan_layouts(setup, gpus, capacity, fixed)
@@ -99,7 +93,7 @@ def plan(
             "fitting": fitting,
             "layouts": [_as_data(p, capacity) for p in plans[:limit]],
         }
-        typer.echo(json.dumps(result, indent=2))
+        console.print_json(result)
         return
     console.out.print(
         f"{recipe}: {counts['total']:,} parameters, {counts['active']:,} active, "
@@ -112,18 +106,6 @@ def plan(
         + (f"; the first {limit} are shown (--limit)" if len(plans) > limit else "")
     )
     console.out.print(_ASSUMED)
-
-
-def memory_of(text: str) -> float:
-    """Bytes of ``80GB`` or ``80GiB``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text, re.IGNORECASE)
-    if found is None or not 0 < float(found[1]) < math.inf:
-        raise ConfigError(f"--gpu-memory {text}: give a number and GB or GiB, as in 80GB")
-    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def _as_typed(text: str) -> str:
@@ -150,10 +132,10 @@ def _as_data(plan: planner.PlannedLayout, capacity: float) -> dict[str, Any]:
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
     """Two tables, since one of both would not fit into a terminal."""
-    spent = _table("GB on the fullest rank", "weights", "grads", "optim", "activ", "KHA", "total")
-    spent.add_column("fits")
-    sent = _table("GB that a rank sends in a step", "TP", "CP", "PP", "EP", "DP", "KHA", "all")
-    sent.add_column("idle", justify="right")
+    memory_columns = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
+    spent = console.numbers("layout", *memory_columns, title="GB on the fullest rank")
+    path_columns = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
+    sent = console.numbers("layout", *path_columns, title="GB that a rank sends in a step")
     for plan in plans:
         memory, path = plan.memory, plan.communication
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
@@ -164,21 +146,6 @@ def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
         paths += [path.kha + path.kha_data, path.total]
         sent.add_row(_name(plan.layout), *map(_gigabytes, paths), f"{plan.idle:.1%}")
     console.out.print(spent, "", sent)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("layout", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _name(layout: Layout) -> str:

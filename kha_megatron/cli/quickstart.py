@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from kha_megatron import recipes
-from kha_megatron.checkpoint.staging import check_output_folder, staged_file
+from kha_megatron.checkpoint.staging import check_output_folder, write_json
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.convert import convert
@@ -22,7 +21,7 @@ from kha_megatron.cli.data import progress
 from kha_megatron.cli.following import report, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
-from kha_megatron.cli.launch import MegatronArguments
+from kha_megatron.cli.options import MegatronArguments
 from kha_megatron.errors import DataError, MissingDependencyError
 from kha_megatron.history.tensorboard import LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
@@ -64,7 +63,7 @@ def quickstart(
     if find_spec("nemo_run") is None:
         raise MissingDependencyError("nemo-run", "launching a recipe", "launch")
     output.mkdir(parents=True, exist_ok=True)
-    _write(output / MARK, {"finished": False})
+    write_json(output / MARK, {"finished": False})
 
     _heading(1, f"text: {output / 'data'}")
     _prepare(output / "data")
@@ -81,8 +80,8 @@ def quickstart(
     plots.loss_curve(history, output / "pictures" / "loss.png")
 
     summary = _summary(output, history, trained, written, verification)
-    _write(output / MARK, summary)
-    console.out.print(_table(summary))
+    write_json(output / MARK, summary)
+    console.print_facts(_facts(summary), title="quickstart")
     console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
     generate(output / "hf", PROMPT, max_new_tokens=96, temperature=0.6, seed=1)
     console.out.print(_next_steps(output), markup=False)
@@ -172,35 +171,26 @@ def _tokens_per_second(steps: list[recipes.Step], sequence: int) -> float | None
     return samples * sequence / seconds if seconds else None
 
 
-def _table(summary: dict[str, Any]) -> Table:
-    table = Table(title="quickstart", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    first, last = summary["first_loss"], summary["last_loss"]
-    table.add_row("parameters", f"{summary['parameters']:,}")
-    table.add_row(
-        "loss",
-        f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations ({last / first:.0%})",
-    )
-    rate = summary["tokens_per_second"]
-    table.add_row(
-        "speed",
-        ("too few iterations to measure" if rate is None else f"{rate:,.0f} tokens/s")
-        + f", {summary['training_seconds']:.0f} s from start to end",
-    )
-    difference = summary["largest_logit_difference"]
-    table.add_row(
-        "Hugging Face against Megatron",
-        "not verified"
-        if difference is None
-        else f"logits differ by at most {difference:.1e}, same most likely token at "
-        f"{summary['argmax_agreement']:.0%} of positions",
-    )
+def _facts(summary: dict[str, Any]) -> dict[str, str]:
+    first, last, rate = (summary[k] for k in ("first_loss", "last_loss", "tokens_per_second"))
+    speed = "too few iterations to measure" if rate is None else f"{rate:,.0f} tokens/s"
+    agreement, difference = "not verified", summary["largest_logit_difference"]
+    if difference is not None:
+        agreement = (
+            f"logits differ by at most {difference:.1e}, same most likely token at "
+            f"{summary['argmax_agreement']:.0%} of positions"
+        )
     files = summary["files"]
-    table.add_row("checkpoint", escape(files["checkpoint"]))
-    table.add_row("Hugging Face model", escape(files["hugging_face"]))
-    table.add_row("pictures", escape("\n".join(files["pictures"])))
-    return table
+    return {
+        "parameters": f"{summary['parameters']:,}",
+        "loss": f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations "
+        f"({last / first:.0%})",
+        "speed": f"{speed}, {summary['training_seconds']:.0f} s from start to end",
+        "Hugging Face against Megatron": agreement,
+        "checkpoint": files["checkpoint"],
+        "Hugging Face model": files["hugging_face"],
+        "pictures": "\n".join(files["pictures"]),
+    }
 
 
 def _next_steps(output: Path) -> str:
@@ -218,8 +208,3 @@ What to try next:
 
 def _heading(number: int, text: str) -> None:
     console.log.print(f"\n[bold]{number}/4[/] {escape(text)}")
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    with staged_file(path) as staged:
-        staged.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -1,7 +1,6 @@
 """``kha-megatron recipes``: every training run of the paper, as data."""
 
 import fnmatch
-import json
 import shlex
 from typing import Annotated, Any
 
@@ -9,15 +8,17 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
+from kha_megatron.cli.options import AsJSON, RecipeName
+from kha_megatron.cli.running import Commands
 from kha_megatron.recipes import Recipe
 
-app = typer.Typer(name="recipes", help="The paper's training runs.", no_args_is_help=True)
+app = Commands(name="recipes", help="The paper's training runs.", no_args_is_help=True)
 
 
 @app.command("list")
 def show_all(
     pattern: Annotated[str, typer.Argument(help="Names to list, as in 'table2/*'.")] = "*",
-    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """List the recipes with the paper's final loss, where it prints one.
 
@@ -27,7 +28,7 @@ def show_all(
     """
     chosen = [r for name, r in recipes.RECIPES.items() if fnmatch.fnmatch(name, pattern)]
     if as_json:
-        console.out.print_json(json.dumps([as_data(recipe) for recipe in chosen]))
+        console.print_json([as_data(recipe) for recipe in chosen])
         return
     for recipe in chosen:
         loss = recipe.paper.get("loss", "")
@@ -37,8 +38,8 @@ def show_all(
 
 @app.command()
 def show(
-    recipe: Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    recipe: RecipeName,
+    as_json: AsJSON = False,
 ) -> None:
     """Show what a recipe trains, with every argument it gives to Megatron.
 
@@ -48,7 +49,7 @@ def show(
     """
     chosen = recipes.get_recipe(recipe)
     if as_json:
-        console.out.print_json(json.dumps(as_data(chosen)))
+        console.print_json(as_data(chosen))
         return
     lines = [f"{chosen.name}: {chosen.description}"]
     lines += [f"  the paper's {name}: {value}" for name, value in chosen.paper.items()]

@@ -1,6 +1,5 @@
 """``kha-megatron spikes``: how often the loss of a run jumps, how high, and how long it takes."""
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -8,10 +7,9 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from kha_megatron.cli import console
+from kha_megatron.cli.options import AsJSON
 from kha_megatron.errors import DataError
 from kha_megatron.history.log_lines import read_log
 from kha_megatron.history.spikes import Definition, Spike, find_spikes
@@ -38,9 +36,7 @@ def spikes(
     margin: Annotated[
         float, typer.Option("--margin", help="And how far at least, in units of the loss.")
     ] = Definition.margin,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON instead of a table.")
-    ] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Count the loss spikes of any Megatron run: height and iterations until recovery.
 
@@ -82,10 +78,15 @@ def spikes(
             **_summary(found),
             "spikes": [_entry(spike) for spike in found],
         }
-        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+        console.print_json(result)
         return
     if found:
-        console.out.print(_table(found))
+        table = console.numbers("start", "peak", "level", "height", "recovery", names=0)
+        for spike in found:
+            recovery = "not recovered" if spike.recovery is None else str(spike.recovery)
+            numbers = (str(spike.start), str(spike.peak), f"{spike.level:.3f}")
+            table.add_row(*numbers, _number(spike.height), recovery)
+        console.out.print(table)
     console.out.print(
         f"{len(found)} {'spike' if len(found) == 1 else 'spikes'} in {len(values)} values of "
         f"{name!r}, iterations {iterations[0]} to {iterations[1]}{_words(found)}"
@@ -96,7 +97,7 @@ def _summary(found: list[Spike]) -> dict[str, Any]:
     recoveries = [spike.recovery for spike in found if spike.recovery is not None]
     return {
         "count": len(found),
-        "highest": _finite(max((spike.height for spike in found), default=0.0)),
+        "highest": max((spike.height for spike in found), default=0.0),
         "median_recovery": median(recoveries) if recoveries else None,
         "longest_recovery": max(recoveries, default=None),
         "not_recovered": len(found) - len(recoveries),
@@ -119,25 +120,8 @@ def _words(found: list[Spike]) -> str:
 
 
 def _entry(spike: Spike) -> dict[str, Any]:
-    numbers = asdict(spike) | {"recovery": spike.recovery}
-    return numbers | {"height": _finite(spike.height), "finite": math.isfinite(spike.height)}
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
+    return asdict(spike) | {"recovery": spike.recovery, "finite": math.isfinite(spike.height)}
 
 
 def _number(height: float) -> str:
     return f"{height:.3f}" if math.isfinite(height) else "not finite"
-
-
-def _table(found: list[Spike]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("start", "peak", "level", "height", "recovery"):
-        table.add_column(heading, justify="right")
-    for spike in found:
-        recovery = "not recovered" if spike.recovery is None else str(spike.recovery)
-        numbers = (str(spike.start), str(spike.peak), f"{spike.level:.3f}", _number(spike.height))
-        table.add_row(*numbers, recovery)
-    return table

@@ -1,28 +1,26 @@
 """``kha-megatron verify``: are two checkpoints the same model?"""
 
-import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from kha_megatron.cli import console
+from kha_megatron.cli.options import AsJSON, Workers
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
+
+_PROBLEMS = ("missing", "unexpected", "mismatched", "different")
 
 
 def verify(
     one: Annotated[Path, typer.Argument(help="A Megatron checkpoint or a Hugging Face folder.")],
     other: Annotated[Path, typer.Argument(help="Another one, of either side.")],
     logits: Annotated[bool, typer.Option(help="Run both models, if they fit into memory.")] = True,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Threads; default: one for each core.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    workers: Workers = None,
+    as_json: AsJSON = False,
 ) -> None:
     """Compare two checkpoints key by key, and by the logits that each one's own library computes.
 
@@ -41,11 +39,9 @@ def verify(
         check_training_version()
     verification = report(one, other, workers, logits=logits)
     if as_json:
-        typer.echo(json.dumps(plain(verification), indent=2, allow_nan=False))
+        console.print_json(plain(verification))
     else:
-        table = Table(show_header=False, box=None)
-        add_rows(table, verification)
-        console.out.print(table)
+        console.print_facts(facts(verification))
     judge(verification)
 
 
@@ -58,39 +54,32 @@ def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) 
 
 
 def plain(verification: "Verification | None") -> dict[str, Any] | None:
-    """As JSON, which has no NaN."""
+    """For the report as JSON."""
     if verification is None:
         return None
-    values = asdict(verification) | {"agrees": verification.agrees}
-    if values["logits"] is not None:
-        values["logits"] = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values["logits"].items()
-        }
-    return values
+    return asdict(verification) | {"agrees": verification.agrees}
 
 
-def add_rows(table: Table, verification: "Verification") -> None:
-    """The comparison, for a table of two columns."""
+def facts(verification: "Verification") -> dict[str, str]:
+    """The comparison, in words by what it is about."""
     tensors, logits = verification.tensors, verification.logits
     how = "" if tensors.remark == "as they are" else f", {tensors.remark}"
-    table.add_row("tensors compared", f"{tensors.tensors}{how}")
-    for name in ("missing", "unexpected", "mismatched", "different"):
+    rows = {"tensors compared": f"{tensors.tensors}{how}"}
+    for name in _PROBLEMS:
         if names := getattr(tensors, name):
-            table.add_row(name, f"{len(names)}: {', '.join(names[:5])}")
+            rows[name] = f"{len(names)}: {', '.join(names[:5])}"
     if tensors.agrees:
-        table.add_row("", "all equal, none missing, none too many")
+        rows[""] = "all equal, none missing, none too many"
     if logits is None:
-        table.add_row("logits", "not compared")
-        return
-    table.add_row(
-        "logits",
-        f"largest difference {logits.max_difference:.2e}, mean {logits.mean_difference:.2e}",
+        return rows | {"logits": "not compared"}
+    rows["logits"] = (
+        f"largest difference {logits.max_difference:.2e}, mean {logits.mean_difference:.2e}"
     )
-    table.add_row("KL divergence", f"{logits.kl:.2e} nats")
-    table.add_row("same most likely token", f"{logits.argmax:.2%} of {logits.tokens}")
+    rows["KL divergence"] = f"{logits.kl:.2e} nats"
+    rows["same most likely token"] = f"{logits.argmax:.2%} of {logits.tokens}"
     if not logits.agrees:
-        table.add_row("first layer that differs", str(logits.first_layer))
+        rows["first layer that differs"] = str(logits.first_layer)
+    return rows
 
 
 def judge(verification: "Verification | None") -> None:
@@ -100,7 +89,7 @@ def judge(verification: "Verification | None") -> None:
     tensors, logits = verification.tensors, verification.logits
     problems = [
         f"{len(names)} tensors {name}, {names[0]} for one"
-        for name in ("missing", "unexpected", "mismatched", "different")
+        for name in _PROBLEMS
         if (names := getattr(tensors, name))
     ]
     if logits is not None and not logits.agrees:

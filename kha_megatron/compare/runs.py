@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, Candidate
@@ -306,17 +306,3 @@ def _at_work(folder: Path) -> list[int]:
         except OSError:  # ended meanwhile
             continue
     return [pid for pid in sorted(found) if pid != os.getpid()]
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """At once or not at all; a NaN is written as null."""
-    with staged_file(path) as staged:
-        staged.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -172,6 +172,8 @@ def attributes(owner: type, config: Any) -> dict[str, Any]:
 
 
 def _whole(word: str, least: int | None) -> int:
+    if re.fullmatch("[+-]?[0-9]{11,}", word):
+        raise ValueError("it has more digits than Megatron counts with: give at most 10")
     number = int(word) if re.fullmatch(r"[+-]?[0-9]+", word) else None
     if number is None or (least is not None and number < least):
         raise ValueError("give a whole number" + ("" if least is None else f" from {least} up"))

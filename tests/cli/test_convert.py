@@ -178,8 +178,8 @@ def _lose_shard(save):
 
 BAD = {
     "dtype": (["--dtype", "int8"], None, "unknown dtype 'int8'"),
-    "size": (["--max-shard-size", "5"], None, "--max-shard-size '5' is no size"),
-    "zero size": (["--max-shard-size", "0GB"], None, "--max-shard-size '0GB' is no size"),
+    "size": (["--max-shard-size", "5X"], None, "--max-shard-size 5X is no size"),
+    "zero size": (["--max-shard-size", "0GB"], None, "--max-shard-size 0GB is no size"),
     "tokenizer": (["--tokenizer", "/nowhere"], None, "/nowhere is not a folder"),
     "damaged": ([], _damage_index, ".metadata is damaged"),
     "lost shard": ([], _lose_shard, "distcp is missing"),

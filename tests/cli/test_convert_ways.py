@@ -98,7 +98,7 @@ def test_upcycle_to_either_side(run, qwen3, tmp_path):
 
 BAD = {
     "nothing to knock": (("upcycle",), "nothing to knock: give --kha-preset"),
-    "unknown side": (("upcycle", "--to", "onnx"), "--to 'onnx': choose megatron or hf"),
+    "unknown side": (("upcycle", "--to", "onnx"), "'onnx' is not one of"),
     "unknown preset": (("upcycle", "--kha-preset", "kha"), "unknown KHA preset 'kha'"),
     "nothing to fold": (("fold",), "has no knocking heads to fold away"),
     "unknown architecture": (("to-hf", "--architecture", "gpt2"), "unknown architecture 'gpt2'"),

@@ -231,10 +231,6 @@ def test_data_that_is_not_there_is_named(model_folder, tmp_path):
     ("arguments", "error", "message"),
     [
         (("--tasks", "a,,b"), ConfigError, "'a,,b' holds an empty name"),
-        (("--tasks", "a", "--limit", 0), ConfigError, "--limit 0 must be at least 1"),
-        (("--tasks", "a", "--batch-size", 0), ConfigError, "--batch-size 0 must be at least 1"),
-        (("--tasks", "a", "--dtype", "int8"), ConfigError, "--dtype 'int8' is unknown.*bfloat16"),
-        (("--tasks", "a", "--include-path", "/nowhere"), ConfigError, "/nowhere is no folder"),
         (("--tasks", "a", "--output", __file__), OutputError, "exists: name a new file"),
         (("--tasks", "a", "--output", "/nowhere/x"), OutputError, "/nowhere is no folder"),
     ],

@@ -50,13 +50,13 @@ def test_json_adds_up():
     [
         ([*PLAN, "--tp", "3"], "32 query heads cannot be divided over 3"),
         (["plan", "moe-8b", "--gpus", "64"], "unknown recipe 'moe-8b'"),
-        ([*PLAN, "--gpu-memory", "80"], "--gpu-memory 80: give a number and GB or GiB"),
+        ([*PLAN, "--gpu-memory", "80 apples"], "--gpu-memory 80 apples is no size"),
         (["plan", "quickstart", "--gpus", "0"], "--gpus 0: plan knows layouts of 1 to 131072"),
         (["plan", "quickstart", "--gpus", "131073"], "--gpus 131073: plan knows"),
         ([*PLAN, "--tp", "3"], "choose --tp from"),
-        ([*PLAN, "--pp", "9" * 20], "use --pp 18, or"),
+        ([*PLAN, "--pp", "999999999"], "use --pp 18, or"),
         ([*PLAN, "--tp", "4", "--cp", "3"], "--gpus 64 cannot be divided by tensor 4"),
-        ([*PLAN, "--gpu-memory", "9" * 400 + "GB"], "give a number and GB or GiB"),
+        ([*PLAN, "--gpu-memory", "9" * 400 + "GB"], "is no size"),
         ([*PLAN, "--seq-length", "4095", "--cp", "2"], "4095 is no multiple of 2 x"),
     ],
 )

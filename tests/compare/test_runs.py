@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.compare import parse_variants, plan, runs
-from kha_megatron.compare.runs import MARK, RUN, begin, locked, write_json
+from kha_megatron.compare.runs import MARK, RUN, begin, locked
 from kha_megatron.compare.statistics import binned, final_loss
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.words import parse
