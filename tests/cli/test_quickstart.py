@@ -107,8 +107,10 @@ def test_the_rate_leaves_the_first_line_out_and_needs_a_second():
 
 
 def test_training_that_really_fails_makes_launch_exit_1(data, tmp_path, nemorun_home):  # noqa: F811
-    """Empty files pass our own checks and stop Megatron on the ranks."""
+    """Empty files pass our own checks and stop Megatron on the rank."""
     words = ["launch", "quickstart", "--data", str(data), "--output", str(tmp_path / "run")]
+    words += ["--nproc", "1", "--", "--tensor-model-parallel-size", "1"]
+    words += ["--expert-model-parallel-size", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "kha_megatron", *words],
         capture_output=True,
