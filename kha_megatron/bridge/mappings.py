@@ -1,8 +1,7 @@
-"""Which Megatron parameter is which Hugging Face tensors, for Megatron-Bridge.
+"""Which Megatron parameter is which Hugging Face tensors: ``conversion.table`` in Bridge's terms.
 
-``*`` stands for a layer and, after it, an expert. Norms have two names in Megatron: Transformer
-Engine fuses them into the linear layer behind them. Bridge's registry knows the other name of those
-written here.
+``*`` stands for a layer and, after it, an expert. Of the two names that norms have in Megatron,
+Bridge's registry knows the other one of those written here.
 """
 
 from typing import Any
@@ -17,36 +16,30 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 from torch import Tensor, nn
 
+from kha_megatron.conversion.hf_configs import from_hf_config
+from kha_megatron.conversion.packing import Vocabulary
+from kha_megatron.conversion.table import OUTPUT_LAYER, Row, places
 from kha_megatron.heads import HeadTensor
 from kha_megatron.hf import KHAModelConfig
 
-_ONE_TO_ONE = (
-    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    ("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    ("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-    ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-    ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
-    ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-    ("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
-    ("mlp.router.weight", "mlp.gate.weight"),
-    ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
-    ("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight"),
-    # grouped GEMM names an expert's weights one way, a list of MLPs another
-    ("mlp.experts.linear_fc2.weight*", "mlp.experts.*.down_proj.weight"),
-    ("mlp.experts.local_experts.*.linear_fc2.weight", "mlp.experts.*.down_proj.weight"),
-)
-_GATE_UP = (
-    ("mlp.linear_fc1.weight", "mlp.{}_proj.weight"),
-    ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.{}_proj.weight"),
-    ("mlp.experts.linear_fc1.weight*", "mlp.experts.*.{}_proj.weight"),
-    ("mlp.experts.local_experts.*.linear_fc1.weight", "mlp.experts.*.{}_proj.weight"),
-)
-_QKV = (
-    ("self_attention.linear_qkv.weight", "self_attn.{}_proj.weight"),
-    ("self_attention.linear_qkv.bias", "self_attn.{}_proj.bias"),
-)
-
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
+
+_EVERYTHING = from_hf_config(
+    KHAModelConfig(
+        num_hidden_layers=2,
+        attention_bias=True,
+        num_experts=1,
+        moe_intermediate_size=1,
+        mlp_layer_types=["dense", "sparse"],
+        scoring_func="sigmoid",
+        shared_expert_intermediate_size=1,
+        shared_expert_gate=True,
+    ).to_dict()
+)
+"""A model with one of each tensor that Bridge's layers can have."""
+_PLACES = {place.row: place for place in places(_EVERYTHING)}.values()
+_KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
+"""Mappings of one, two and three Hugging Face tensors."""
 
 
 class VocabularyMapping(AutoMapping):
@@ -114,31 +107,27 @@ def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
             the vocabulary are real. None (Bridge asks so for adapters, which sit in linear layers
             only) leaves those tensors out.
     """
-    layers: list[MegatronParamMapping[Any]] = [
-        *(AutoMapping(MEGATRON + ours, HF + name) for ours, name in _ONE_TO_ONE),
-        *(GatedMLPMapping(MEGATRON + ours, *_of(name, "gate", "up")) for ours, name in _GATE_UP),
-        *(QKVMapping(MEGATRON + ours, *_of(name, "q", "k", "v")) for ours, name in _QKV),
-        # a bare parameter of a module that is not parallel, of whose kind Bridge knows nothing
-        ReplicatedMapping(
-            f"{MEGATRON}mlp.shared_experts.gate_weight", f"{HF}mlp.shared_expert_gate.weight"
-        ),
-    ]
-    final_norm = AutoMapping("decoder.final_layernorm.weight", "model.norm.weight")
-    if config is None:
-        return [final_norm, *layers]
-    matrices = [_matrices(tensor) for tensor in config.kha.tensors(config.head_sizes)]
-    return [*_vocabulary(config), final_norm, *layers, *matrices]
+    found: list[MegatronParamMapping[Any]] = []
+    for row, layer, _ in _PLACES:
+        if not isinstance(row.packing, Vocabulary):
+            found += _of_row(row, layer is not None)
+        elif config is not None and not (config.tie_word_embeddings and row is OUTPUT_LAYER):
+            found.append(VocabularyMapping(row.names[0], row.packing.name, config.vocab_size))
+    heads = () if config is None else config.kha.tensors(config.head_sizes)
+    return [*found, *map(_matrices, heads)]
 
 
-def _of(pattern: str, *words: str) -> list[str]:
-    return [HF + pattern.format(word) for word in words]
-
-
-def _vocabulary(config: KHAModelConfig) -> list[VocabularyMapping]:
-    names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
-    if not config.tie_word_embeddings:
-        names["output_layer.weight"] = "lm_head.weight"
-    return [VocabularyMapping(ours, theirs, config.vocab_size) for ours, theirs in names.items()]
+def _of_row(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
+    ours, theirs = (MEGATRON, HF) if in_layer else ("", "")
+    keys, parts = [ours + row.names[0]], row.packing.names(_EVERYTHING)
+    if row.per_expert:
+        # grouped GEMM names an expert's weights one way, a list of MLPs another
+        matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."
+        keys = [f"{ours}mlp.experts.{key}" for key in (f"{matrix}*", f"local_experts.*.{matrix}")]
+    # a bare parameter of a module that is not parallel, of whose kind Bridge knows nothing
+    bare = row.names[0].endswith("gate_weight")
+    kind = ReplicatedMapping if bare else _KINDS[len(parts) - 1]
+    return [kind(key, *(theirs + part for part in parts)) for key in keys]
 
 
 def _matrices(tensor: HeadTensor) -> SharedMatricesMapping:

@@ -51,10 +51,8 @@ class KHABridge(MegatronModelBridge):
         )
         if provider.num_moe_experts:
             provider.moe_grouped_gemm = True
-            provider.moe_router_dtype = "fp32"
             provider.moe_token_dispatcher_type = "alltoall"
             if provider.moe_router_score_function == "sigmoid":
-                provider.moe_router_enable_expert_bias = True
                 provider.moe_router_load_balancing_type = "none"
         return provider
 

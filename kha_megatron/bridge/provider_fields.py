@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn.functional import silu
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.architecture import ROWS
 from kha_megatron.conversion.hf_configs import from_hf_config, to_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
@@ -18,34 +19,8 @@ from kha_megatron.hf import KHAModelConfig
 _TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
 """Fields that do not change what a trained model computes."""
 _OF_NO_PROVIDER = ("attention", "latent_heads")
-_SAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "seq_length",
-    "layernorm_epsilon",
-    "init_method_std",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "attention_dropout",
-    "rotary_base",
-    "rotary_percent",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-)
-"""Fields that have the name of Megatron's argument."""
+_NO_ATTRIBUTES = ("vocab_size", "seq_length", "moe_router_pre_softmax")
+"""Fields of a provider that have no row of their own, or no place in Megatron's configuration."""
 
 
 def kha_of(config: Any) -> KHAConfig:
@@ -76,9 +51,10 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
             )
     arguments = to_arguments(model)
     heads = model.kha.to_dict().items()
-    return {
-        **{name: arguments[name] for name in _SAME if name in arguments},
-        "num_moe_experts": arguments["num_experts"],
+    arguments.pop("moe_router_load_balancing_type", None)  # a choice of the training
+    named = (row for row in ROWS.values() if row.argument in arguments)
+    return {row.attribute: arguments[row.argument] for row in named if row.attribute} | {
+        **{name: arguments[name] for name in _NO_ATTRIBUTES if name in arguments},
         "share_embeddings_and_output_weights": model.tied_embeddings,
         **{f"kha_{name}": value for name, value in heads if name not in _OF_NO_PROVIDER},
     }

@@ -93,9 +93,7 @@ class Architecture(Model):
     moe_router_num_groups: int | None = said("--moe-router-num-groups", None, hf="n_group")
     """Groups of experts that a token's experts are chosen from (DeepSeek-V3)."""
     moe_router_group_topk: int | None = said("--moe-router-group-topk", None, hf="topk_group")
-    moe_shared_expert_gate: bool = said(
-        "--moe-shared-expert-gate", False, attribute=None, hf="shared_expert_gate"
-    )
+    moe_shared_expert_gate: bool = said("--moe-shared-expert-gate", False, hf="shared_expert_gate")
     kha: KHAConfig = field(default_factory=KHAConfig)
 
     def __post_init__(self) -> None:

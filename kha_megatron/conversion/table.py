@@ -281,6 +281,13 @@ SHARED_EXPERT: tuple[Row, ...] = (
     ),
 )
 
+OUTPUT_LAYER = Row(
+    Vocabulary("lm_head.weight"),
+    ("output_layer.weight",),
+    _vocabulary,
+    when=lambda model, layer: not model.tied_embeddings,
+)
+
 MODEL: tuple[Row, ...] = (
     Row(
         Vocabulary("model.embed_tokens.weight"), ("embedding.word_embeddings.weight",), _vocabulary
@@ -290,12 +297,7 @@ MODEL: tuple[Row, ...] = (
         ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
         _hidden,
     ),
-    Row(
-        Vocabulary("lm_head.weight"),
-        ("output_layer.weight",),
-        _vocabulary,
-        when=lambda model, layer: not model.tied_embeddings,
-    ),
+    OUTPUT_LAYER,
 )
 """Tensors outside of the layers."""
 
