@@ -53,3 +53,8 @@ class MissingDependencyError(KHAError, ImportError):
             f"{feature} needs {package}, which is not installed: "
             f"run `pip install 'kha-megatron[{extra}]'`"
         )
+
+
+def in_one_line(error: BaseException) -> str:
+    """What another library's error says, on one line; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -21,6 +21,7 @@ from kha_megatron.errors import (
     DataError,
     MissingDependencyError,
     OutputError,
+    in_one_line,
 )
 from kha_megatron.versions import version_of
 
@@ -152,7 +153,7 @@ def _load_tasks(names: list[str], folders: list[Path]) -> dict[str, Any]:
             if with_own or isinstance(error, OSError):  # else it may build on one of the harness's
                 raise DataError(
                     f"{', '.join(names)} cannot be loaded ({type(error).__name__}: "
-                    f"{' '.join(str(error).split())}): without a network only tasks whose data "
+                    f"{in_one_line(error)}): without a network only tasks whose data "
                     "lies in local files can be run"
                 ) from error
     raise AssertionError("the last round returns or raises")
@@ -191,7 +192,7 @@ def _run(
             log_samples=False,
         )
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"lm-evaluation-harness: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"lm-evaluation-harness: {in_one_line(error)}") from error
 
 
 def _report(results: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import typer
 
 from kha_megatron.cli import console
 from kha_megatron.cli.options import Device, ModelFolder
-from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any
             ignore_mismatched_sizes=True,  # to name the weights below; transformers does not
         )
     except (OSError, ValueError, RuntimeError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"{hf_dir} cannot be loaded: {_one_line(error)}") from error
+        raise CheckpointError(f"{hf_dir} cannot be loaded: {in_one_line(error)}") from error
     for problem in ("missing", "unexpected", "mismatched"):
         # A mismatched key comes with its two shapes.
         keys = info[f"{problem}_keys"]
@@ -130,10 +130,6 @@ def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any
                 "config.json and the safetensors files are of different models"
             )
     return tokenizer, model.to(device).eval()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _sampling(

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
@@ -135,7 +135,7 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a damaged file fails wherever the loader first trips over it
-        first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"no tokenizer: {folder} cannot be loaded ({type(error).__name__}: {first})"
+            f"no tokenizer: {folder} cannot be loaded ({type(error).__name__}: "
+            f"{in_one_line(error)})"
         ) from error

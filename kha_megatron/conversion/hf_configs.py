@@ -31,8 +31,8 @@ from kha_megatron.conversion.architecture import (
     Llama3Scaling,
     Yarn,
 )
-from kha_megatron.conversion.hf_experts import ExpertFields, refused
-from kha_megatron.errors import CheckpointError
+from kha_megatron.conversion.hf_experts import ExpertFields, refused, unsupported
+from kha_megatron.errors import CheckpointError, in_one_line
 from kha_megatron.hf import KHAModelConfig
 
 
@@ -169,7 +169,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
-        raise _refused("num_key_value_heads", groups, f"no divisor of {heads} heads")
+        raise unsupported("num_key_value_heads", groups, f"no divisor of {heads} heads")
     return Architecture(
         **STYLE,
         **fields,
@@ -202,15 +202,16 @@ def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         return family.config(**kept)
     except Exception as error:  # transformers' own checks raise many kinds
-        first = " ".join(str(error).split())
-        raise CheckpointError(f"config.json is no {family.config.__name__}: {first}") from error
+        raise CheckpointError(
+            f"config.json is no {family.config.__name__}: {in_one_line(error)}"
+        ) from error
 
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
     names = (*family.fields, *(LATENT if True in family.latent else ()))
     known = {*(HF_KEYS[name] for name in names), _TIED, *family.only, *_ROPE, *_HARMLESS}
     if family.experts is not None:
-        known |= {*family.experts.keys.values(), *family.experts.known}
+        known |= {*family.experts.keys.values(), *family.experts.known, *family.experts.implied}
     if family.config is KHAModelConfig:
         known |= {f"kha_{field.name}" for field in dataclasses.fields(KHAConfig)}
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
@@ -218,23 +219,20 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
     for name, value in raw.items():
         # what follows from the other fields, or is off, says nothing new
         if name not in known and value not in (None, False, getattr(usual, name, None)):
-            raise _refused(name, value, "not known to leave the computation alone")
-    for name, value in family.only.items():
-        found = raw.get(name, value) if name in _NO_MTP else getattr(config, name)
+            raise unsupported(name, value, "not known to leave the computation alone")
+    implied = family.experts.implied if family.experts else {}
+    for name, value in {**family.only, **implied}.items():
+        found = raw.get(name, value) if name in {*_NO_MTP, *implied} else getattr(config, name)
         if found != value:
-            raise _refused(name, found, f"only {value!r}")
+            raise unsupported(name, found, f"only {value!r}")
     if config.hidden_act != "silu":
-        raise _refused("hidden_act", config.hidden_act, "only 'silu'")
+        raise unsupported("hidden_act", config.hidden_act, "only 'silu'")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
-        raise _refused("sliding_window", window, "every layer must attend to the whole sequence")
+        raise unsupported("sliding_window", window, "every layer must attend to the whole sequence")
     for kind in getattr(config, "layer_types", None) or ():
         if kind != "full_attention":
-            raise _refused("layer_types", kind, "every layer must attend to the whole sequence")
-
-
-def _refused(name: str, value: Any, why: str) -> CheckpointError:
-    return CheckpointError(f"config.json has {name}={value!r}, which cannot be expressed ({why})")
+            raise unsupported("layer_types", kind, "every layer must attend to the whole sequence")
 
 
 def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
@@ -242,7 +240,7 @@ def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     kind = given.get("rope_type", "default")
     fraction = float(given.get("partial_rotary_factor") or 1.0)
     if fraction != 1.0 and not family.partial_rope:
-        raise _refused("partial_rotary_factor", fraction, "only 1.0 in this architecture")
+        raise unsupported("partial_rotary_factor", fraction, "only 1.0 in this architecture")
     rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
     if kind == "default":
         return rope
@@ -252,15 +250,15 @@ def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
         return rope | {"scaling": Llama3Scaling(**{name: given[name] for name in names})}
     if kind == "yarn" and latent:
         return rope | {"scaling": _read_yarn(given)}
-    raise _refused("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
+    raise unsupported("rope_parameters", given, f"rope_type {kind!r} is not Megatron's")
 
 
 def _read_yarn(given: Mapping[str, Any]) -> Yarn:
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
     if given.get("attention_factor") is not None or not given.get("truncate", True):
-        raise _refused("rope_parameters", dict(given), "attention_factor and truncate are fixed")
+        raise unsupported("rope_parameters", dict(given), "attention_factor and truncate are fixed")
     if bool(mscale) != bool(all_dim) and (mscale, all_dim) not in ((1, 0), (1, None)):
-        raise _refused("rope_parameters", dict(given), "mscale goes with mscale_all_dim")
+        raise unsupported("rope_parameters", dict(given), "mscale goes with mscale_all_dim")
     return Yarn(
         factor=float(given["factor"]),
         mscale=float(mscale or 1.0),
@@ -279,7 +277,7 @@ def _read_latent(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     if not _has_latent(family, config):
         return {}
     if config.num_key_value_heads != config.num_attention_heads:
-        raise _refused("num_key_value_heads", config.num_key_value_heads, "one a query head")
+        raise unsupported("num_key_value_heads", config.num_key_value_heads, "one a query head")
     sizes = {name: getattr(config, HF_KEYS[name]) for name in LATENT}
     return sizes | {"multi_latent_attention": True, "kv_channels": sizes["v_head_dim"]}
 

@@ -32,6 +32,8 @@ class ExpertFields(NamedTuple):
     """Configuration field of the number of experts."""
     only: Mapping[str, Any] = {}
     """Fields of :class:`Architecture` of which there is one value."""
+    implied: Mapping[str, Any] = {}
+    """Configuration fields that may be there, with the one value that they may have."""
     dense: Mapping[str, str] | None = None
     """Configuration fields of a model without experts, each a field of :class:`Architecture`."""
 
@@ -84,6 +86,11 @@ def refused(
     return CheckpointError(f"{model_type} cannot express {what}: {remedy}")
 
 
+def unsupported(name: str, value: Any, why: str) -> CheckpointError:
+    """The error of a field of ``config.json`` that Megatron cannot compute."""
+    return CheckpointError(f"config.json has {name}={value!r}, which cannot be expressed ({why})")
+
+
 _COMMON = ("moe_router_topk", "moe_ffn_hidden_size")
 _SCALED = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk")
 
@@ -112,16 +119,6 @@ def _write_qwen3(model: Architecture) -> dict[str, Any]:
 
 
 def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
-    for name, only in (
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        found = getattr(config, name, only)
-        if found != only:
-            raise CheckpointError(
-                f"config.json has {name}={found!r}, which cannot be expressed (only {only!r})"
-            )
     dense = config.first_k_dense_replace
     freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
     if not any(freq):
@@ -129,15 +126,17 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
     size, rest = divmod(config.n_routed_experts, groups)
     if size < 2 or rest:
-        raise CheckpointError(
-            f"config.json has n_group={groups} with n_routed_experts={config.n_routed_experts}, "
-            "which cannot be expressed (every group needs as many experts, and two of them)"
+        raise unsupported(
+            f"n_group={groups} with n_routed_experts",
+            config.n_routed_experts,
+            "every group needs as many experts, and two of them",
         )
     if groups > 1 and per_token != 2 * config.topk_group:
-        raise CheckpointError(
-            f"config.json has n_group={groups} with topk_group={config.topk_group} and "
-            f"num_experts_per_tok={per_token}, which cannot be expressed (Megatron ranks a group "
-            "by its best num_experts_per_tok / topk_group experts, transformers by two)"
+        raise unsupported(
+            f"n_group={groups} with topk_group={config.topk_group} and num_experts_per_tok",
+            per_token,
+            "Megatron ranks a group by its best num_experts_per_tok / topk_group experts, "
+            "transformers by two",
         )
     shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
     return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
@@ -197,9 +196,6 @@ DEEPSEEK = ExpertFields(
         "num_local_experts",
         "n_shared_experts",
         "first_k_dense_replace",
-        "moe_layer_freq",
-        "scoring_func",
-        "topk_method",
     ),
     number="n_routed_experts",
     only={
@@ -207,6 +203,7 @@ DEEPSEEK = ExpertFields(
         "moe_router_enable_expert_bias": True,
         "moe_shared_expert_gate": False,
     },
+    implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     dense={"first_k_dense_replace": "num_layers"},
 )
 """Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""

@@ -99,10 +99,6 @@ def _compressed_queries(model: Architecture, layer: int) -> bool:
     return model.multi_latent_attention and model.q_lora_rank is not None
 
 
-def _normed_heads(model: Architecture, layer: int) -> bool:
-    return model.qk_layernorm and not model.multi_latent_attention
-
-
 def _sparse(model: Architecture, layer: int) -> bool:
     return model.is_moe(layer)
 
@@ -266,19 +262,32 @@ EXPERT_BIAS = Row(
 )
 """Keeps float32 whatever dtype is asked for."""
 
-SHARED_EXPERT: tuple[Row, ...] = (
-    Row(
-        Packing("mlp.shared_experts.{}_proj.weight", ("gate", "up")),
-        ("mlp.shared_experts.linear_fc1.weight",),
-        lambda m: (2 * m.moe_shared_expert_intermediate_size, m.hidden_size),
-        when=_shared_expert,
-    ),
-    Row(
-        Packing("mlp.shared_experts.down_proj.weight"),
-        ("mlp.shared_experts.linear_fc2.weight",),
-        lambda m: (m.hidden_size, m.moe_shared_expert_intermediate_size),
-        when=_shared_expert,
-    ),
+
+def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = False) -> list[Row]:
+    """The rows of a SwiGLU MLP below two prefixes, ``width`` features inside."""
+    return [
+        Row(
+            Packing(hf + "{}_proj.weight", ("gate", "up")),
+            (megatron + "linear_fc1.weight",),
+            lambda m: (2 * getattr(m, width), m.hidden_size),
+            when,
+            per_expert=per_expert,
+        ),
+        Row(
+            Packing(hf + "down_proj.weight"),
+            (megatron + "linear_fc2.weight",),
+            lambda m: (m.hidden_size, getattr(m, width)),
+            when,
+            per_expert=per_expert,
+        ),
+    ]
+
+
+SHARED_EXPERT = _mlp(
+    "mlp.shared_experts.",
+    "mlp.shared_experts.",
+    "moe_shared_expert_intermediate_size",
+    _shared_expert,
 )
 
 OUTPUT_LAYER = Row(
@@ -302,17 +311,14 @@ MODEL: tuple[Row, ...] = (
 """Tensors outside of the layers."""
 
 _BEHIND_HEADS: tuple[Row, ...] = (
-    Row(
-        Packing("self_attn.q_norm.weight"),
-        ("self_attention.q_layernorm.weight",),
-        lambda m: (m.kv_channels,),
-        when=_normed_heads,
-    ),
-    Row(
-        Packing("self_attn.k_norm.weight"),
-        ("self_attention.k_layernorm.weight",),
-        lambda m: (m.kv_channels,),
-        when=_normed_heads,
+    *(
+        Row(
+            Packing(f"self_attn.{head}_norm.weight"),
+            (f"self_attention.{head}_layernorm.weight",),
+            lambda m: (m.kv_channels,),
+            when=lambda model, layer: model.qk_layernorm and not model.multi_latent_attention,
+        )
+        for head in "qk"
     ),
     *_LATENT,
     ATTENTION_OUTPUT,
@@ -329,18 +335,7 @@ _BEHIND_HEADS: tuple[Row, ...] = (
         when=lambda model, layer: _sparse(model, layer) or model.multi_latent_attention,
         both=True,
     ),
-    Row(
-        Packing("mlp.{}_proj.weight", ("gate", "up")),
-        ("mlp.linear_fc1.weight",),
-        lambda m: (2 * m.ffn_hidden_size, m.hidden_size),
-        when=_dense,
-    ),
-    Row(
-        Packing("mlp.down_proj.weight"),
-        ("mlp.linear_fc2.weight",),
-        lambda m: (m.hidden_size, m.ffn_hidden_size),
-        when=_dense,
-    ),
+    *_mlp("mlp.", "mlp.", "ffn_hidden_size", _dense),
     Row(
         Packing("mlp.gate.weight"),
         ("mlp.router.weight",),
@@ -348,20 +343,7 @@ _BEHIND_HEADS: tuple[Row, ...] = (
         when=_sparse,
     ),
     EXPERT_BIAS,
-    Row(
-        Packing("{}_proj.weight", ("gate", "up")),
-        ("mlp.experts.experts.linear_fc1.weight",),
-        lambda m: (2 * m.moe_ffn_hidden_size, m.hidden_size),
-        when=_sparse,
-        per_expert=True,
-    ),
-    Row(
-        Packing("down_proj.weight"),
-        ("mlp.experts.experts.linear_fc2.weight",),
-        lambda m: (m.hidden_size, m.moe_ffn_hidden_size),
-        when=_sparse,
-        per_expert=True,
-    ),
+    *_mlp("", "mlp.experts.experts.", "moe_ffn_hidden_size", _sparse, per_expert=True),
     *SHARED_EXPERT,
     Row(
         Packing("mlp.shared_expert_gate.weight"),
