@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conversion.fixtures import copy, dense, sparse, tokenizer  # noqa: F401
+from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
 from tests.tables import SECTIONS, TABLES, Tables
 from tests.versions import needs_training_package

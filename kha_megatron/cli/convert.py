@@ -21,7 +21,7 @@ from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, option_of, parse_size, with_options
 from kha_megatron.cli.running import Commands
-from kha_megatron.cli.verify import facts, judge, plain, report
+from kha_megatron.cli.verify import facts, judge, not_finite, plain, report
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, OutputError
 from kha_megatron.mcore.compat import check_training_version
@@ -63,6 +63,10 @@ class Writing:
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
     ] = None
+    allow_overflow: Annotated[
+        bool,
+        typer.Option("--allow-overflow", help="Let numbers beyond --dtype's end become infinite."),
+    ] = False
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer folder, if not the model's own.")
     ] = None
@@ -249,7 +253,8 @@ def _write(
         )
     if how.verify:
         check_training_version()
-    planned = plan(source, dtype=how.dtype, tokenizer=how.tokenizer, **settings)
+    settings |= {"dtype": how.dtype, "allow_overflow": how.allow_overflow}
+    planned = plan(source, tokenizer=how.tokenizer, **settings)
     columns = (
         TextColumn("converting"),
         BarColumn(),
@@ -257,7 +262,8 @@ def _write(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console.log, transient=True) as progress:
+    log = console.log
+    with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
         task = progress.add_task("", total=planned.size)
         advance = partial(progress.advance, task)
         written = planned.write(out, workers=how.workers, on_bytes=advance)
@@ -296,4 +302,6 @@ def _facts(written: "Conversion", verification: "Verification | None") -> dict[s
     }
     if written.architecture == "megatron":
         rows["train on with"] = " ".join(written.arguments)
-    return rows | ({"verified": "no"} if verification is None else facts(verification))
+    if verification is None:
+        return rows | not_finite(written.not_finite) | {"verified": "no"}
+    return rows | facts(verification)

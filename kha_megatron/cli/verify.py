@@ -1,5 +1,6 @@
 """``kha-megatron verify``: are two checkpoints the same model?"""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +69,7 @@ def facts(verification: "Verification") -> dict[str, str]:
     for name in _PROBLEMS:
         if names := getattr(tensors, name):
             rows[name] = f"{len(names)}: {', '.join(names[:5])}"
+    rows |= not_finite(tensors.not_finite)
     if tensors.agrees:
         rows[""] = "all equal, none missing, none too many"
     if logits is None:
@@ -80,6 +82,14 @@ def facts(verification: "Verification") -> dict[str, str]:
     if not logits.agrees:
         rows["first layer that differs"] = str(logits.first_layer)
     return rows
+
+
+def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
+    """Where there is NaN or infinity and how much, if anywhere, as in :func:`facts`."""
+    listed = [f"{name} {count:,}" for name, count in tensors.items()]
+    if not listed:
+        return {}
+    return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
 
 
 def judge(verification: "Verification | None") -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import give_back_freed_memory
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.sources import Source, not_finite
 from kha_megatron.conversion.table import Place
 
 OnBytes = Callable[[int], None]
@@ -43,6 +43,8 @@ class Conversion:
     dtype: str
     tokenizer: str | None
     """Where the tokenizer came from; None if the source had none that can be saved."""
+    not_finite: dict[str, int]
+    """Tensors that hold NaN or infinities, and how many."""
     arguments: list[str] = field(default_factory=list)
     """Of a Megatron checkpoint: what a training from it needs on its command line."""
 
@@ -79,7 +81,9 @@ class Plan(ABC):
             OutputError: the disk refuses; what was at ``target`` is still there.
         """
 
-    def written(self, target: Path, architecture: str, shards: int, *words: str) -> Conversion:
+    def written(
+        self, target: Path, architecture: str, shards: int, wrong: dict[str, int], *words: str
+    ) -> Conversion:
         """What :meth:`write` answers; ``words`` are the arguments of a training."""
         entries = self.entries
         return Conversion(
@@ -91,6 +95,7 @@ class Plan(ABC):
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
             tokenizer=self.source.companions.origin,
+            not_finite=wrong,
             arguments=list(words),
         )
 
@@ -101,7 +106,7 @@ def transfer(
     *,
     workers: int | None = None,
     on_bytes: OnBytes = lambda count: None,
-) -> None:
+) -> dict[str, int]:
     """Call ``put`` with the tensors of every place, from several threads, the largest first.
 
     Holds at most two copies of the largest place's tensors and 256 MiB more, whatever the number of
@@ -114,9 +119,13 @@ def transfer(
         workers: threads; None for one for each core that this process may use.
         on_bytes: called in this thread with the bytes of each place that is done.
 
+    Returns:
+        Tensors that hold NaN or infinities, sorted, and how many.
+
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, or numbers overflow (``transforms.Cast``).
     """
+    wrong: dict[str, int] = {}
     give_back_freed_memory()
     workers = workers or len(os.sched_getaffinity(0))
     sizes = {place: sum(entry.nbytes for entry in held) for place, held in source.entries()}
@@ -130,7 +139,11 @@ def transfer(
         return None if at is None else waiting.pop(at)
 
     def move(place: Place) -> Place:
-        put(place, source.read(place))
+        parts = source.read(place)
+        for name, part in zip(place.hf_names(source.model), parts, strict=True):
+            if count := not_finite(part):
+                wrong[name] = count
+        put(place, parts)
         return place
 
     with source.verifying(), ThreadPoolExecutor(workers) as pool:
@@ -148,3 +161,4 @@ def transfer(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return dict(sorted(wrong.items()))

@@ -6,6 +6,7 @@ refused, unless it is off. The way back goes by the same tables, and says why wh
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -26,13 +27,14 @@ from kha_megatron.conversion import hf_experts
 from kha_megatron.conversion.architecture import (
     HF_KEYS,
     LATENT,
+    ROWS,
     STYLE,
     Architecture,
     Llama3Scaling,
     Yarn,
 )
 from kha_megatron.conversion.hf_experts import ExpertFields, refused, unsupported
-from kha_megatron.errors import CheckpointError, in_one_line
+from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.hf import KHAModelConfig
 
 
@@ -68,6 +70,7 @@ _COMMON = (
     "init_method_std",
     "attention_dropout",
 )
+_MAY_BE_NOTHING = ("layernorm_epsilon", "init_method_std", "attention_dropout")
 _OPEN = ("qk_layernorm", "add_qkv_bias")
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
@@ -118,6 +121,13 @@ FAMILIES: dict[str, Family] = {
 }
 """By ``model_type``."""
 
+_AT_LEAST_ONE = {HF_KEYS[name] for name in _COMMON if name not in _MAY_BE_NOTHING}
+_MOST = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
+"""Lists of so many are made before tensors are looked at."""
+_DIRECT_QUERIES = ("q_lora_rank", None)
+_SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What code raises that meets values of kinds that no one expects there."""
+
 _ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 _ROPE = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"}
 _HARMLESS = {
@@ -158,6 +168,34 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
             express; it is named.
     """
     family = family_of(raw)
+    _check_sizes(family, raw)
+    try:
+        return _described(family, raw)
+    except KHAError:
+        raise
+    except _SURPRISES as error:
+        raise CheckpointError(
+            f"config.json describes no model that can be built ({type(error).__name__}: "
+            f"{in_one_line(error)}): compare it with another of {raw['model_type']}"
+        ) from error
+
+
+def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
+    """Refuse sizes that are none before anybody makes a list of so many layers."""
+    for name, value in raw.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise unsupported(name, value, "only a finite number")
+    experts = family.experts.keys.values() if family.experts else ()
+    for name in {*(HF_KEYS[field] for field in (*family.fields, *LATENT)), *experts, *_MOST}:
+        value, least = raw.get(name), int(name in _AT_LEAST_ONE)
+        most = _MOST.get(name, 2**31 - 1)
+        if type(value) is int and not least <= value <= most:
+            raise CheckpointError(
+                f"config.json has {name}={value}: it must lie between {least} and {most}"
+            )
+
+
+def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
     # a copy, because transformers writes into what it is given
     values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
     config = _filled_in(family, values)
@@ -165,7 +203,11 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
     keys = {name: HF_KEYS[name] for name in family.fields if hasattr(config, HF_KEYS[name])}
     fields: dict[str, Any] = {name: getattr(config, key) for name, key in keys.items()}
     fields |= _read_latent(family, config)
-    fields.setdefault("kv_channels", config.hidden_size // config.num_attention_heads)
+    if fields.get("kv_channels") is None:
+        fields["kv_channels"] = config.hidden_size // config.num_attention_heads
+    for name, value in fields.items():
+        if ROWS[name].kind is int and type(value) is not int and (name, value) != _DIRECT_QUERIES:
+            raise unsupported(HF_KEYS[name], value, "only a whole number")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
@@ -219,7 +261,9 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
     for name, value in raw.items():
         # what follows from the other fields, or is off, says nothing new
         if name not in known and value not in (None, False, getattr(usual, name, None)):
-            raise unsupported(name, value, "not known to leave the computation alone")
+            quantised = "a quantised model: save it in bfloat16 or float32"
+            unknown = "not known to leave the computation alone"
+            raise unsupported(name, value, quantised if "quantiz" in name else unknown)
     implied = family.experts.implied if family.experts else {}
     for name, value in {**family.only, **implied}.items():
         found = raw.get(name, value) if name in {*_NO_MTP, *implied} else getattr(config, name)
@@ -303,15 +347,19 @@ def expressed(model: Architecture, model_type: str) -> Architecture:
     """The model as an architecture of transformers has it: with what it cannot leave out.
 
     A router with sigmoid scores has a correction bias there, and ``glm4_moe`` and ``deepseek_v3``
-    have a shared expert: both are zeros for a model without, which change no bit of its output.
+    have a shared expert.
     """
     if not model.num_experts or model.moe_router_score_function != "sigmoid":
         return model
-    shared = model.moe_shared_expert_intermediate_size
-    if model_type != "kha" and not shared:
-        shared = model.moe_ffn_hidden_size
+    return with_zeros(model, shared=0 if model_type == "kha" else model.moe_ffn_hidden_size)
+
+
+def with_zeros(model: Architecture, *, shared: int, bias: bool = True) -> Architecture:
+    """The model with a correction bias, and a shared expert of ``shared`` features where it has
+    none: both are zeros, which change no bit of its output."""
+    width: Any = model.shared_width or shared or None
     return replace(
-        model, moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=shared
+        model, moe_router_enable_expert_bias=bias, moe_shared_expert_intermediate_size=width
     )
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from kha_megatron.errors import CheckpointError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
+_LARGEST = 2**56
+"""Numbers of a tensor that some file might hold."""
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _ATTENTION = ("self_attention.", "input_layernorm.")
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -215,16 +218,20 @@ class HFSource(Source):
         self._infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
         held = self._infos.keys()
         wanted: dict[str, tuple[int, ...]] = {}
-        for place in places(self.model):
-            whole = torch.empty(place.row.shape(self.model), device="meta")
-            parts = place.row.packing.split(whole, self.model)
-            names = place.hf_names(self.model)
+        # many more places than tensors are lacking some, however many layers there are
+        for place in islice(places(self.model), 2 * len(held) + 1000):
+            shape, names = place.row.shape(self.model), place.hf_names(self.model)
+            if min(shape) < 0 or math.prod(shape) > _LARGEST:
+                raise CheckpointError(
+                    f"{path}: its {CONFIG} calls for {names[0]} of {shape}, which no file holds"
+                )
+            parts = place.row.packing.split(torch.empty(shape, device="meta"), self.model)
             wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
+        _refuse(wanted.keys() - held, f"{path} lacks {{}} tensors that its {CONFIG} calls for")
         _refuse(
             held - wanted.keys() - self._copy_of_the_embedding() - self._without_elements(),
             f"{path} holds {{}} tensors that its {CONFIG} has no place for",
         )
-        _refuse(wanted.keys() - held, f"{path} lacks {{}} tensors that its {CONFIG} calls for")
         for name, shape in wanted.items():
             if (found := self._infos[name].shape) != shape:
                 raise CheckpointError(f"{path}: {name} is {found}, its {CONFIG} calls for {shape}")
@@ -263,6 +270,14 @@ def open_source(path: Path, *, tokenizer: Path | None = None, padded: bool = Fal
     if is_hf_folder(path):
         return HFSource(path, tokenizer=tokenizer)
     return MegatronSource(path, tokenizer=tokenizer, padded=padded)
+
+
+def not_finite(tensor: Tensor) -> int:
+    """How many of its numbers are NaN or infinite; a meta tensor has none."""
+    # the ends, which are NaN where one number is, take a tenth of the time of a look at each
+    if tensor.is_meta or not tensor.numel() or all(map(torch.isfinite, tensor.aminmax())):
+        return 0
+    return int((~tensor.isfinite()).sum())
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

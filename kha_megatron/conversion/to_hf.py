@@ -38,12 +38,12 @@ class HFPlan(Plan):
                     for name, part in zip(place.hf_names(source.model), parts, strict=True):
                         writer.write(name, part)
 
-                transfer(source, put, workers=workers, on_bytes=on_bytes)
+                wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
                 shards = writer.close(source.identity())
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.companions.write(folder)
-        return self.written(target, config.model_type, shards)
+        return self.written(target, config.model_type, shards, wrong)
 
 
 def plan(
@@ -51,6 +51,7 @@ def plan(
     *,
     architecture: str | None = None,
     dtype: str | None = None,
+    allow_overflow: bool = False,
     tokenizer: Path | None = None,
     fold: bool = False,
     upcycle: KHAConfig | None = None,
@@ -65,6 +66,7 @@ def plan(
             ``deepseek_v3`` for MLA; by the router ``qwen3_moe`` (softmax) or ``glm4_moe``
             (sigmoid); ``qwen3``, or ``llama`` without QK-norm. GTA and GLA have none.
         dtype: a key of ``sources.DTYPES``; None keeps each tensor's own.
+        allow_overflow: whether numbers that ``dtype`` cannot hold may become infinite.
         tokenizer: a tokenizer folder instead of the model's own.
         fold: fold linear knocking heads into the projections before them.
         upcycle: what to knock of a model without knocking heads, from the identity.
@@ -83,7 +85,7 @@ def plan(
     if upcycle is not None:
         source = Upcycled(source, upcycle)
     if asked is not None:
-        source = Cast(source, asked)
+        source = Cast(source, asked, allow_overflow=allow_overflow)
     architecture = architecture or (AUTO if fold else "kha")
     if architecture == AUTO:
         architecture = "kha" if source.model.kha.mechanisms else stock_type(source.model)

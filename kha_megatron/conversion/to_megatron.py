@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.megatron import LAYERS
+from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER
@@ -22,9 +23,9 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import command_line, to_arguments
 from kha_megatron.conversion.sources import Source, open_source, parse_dtype
-from kha_megatron.conversion.table import Place, places
+from kha_megatron.conversion.table import Place, Row, places
 from kha_megatron.conversion.transforms import Cast, Padded, Upcycled
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError
 
 DIVISIBLE_BY = 128
 """Megatron's own default of ``--make-vocab-size-divisible-by``."""
@@ -51,19 +52,20 @@ class MegatronPlan(Plan):
             release.mkdir()
             with TorchDistWriter(release) as writer:
                 put = _Put(source, writer)
-                transfer(source, put, workers=workers, on_bytes=on_bytes)
+                wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
                 put.extra_states()
                 common = {"args": Namespace(**args), "iteration": 0, "checkpoint_version": 3.0}
                 writer.close(common, source.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = len(list(release.glob("*.distcp")))
-        return self.written(target, "megatron", shards, *command_line(args, str(target)))
+        return self.written(target, "megatron", shards, wrong, *command_line(args, str(target)))
 
 
 def plan(
     path: Path,
     *,
     dtype: str | None = None,
+    allow_overflow: bool = False,
     tokenizer: Path | None = None,
     upcycle: KHAConfig | None = None,
     divisible_by: int = DIVISIBLE_BY,
@@ -74,6 +76,7 @@ def plan(
     Args:
         path: a checkpoint of either side; the padding of a Megatron vocabulary is kept.
         dtype: a key of ``sources.DTYPES``; None keeps each tensor's own.
+        allow_overflow: whether numbers that ``dtype`` cannot hold may become infinite.
         tokenizer: a tokenizer folder instead of the model's own.
         upcycle: what to knock of a model without knocking heads, from the identity: the logits stay
             the same bit for bit.
@@ -99,8 +102,8 @@ def plan(
     multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
     source = Padded(source, math.ceil(source.model.vocab_size / multiple) * multiple)
     if asked is not None:
-        source = Cast(source, asked)
-    _, (embedding, *_) = next(source.entries())
+        source = Cast(source, asked, allow_overflow=allow_overflow)
+    embedding = _one_dtype_each(source)
     args = to_arguments(source.model) | {
         "params_dtype": embedding.dtype,
         "bf16": embedding.dtype == torch.bfloat16,
@@ -116,6 +119,24 @@ def plan(
         "consumed_valid_samples": 0,
     }
     return MegatronPlan(source, args | dict(source.padding_arguments))
+
+
+def _one_dtype_each(source: Source) -> TensorEntry:
+    """Look at the dtypes of what Megatron stacks into one tensor; returns the embedding.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    entries = [(place, entry) for place, held in source.entries() for entry in held]
+    first: dict[tuple[Row, int | None], TensorEntry] = {}
+    for place, entry in entries:
+        stack = place.row, None if source.model.is_uniform else place.layer
+        if (other := first.setdefault(stack, entry)).dtype != entry.dtype:
+            raise CheckpointError(
+                f"{source.path}: {entry.name} is {entry.dtype} and {other.name} is {other.dtype}, "
+                "which are one tensor in Megatron: give --dtype"
+            )
+    return entries[0][1]
 
 
 class _Put:

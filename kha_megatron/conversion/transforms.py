@@ -1,6 +1,7 @@
 """Sources around sources: what a conversion does to a model besides moving it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.sources import Source, not_finite
 from kha_megatron.conversion.table import (
     ATTENTION_OUTPUT,
     EXPERT_BIAS,
@@ -29,22 +30,59 @@ class _Around(Source):
         super().__init__(source.checkpoint, source.companions, model)
         self.source, self.padding_arguments = source, source.padding_arguments
 
+    def verifying(self) -> AbstractContextManager[None]:
+        """See :class:`Source`."""
+        return self.source.verifying()
+
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
         return self.source.read(place, meta=meta)
 
 
 class Cast(_Around):
-    """In another dtype, all but the router's correction biases."""
+    """In another dtype, all but the router's correction biases.
 
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
+    Args:
+        source: the tensors.
+        dtype: what to round them to.
+        allow_overflow: whether numbers may become infinite. Otherwise that is an error at the end
+            of :meth:`verifying`, which counts them.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype, *, allow_overflow: bool = False) -> None:
         super().__init__(source, source.model)
-        self._dtype = dtype
+        self._dtype, self._allowed = dtype, allow_overflow
+        self._overflows: dict[str, tuple[int, int]] = {}
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
         parts = self.source.read(place, meta=meta)
-        return parts if place.row in KEPT_IN_FLOAT32 else [part.to(self._dtype) for part in parts]
+        if place.row in KEPT_IN_FLOAT32:
+            return parts
+        rounded = [part.to(self._dtype) for part in parts]
+        for name, part, short in zip(place.hf_names(self.model), parts, rounded, strict=True):
+            if count := not_finite(short) - not_finite(part):
+                self._overflows[name] = count, part.numel()
+        return rounded
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """See :class:`Source`.
+
+        Raises:
+            CheckpointError: at the end, where numbers became infinite.
+        """
+        self._overflows.clear()
+        with super().verifying():
+            yield
+        if self._overflows and not self._allowed:
+            counts = [f"{n} {c:,} of {size:,}" for n, (c, size) in sorted(self._overflows.items())]
+            raise CheckpointError(
+                f"{str(self._dtype).removeprefix('torch.')} ends at "
+                f"{torch.finfo(self._dtype).max:g}, and larger numbers would become infinite in "
+                f"{len(counts)} tensors: {', '.join(counts[:5])}: choose bfloat16 or float32, or "
+                "--allow-overflow"
+            )
 
 
 class Folded(_Around):

@@ -7,10 +7,10 @@ the conversion is trusted.
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -22,8 +22,9 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import is_hf_folder
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
+from kha_megatron.conversion.hf_configs import with_zeros
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.sources import MegatronSource, Source, open_source
+from kha_megatron.conversion.sources import MegatronSource, Source, not_finite, open_source
 from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import Expressed, Folded, Upcycled
 from kha_megatron.errors import CheckpointError
@@ -48,7 +49,10 @@ class TensorComparison:
     mismatched: list[str] = field(default_factory=list)
     """Of another shape."""
     different: list[str] = field(default_factory=list)
-    """Other values, after rounding to the smaller dtype of the two."""
+    """Other values, after rounding to the smaller dtype of the two; or numbers that are finite in
+    one of them only."""
+    not_finite: dict[str, int] = field(default_factory=dict)
+    """Tensors with NaN or infinities in one of the two at least, and how many in both together."""
     remark: str = "as they are"
     """What was done to one of them before."""
 
@@ -167,18 +171,12 @@ def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
     if any(not m.num_experts or m.moe_router_score_function != "sigmoid" for m in models):
         return one, other
     bias = any(model.moe_router_enable_expert_bias for model in models)
-    shared = max(model.moe_shared_expert_intermediate_size or 0 for model in models)
-
-    def with_zeros(source: Source) -> Source:
-        added: dict[str, Any] = {
-            "moe_router_enable_expert_bias": bias,
-            "moe_shared_expert_intermediate_size": (
-                source.model.moe_shared_expert_intermediate_size or shared or None
-            ),
-        }
-        return Expressed(source, replace(source.model, **added))
-
-    return with_zeros(one), with_zeros(other)
+    shared = max(model.shared_width for model in models)
+    first, second = (
+        Expressed(source, with_zeros(source.model, shared=shared, bias=bias))
+        for source in (one, other)
+    )
+    return first, second
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
@@ -187,6 +185,7 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     both = ours.keys() & theirs.keys()
     mismatched = {name for name in both if ours[name][2] != theirs[name][2]}
     different: list[str] = []
+    also: dict[str, int] = {}
     lock = threading.Lock()
 
     def put(place: Place, parts: list[Tensor]) -> None:
@@ -196,11 +195,14 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
             return
         counterpart = pair.other.read(theirs[todo[0]][0])
         for name in todo:
-            if not _equal(parts[ours[name][1]], counterpart[theirs[name][1]]):
+            one, other = parts[ours[name][1]], counterpart[theirs[name][1]]
+            if count := not_finite(other):
+                also[name] = count
+            if not _equal(one, other):
                 with lock:
                     different.append(name)
 
-    transfer(pair.one, put, workers=workers)
+    wrong = transfer(pair.one, put, workers=workers)
     return TensorComparison(
         tensors=len(both),
         parameters=(_parameters(ours), _parameters(theirs)),
@@ -208,6 +210,7 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
         unexpected=sorted(theirs.keys() - ours.keys()),
         mismatched=sorted(mismatched),
         different=sorted(different),
+        not_finite=dict(sorted((Counter(wrong) + Counter(also)).items())),
         remark=pair.remark,
     )
 
@@ -226,10 +229,15 @@ def _parameters(names: Mapping[str, tuple[Place, int, tuple[int, ...]]]) -> int:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether one is the other rounded, or the same; a NaN equals a NaN in the same place."""
+    if not_finite(one) != not_finite(other):  # before rounding, which may make infinities
+        return False
     if one.dtype != other.dtype:
         smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
         one, other = one.to(smaller), other.to(smaller)
-    return torch.equal(one, other)
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def compare_logits(pair: Pair) -> Agreement:

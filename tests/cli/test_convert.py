@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kha_megatron import cli
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.verify import TOLERANCE, Pair
@@ -22,18 +21,8 @@ ITER = f"iter_{ITERATION:07d}"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kha-megatron", "convert", "to-hf", *map(str, words)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code
-        streams = capsys.readouterr()
-        return code, streams.out, streams.err
-
-    return run
+def run(run):
+    return lambda *words: run("convert", "to-hf", *words)
 
 
 @pytest.fixture(scope="module")

@@ -1,31 +1,14 @@
 """``convert to-megatron``, ``fold``, ``upcycle`` and ``verify`` as a user meets them."""
 
 import json
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kha_megatron import cli
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import CONFIGS, SIZES, make
 
 LINEAR = KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kha-megatron", *map(str, words)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code
-        streams = capsys.readouterr()
-        return code, streams.out, streams.err
-
-    return run
 
 
 @pytest.fixture

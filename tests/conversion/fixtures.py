@@ -1,6 +1,7 @@
 """Checkpoints that two real ranks wrote, for the tests of checkpoints, conversions and commands."""
 
 import shutil
+import sys
 
 import pytest
 from tokenizers import Tokenizer
@@ -8,6 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from kha_megatron import cli
 from kha_megatron.config import KHAConfig
 from tests.conversion.checkpoints import VOCAB, save_and_run, save_gpt
 
@@ -75,3 +77,20 @@ def write_tokenizer(folder, entries):
         pad_token="<pad>",
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """``run("verify", a, b)``: exit code, stdout and stderr of a ``kha-megatron`` command."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["kha-megatron", *map(str, words)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code
+        streams = capsys.readouterr()
+        return code, streams.out, streams.err
+
+    return run

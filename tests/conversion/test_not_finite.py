@@ -1,0 +1,89 @@
+"""Numbers that a dtype cannot hold, NaN and infinities: counted, refused, never rounded away."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.verify import Pair
+from kha_megatron.errors import CheckpointError
+from tests.conversion.models import CONFIGS, make
+
+UP = "model.layers.1.mlp.up_proj.weight"  # 44 x 36
+KEY = "model.layers.0.self_attn.k_proj.weight"  # 12 x 36, in one tensor with q and v in Megatron
+SIDES = {"hf": to_hf, "megatron": to_megatron}
+LARGEST = 65504.0  # of float16; from 65520 on numbers are rounded to infinity
+
+
+def _make(folder, **tensors):
+    """A qwen3 in float32 whose first numbers of some tensors are these."""
+    make(CONFIGS["qwen3"]).save_pretrained(folder)
+    held = load_file(folder / "model.safetensors")
+    for name, values in tensors.items():
+        held[name].view(-1)[: len(values)] = torch.tensor(values)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def large(tmp_path):
+    """Three numbers in two tensors that float16 has no place for, and one at its end."""
+    return _make(tmp_path / "large", **{UP: [65520.0, -1e38], KEY: [1e5, LARGEST, 65519.0]})
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_an_overflow_is_counted_and_refused(large, side):
+    plan = SIDES[side].plan(large, dtype="float16")
+    with pytest.raises(CheckpointError) as caught:
+        plan.write(large.parent / "out")
+    message = str(caught.value)
+    for part in ("65504", "2 tensors", f"{UP} 2 of 1,584", f"{KEY} 1 of 432", "--allow-overflow"):
+        assert part in message
+    assert "\n" not in message
+    assert [path.name for path in large.parent.iterdir()] == ["large"]
+    SIDES[side].plan(large, dtype="bfloat16").write(large.parent / "out")  # holds them
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_who_asks_for_infinities_gets_them_counted(large, side):
+    plan = SIDES[side].plan(large, dtype="float16", allow_overflow=True)
+    assert plan.write(large.parent / "out").not_finite == {UP: 2, KEY: 1}
+    tensors = Pair.open(large, large.parent / "out").verify(logits=False).tensors
+    assert (tensors.different, tensors.agrees) == (sorted([UP, KEY]), False)
+    assert tensors.not_finite == {UP: 2, KEY: 1}
+
+
+def test_verify_sees_infinities_that_rounding_would_make_again(large):
+    held = load_file(large / "model.safetensors")
+    rounded = make(CONFIGS["qwen3"]).half()
+    rounded.load_state_dict(held | {"lm_head.weight": held["lm_head.weight"]})
+    rounded.save_pretrained(large.parent / "half")
+    tensors = Pair.open(large, large.parent / "half").verify(logits=False).tensors
+    assert tensors.different == sorted([UP, KEY])
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_what_is_not_finite_is_reported_by_every_conversion(tmp_path, side):
+    source = _make(tmp_path / "nan", **{UP: [math.nan, math.inf, -math.inf], KEY: [math.nan]})
+    written = SIDES[side].plan(source, dtype="bfloat16").write(tmp_path / "out")
+    assert written.not_finite == {UP: 3, KEY: 1}
+    tensors = Pair.open(source, tmp_path / "out").verify(logits=False).tensors
+    assert tensors.agrees  # the same numbers are wrong in both
+    assert tensors.not_finite == {UP: 6, KEY: 2}
+
+
+def test_the_command_refuses_and_reports(run, large, capsys):
+    capsys.readouterr()  # what saving the model says
+    words = ("convert", "to-hf", large, large.parent / "out", "--dtype", "float16", "--no-verify")
+    code, _, stderr = run(*words)
+    assert (code, stderr.splitlines()[:-1]) == (2, [])
+    assert f"{UP} 2 of 1,584" in stderr
+    code, stdout, _ = run(*words, "--allow-overflow", "--json")
+    assert (code, json.loads(stdout)["not_finite"]) == (0, {UP: 2, KEY: 1})
+    code, stdout, stderr = run("verify", large, large.parent / "out", "--no-logits")
+    assert code == 1
+    assert "NaN or infinite" in stdout
+    assert "2 tensors different" in stderr
