@@ -88,7 +88,9 @@ def refused(
 
 def unsupported(name: str, value: Any, why: str) -> CheckpointError:
     """The error of a field of ``config.json`` that Megatron cannot compute."""
-    return CheckpointError(f"config.json has {name}={value!r}, which cannot be expressed ({why})")
+    said = repr(value)
+    said = said if len(said) < 300 else f"{said[:300]}..."
+    return CheckpointError(f"config.json has {name}={said}, which cannot be expressed ({why})")
 
 
 _COMMON = ("moe_router_topk", "moe_ffn_hidden_size")

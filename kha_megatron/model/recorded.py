@@ -121,14 +121,16 @@ def _of_hf(checkpoint: _HuggingFace, kha: KHAConfig | None) -> dict[tuple[int, P
             f"{file} records no knocking heads ({', '.join(f'kha_{p}' for p in PROJECTIONS)})"
         )
     layers = checkpoint.config.get("num_hidden_layers")
-    if type(layers) is not int:
-        raise CheckpointError(f"{file} has no num_hidden_layers")
+    keys = checkpoint.keys()
+    if type(layers) is not int or not 0 < layers <= len(keys):
+        raise CheckpointError(
+            f"{file} has num_hidden_layers={layers!r}, and the folder {len(keys)} tensors"
+        )
     places = {
         (layer, tensor.heads): [f"model.layers.{layer}.{name}" for name in tensor.hf_names]
         for tensor in kha.knock.tensors(_ANY)
         for layer in range(layers)
     }
-    keys = checkpoint.keys()
     stored = {key for key in keys if "_knock." in key}
     if differing := stored.symmetric_difference(chain.from_iterable(places.values())):
         raise CheckpointError(

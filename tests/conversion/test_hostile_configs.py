@@ -1,0 +1,135 @@
+"""A ``config.json`` from anywhere: it converts, or is refused in one line, soon."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.verify import Pair
+from kha_megatron.errors import KHAError
+from tests.conversion.models import CONFIGS, make
+
+FAMILIES = ("kha", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES += ("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings")
+DEEP = '{"a":' * 99_999
+VALUES = (0, -1, 1, 3, 2**31, 2**63, 10**30, -(2**63), 0.5, float("nan"), float("inf"), 1e308)
+VALUES += (True, False, None, "", "x", "silu", "\0", [], [0], ["dense"], {}, {"rope_type": "yarn"})
+FUZZED = 40
+"""Configurations of each family."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder and its ``config.json`` for each family."""
+    root = tmp_path_factory.mktemp("hostile")
+    for name in FAMILIES:
+        make(CONFIGS[name]).save_pretrained(root / name)
+    return {name: (root / name, (root / name / "config.json").read_text()) for name in FAMILIES}
+
+
+def refusal(call, *words):
+    """The one line of an error, None without one; anything but our own errors goes through."""
+    try:
+        call(*words)
+    except KHAError as error:
+        message = str(error)
+        assert message
+        assert "\n" not in message
+        assert len(message) < 2000
+        return message
+    return None
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 2**63, 10**30])
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_that_are_none(folders, size, value):
+    folder, text = folders["qwen3"]
+    (folder / "config.json").write_text(json.dumps(json.loads(text) | {size: value}))
+    try:
+        for plan in (to_hf.plan, to_megatron.plan):
+            message = refusal(plan, folder)
+            assert f"{size}={value}" in message
+            assert "must lie between 1 and" in message
+        assert refusal(Pair.open, folder, folder) == message
+    finally:
+        (folder / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fuzzed_configurations(folders, family, faults_table):
+    """Some fields at a time get values of any kind; a fixed seed, some seconds in all."""
+    folder, text = folders[family]
+    random_numbers = random.Random(f"{family} 14")
+    plain, refused = json.loads(text), 0
+    try:
+        for _ in range(FUZZED):
+            config = dict(plain)
+            for name in random_numbers.sample(sorted(plain), random_numbers.choice((1, 1, 2, 5))):
+                config[name] = random_numbers.choice(VALUES)
+            (folder / "config.json").write_text(json.dumps(config))
+            refused += sum(refusal(p, folder) is not None for p in (to_megatron.plan, to_hf.plan))
+    finally:
+        (folder / "config.json").write_text(text)
+    assert FUZZED // 2 < refused < 2 * FUZZED  # else it tries nothing
+    faults_table("Fuzz", f"`config.json` of {family}", 2 * FUZZED, refused, 2 * FUZZED - refused)
+    assert refusal(to_megatron.plan, folder) is None
+
+
+def test_experts_of_several_dtypes_are_one_tensor_only_when_cast(folders, tmp_path):
+    folder, _ = folders["qwen3_moe"]
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    (tmp_path / "mixed").mkdir()
+    save_file(tensors, tmp_path / "mixed" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "mixed" / "config.json").write_text(folders["qwen3_moe"][1])
+    message = refusal(to_megatron.plan, tmp_path / "mixed")
+    assert all(part in message for part in (name, "bfloat16", "float32", "--dtype"))
+    to_megatron.plan(tmp_path / "mixed", dtype="bfloat16").write(tmp_path / "save")
+    to_hf.plan(tmp_path / "mixed").write(tmp_path / "hf")  # where they may differ
+
+
+BAD = {
+    "zero": {"num_attention_heads": 0},
+    "enormous": {"num_hidden_layers": 2**63},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "list": {"num_hidden_layers": [2]},
+}
+
+
+MATRICES = ("zero", "fp8")
+"""Where the learnt matrices are there all the same, for ``inspect`` to draw."""
+COMMANDS = [
+    (command, case)
+    for command in ("convert", "verify", "inspect")
+    for case in (*BAD, "deep", "NUL in a shard's name", "overlong name")
+    if command != "inspect" or case not in MATRICES
+]
+
+
+@pytest.mark.parametrize(("command", "case"), COMMANDS)
+def test_the_commands_refuse_with_code_2_and_one_line(run, folders, tmp_path, command, case):
+    plain, text = folders["kha"]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = "model.safetensors"
+    if "name" in case:
+        names = {"NUL in a shard's name": "a\0b", "overlong name": "a" * 999}
+        index = {"weight_map": {"model.norm.weight": names[case]}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (folder / weights).write_bytes((plain / weights).read_bytes())
+    config = DEEP if case == "deep" else json.dumps(json.loads(text) | BAD.get(case, {}))
+    (folder / "config.json").write_text(config)
+    words = {
+        "convert": ("convert", "to-megatron", folder, tmp_path / "out"),
+        "verify": ("verify", folder, folder),
+        "inspect": ("inspect", folder, tmp_path / "out"),
+    }
+    code, stdout, stderr = run(*words[command])
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 1)
+    assert not (tmp_path / "out").exists()
