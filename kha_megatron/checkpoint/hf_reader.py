@@ -113,7 +113,7 @@ class HFCheckpoint:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
         wanted = self._digests.get(key)
-        if wanted and (found := hashlib.sha256(bytes_of(tensor)).hexdigest()) != wanted:
+        if wanted is not None and (found := hashlib.sha256(bytes_of(tensor)).hexdigest()) != wanted:
             raise CheckpointError(
                 f"{file}: {key} is damaged or was changed: its SHA-256 begins with "
                 f"{found[:12]}, {MANIFEST} says {wanted[:12]}: {_REMEDY}"
@@ -168,12 +168,7 @@ def _indexed(path: Path) -> dict[str, tuple[Path, Stored]]:
         raise CheckpointError(f"{path / INDEX} has no weight_map")
     held: dict[str, dict[str, Stored]] = {}
     for key, name in weight_map.items():
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or name in ("", "..")
-            or "\0" in name
-        ):
+        if not _is_file_name(name):
             raise CheckpointError(
                 f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
             )
@@ -186,14 +181,28 @@ def _indexed(path: Path) -> dict[str, tuple[Path, Stored]]:
     return every | {key: (path / name, held[name][key]) for key, name in weight_map.items()}
 
 
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and not {"/", "\0"} & set(name)
+
+
 def _header(path: Path, name: str) -> dict[str, Stored]:
-    """Of a file of the folder, which may be a link into the cache of Hugging Face's hub only."""
-    file, folder = (path / name).resolve(), path.resolve()
-    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
-    if file.parent not in (folder, *cache):
-        raise CheckpointError(
-            f"{path / name} is a link to {file}: shards must lie in the folder itself"
-        )
-    if not os.path.isfile(file):  # which a name of any length may be asked
+    if not has_file(path, name):
         raise CheckpointError(f"{path / name} is missing or no file: copy the model again")
     return read_header(path / name)
+
+
+def has_file(folder: Path, name: str) -> bool:
+    """Whether a model's folder holds a file; it may be a link into the cache of the hub only.
+
+    Raises:
+        CheckpointError: it is a link that leads elsewhere, or a pipe, a device or a folder.
+    """
+    path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
+    cache = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if not path.is_relative_to(home) and path.parent not in cache:
+        raise CheckpointError(
+            f"{folder / name} is a link to {path}: the files of a model must lie in its folder"
+        )
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{folder / name} is no regular file: copy the model again")
+    return os.path.isfile(path)

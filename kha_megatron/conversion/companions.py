@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from kha_megatron.checkpoint.hf_reader import has_file
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -26,6 +27,8 @@ _TOKENIZER = (
     "chat_template.json",
 )
 """Files of a tokenizer, of which one of the first four must be there; code is never among it."""
+
+_TEMPLATES = "additional_chat_templates"
 
 PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
 """Arguments to a multiple of which Megatron pads a vocabulary."""
@@ -54,6 +57,7 @@ class Companions:
 
         Raises:
             ConfigError: the folder is not there, or holds no tokenizer.
+            CheckpointError: a file of it is a link that leads elsewhere, or no regular file.
         """
         named = override or args.get("tokenizer_model")
         if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
@@ -63,6 +67,7 @@ class Companions:
                 f"no tokenizer: {named} is not a folder: name the run's tokenizer folder with "
                 "--tokenizer"
             )
+        _files(folder)
         loaded = _load(folder)
         return cls({name: getattr(loaded, name) for name in _TOKEN_IDS}, str(folder), loaded)
 
@@ -77,11 +82,13 @@ class Companions:
 
         Raises:
             ConfigError: ``override`` is not there.
+            CheckpointError: a file is a link that leads out of its folder, or none to copy.
         """
         if override is not None and not override.is_dir():
             raise ConfigError(f"no tokenizer: {override} is not a folder")
         folder = override or path
-        has_one = any((folder / name).is_file() for name in _TOKENIZER[:4])
+        has_file(path, _GENERATION)
+        has_one = not _files(folder).isdisjoint(_TOKENIZER[:4])
         ids = {name: config.get(name) for name in _TOKEN_IDS}
         return cls(ids, str(folder) if has_one else None, folder=folder)
 
@@ -116,18 +123,25 @@ class Companions:
         if self.loaded is not None:
             self.loaded.save_pretrained(target)
             return True
-        for name in _TOKENIZER:
-            if self.folder is not None and (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, target / name)
+        assert self.folder is not None
+        for name in _files(self.folder):
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(self.folder / name, target / name)
         return True
 
     def write(self, target: Path) -> None:
         """Write everything into a Hugging Face folder."""
         self.write_tokenizer(target)
-        if self.folder is not None and (self.folder / _GENERATION).is_file():
+        if self.folder is not None and has_file(self.folder, _GENERATION):
             shutil.copyfile(self.folder / _GENERATION, target / _GENERATION)
         else:
             GenerationConfig(**self.token_ids).save_pretrained(target)
+
+
+def _files(folder: Path) -> set[str]:
+    """The files of a folder's tokenizer, and templates that are loaded with it."""
+    more = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
+    return {name for name in (*_TOKENIZER, *more) if has_file(folder, name)}
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:

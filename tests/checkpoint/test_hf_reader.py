@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+from kha_megatron.checkpoint.hf_writer import HFWriter
+from kha_megatron.checkpoint.safetensors_file import TensorEntry, read_header
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.model.recorded import kha_of, knock_weights
@@ -106,7 +108,9 @@ def test_it_reads_what_the_model_saves(tmp_path):
     assert torch.equal(weights[0, "value"][0], torch.eye(4))
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "sub/x", 3, ""])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "..", "sub/x", 3, "", "a\0b"]
+)
 def test_an_index_may_not_leave_its_folder(sharded, tensors, name):
     save_file(tensors, sharded.parent / "outside.safetensors")
     _write_map(sharded, _read_map(sharded) | {"model.norm.weight": name})
@@ -158,7 +162,8 @@ def test_a_bad_config_is_refused(single, text, message):
     [
         ({"num_hidden_layers": LAYERS + 1}, CheckpointError, "4 matrices.*model.layers.3"),
         ({"num_hidden_layers": LAYERS - 1}, CheckpointError, "4 matrices.*model.layers.2"),
-        ({"num_hidden_layers": None}, CheckpointError, "no num_hidden_layers"),
+        ({"num_hidden_layers": None}, CheckpointError, "num_hidden_layers=None"),
+        ({"num_hidden_layers": 2**63}, CheckpointError, f"num_hidden_layers={2**63}"),
         ({"kha_query": "mlp"}, CheckpointError, "9 matrices.*q_knock"),
         ({"kha_key": None}, CheckpointError, "3 matrices.*k_knock"),
         ({"kha_key": None, "kha_value": None}, CheckpointError, "records no knocking heads"),
@@ -180,3 +185,55 @@ def test_a_model_without_kha_and_an_unknown_key(single):
         knock_weights(checkpoint)
     with pytest.raises(CheckpointError, match="holds no tensor nothing"):
         checkpoint.tensor("nothing")
+
+
+@pytest.fixture
+def hashed(tmp_path, tensors):
+    """A folder with the SHA-256 of every tensor in its ``manifest.json``."""
+    folder = tmp_path / "hashed"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    with HFWriter(folder, entries, max_shard_bytes=10**9) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.close({})
+    return folder
+
+
+def test_one_bit_of_any_tensor_is_noticed(hashed, tensors):
+    file = hashed / "model.safetensors"
+    good = file.read_bytes()
+    for name, place in read_header(file).items():
+        for at in (place.start, place.start + place.entry.nbytes - 1):
+            file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            checkpoint = HFCheckpoint.open(hashed)
+            for other in tensors.keys() - {name}:
+                assert torch.equal(checkpoint.tensor(other), tensors[other])
+            with pytest.raises(CheckpointError, match=rf"{name} is damaged or was changed"):
+                checkpoint.tensor(name)
+            (hashed / "manifest.json").rename(hashed / "aside")
+            assert not torch.equal(HFCheckpoint.open(hashed).tensor(name), tensors[name])
+            (hashed / "aside").rename(hashed / "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda listed, name: listed.pop(name),
+        lambda listed, name: listed.update(extra=listed[name]),
+        lambda listed, name: listed[name].update(dtype="F64"),
+        lambda listed, name: listed[name].update(shape=[D * D]),
+        lambda listed, name: listed[name].update(sha256=None),
+        lambda listed, name: listed[name].update(sha256="0" * 64),
+        lambda listed, name: listed[name].update(sha256=""),
+        lambda listed, name: listed[name].pop("sha256"),
+    ],
+)
+def test_a_manifest_of_other_tensors_is_refused(hashed, edit):
+    name = "model.norm.weight"
+    manifest = json.loads((hashed / "manifest.json").read_text())
+    edit(manifest["tensors"], name)
+    (hashed / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        HFCheckpoint.open(hashed).tensor(name)

@@ -375,7 +375,7 @@ def test_a_link_that_leaves_the_folder(source, old):
     shard = shards(folder, "to-megatron")[0]
     shard.rename(folder.parent / "outside.safetensors")
     shard.symlink_to("../outside.safetensors")
-    words = rf"{shard.name} is a link to .*outside\.safetensors: shards must lie in the folder"
+    words = rf"{shard.name} is a link to .*outside\.safetensors: .* must lie in its folder"
     refused("to-megatron", folder, old, words, CheckpointError)
 
 
