@@ -41,6 +41,8 @@ class Ended:
     output: str
     overdue: list[int]
     """Ranks that still ran when the grace was over."""
+    helpers: bool = False
+    """Whether a process that a rank started outlived all of them by two seconds."""
 
     @property
     def errors(self) -> list[str]:
@@ -146,10 +148,15 @@ def _run(
             time.sleep(kill_after())
             os.killpg(pids[0], signal.SIGKILL)
         codes, overdue = _wait(pids, timeout)
+        helpers = False
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pids[0], signal.SIGKILL)  # helpers that a killed rank left behind
+            for _ in range(200):
+                os.killpg(pids[0], 0)
+                time.sleep(0.01)
+            os.killpg(pids[0], signal.SIGKILL)
+            helpers = True
         log.seek(0)
-        return Ended(codes, log.read().decode(errors="replace"), overdue)
+        return Ended(codes, log.read().decode(errors="replace"), overdue, helpers)
 
 
 def _wait(pids: list[int], timeout: float) -> tuple[list[int], list[int]]:

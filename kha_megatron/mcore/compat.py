@@ -335,8 +335,6 @@ def let_fsdp2_resume() -> None:
     from megatron.training import checkpointing, training
 
     read, load = checkpointing._load_base_checkpoint, training.load_checkpoint
-    if getattr(load, "_kha_steps", False):
-        return
     found: dict[str, Any] = {}
 
     @functools.wraps(read)
@@ -360,5 +358,4 @@ def let_fsdp2_resume() -> None:
         found.clear()
         return answer
 
-    setattr(loading, "_kha_steps", True)  # noqa: B010 (a function's own attribute)
     checkpointing._load_base_checkpoint, training.load_checkpoint = reading, loading

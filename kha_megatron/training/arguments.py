@@ -2,13 +2,16 @@
 
 import argparse
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
 from kha_megatron.data.paths import check_data
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, KHAError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
 from kha_megatron.model.fields import rows
@@ -213,6 +216,22 @@ def check_args(args: argparse.Namespace) -> None:
     _check_log_interval(args)
     check_arguments(vars(args), args.world_size)
     check_data(vars(args))
+
+
+@contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Around Megatron's own checks of the arguments, of which many assert and few say why.
+
+    Raises:
+        ConfigError: for what they raise; with the source line of one that says nothing.
+    """
+    try:
+        yield
+    except KHAError:
+        raise
+    except (AssertionError, ValueError) as error:
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+        raise ConfigError(f"Megatron refuses these arguments: {' '.join(why.split())}") from error
 
 
 def _check_log_interval(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ Import only after :func:`kha_megatron.training.arguments.choose_device`.
 import argparse
 import json
 import time
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from torch import Tensor
 from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
 from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.attention import describe_model
@@ -48,9 +46,14 @@ from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
     kha_from_args,
+    refusals_of_megatron,
 )
 from kha_megatron.training.expert_load import report_expert_load
-from kha_megatron.training.recovery import failures_explained, repair_tracker
+from kha_megatron.training.recovery import (
+    end_helpers_with_the_rank,
+    failures_explained,
+    repair_tracker,
+)
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from kha_megatron.training.upcycle import checkpoint_to_upcycle
 
@@ -68,6 +71,7 @@ def run(program_start: float) -> None:
         KHAError: the command line asks for what cannot be honoured.
     """
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
+    end_helpers_with_the_rank()
     compat.use_shipped_dataset_helpers()
     compat.let_torch_adam_resume()
     compat.let_fsdp2_resume()
@@ -95,17 +99,15 @@ def run(program_start: float) -> None:
         check_same_kha(early, kha)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
-    try:
+    with refusals_of_megatron():
         args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
-    except (AssertionError, ValueError) as error:
-        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
-        raise ConfigError(f"Megatron refuses these arguments: {' '.join(why.split())}") from error
     args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
     # resolved values, so that the checkpoint's own arguments say what was trained
     for name, value in kha.to_dict().items():
         setattr(args, f"kha_{name}", value)
 
-    model_config = _model_config(args, kha)
+    with refusals_of_megatron():
+        model_config = _model_config(args, kha)
     if upcycled:
         model_config.pre_wrap_hooks.append(_upcycle)
         announce(

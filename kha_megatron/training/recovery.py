@@ -4,9 +4,12 @@ A tracker file without a number makes Megatron exit with code 0, and one that is
 start from scratch: it is repaired before Megatron looks.
 """
 
+import ctypes
 import errno
+import os
 import re
 import shutil
+import signal
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ from kha_megatron.checkpoint.tracker import (
 from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -67,6 +71,17 @@ def _wait(verdict: Verdict) -> None:
             )
         time.sleep(0.1)
         verdict = judge(verdict.folder)
+
+
+def end_helpers_with_the_rank() -> None:
+    """Let the kernel end what this process forks (writers, their manager, loaders) when it dies.
+
+    The manager of Megatron's writers would serve a killed rank for ever, and a writer go on in a
+    folder that the next run writes to. Linux only.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 @contextmanager

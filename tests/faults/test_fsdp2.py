@@ -18,7 +18,7 @@ from tests.versions import needs_fsdp2
 SMALL = shlex.split("""
 --device cpu --num-layers 2 --hidden-size 24 --ffn-hidden-size 32 --num-attention-heads 4
 --num-query-groups 2 --kv-channels 8 --seq-length 12 --max-position-embeddings 12 --vocab-size 56
---global-batch-size 4 --train-iters 4 --save-interval 2 --log-interval 1 --lr 1e-2 --mock-data
+--global-batch-size 4 --train-iters 5 --save-interval 2 --log-interval 1 --lr 1e-2 --mock-data
 --num-workers 0 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights
 """)
 
@@ -46,3 +46,14 @@ def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
     assert set(shapes.values()) == {(2, matrices, 8, 8)}
     for key in keys:
         assert torch.equal(one.tensor(key), two.tensor(key)), key
+    plain = entry(words(stopped, "--no-load-optim", preset=preset), 2)
+    assert plain.codes == [0, 0], plain.output[-4000:]
+    assert resumed(plain.output) == 4
+
+
+def test_a_step_that_is_not_finite_is_named(entry, tmp_path):
+    needs_fsdp2()
+    run = entry(words(tmp_path, "--use-torch-fsdp2", "--lr", "1e36"), 2)
+    assert run.codes == [17, 17], run.output[-4000:]
+    (line,) = run.errors
+    assert "training stopped before the optimizer step" in line

@@ -146,6 +146,7 @@ def test_a_kill_while_an_old_checkpoint_is_replaced_leaves_no_mixture(entry, tmp
     )
     run = entry(arguments(folder, "--ckpt-step", "1"), 2, before=fault)
     assert run.codes == [-9, -9], run.output[-3000:]
+    assert not run.helpers, "the manager of Megatron's writers serves on"
     assert resumed(run.output) == 1
     assert "iter_0000002 holds a checkpoint, which is replaced" in "".join(run.remarks)
     assert (folder / TRACKER).read_text() == "2"

@@ -23,6 +23,10 @@ def test_a_run_needs_no_eval_interval(entry):
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
         ("--init-model-with-meta-device", "add --use-torch-fsdp2"),
         ("--save somewhere", "Megatron refuses these arguments: assert args.save_interval is"),
+        (
+            "--num-experts 4 --moe-router-group-topk 2",
+            "arguments: When using group limited",
+        ),
     ],
 )
 def test_what_would_not_be_honoured_is_refused(entry, words, message):
