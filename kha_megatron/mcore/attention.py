@@ -85,14 +85,6 @@ class KnockedAttention(Attention):
         name = self.knock_names.get(projection)
         return x if name is None else getattr(self, name)(x)
 
-    @property
-    def cache_elements_per_token(self) -> int:
-        """Numbers that decoding must keep of each token for this layer, over all heads.
-
-        Megatron's own static cache of MLA, GLA and GTA is larger: it holds whole keys and values.
-        """
-        return 2 * self.kv_projection_size
-
 
 class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
     """Self-attention whose heads knock on each other before the scaled dot product.

@@ -104,11 +104,6 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         self.linear_qkv_out_dim = rows
         self.linear_k_rope = RotaryKeyProjection(config, self.tp_group)
 
-    @property
-    def cache_elements_per_token(self) -> int:
-        """The tied states and the rotary head: ``512 + 64`` in the paper."""
-        return self.kv_projection_size + self.config.kv_channels // 2
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As ``SelfAttention.forward``; needs ``rotary_pos_emb`` of ``D / 2`` features."""
         rotary = kwargs.get("rotary_pos_emb")

@@ -183,11 +183,6 @@ class _KnockedLatentAttention(KnockedAttention):
             self.linear_kv_up_proj.register_forward_hook(self._knock_key_value_heads)
         self._count_query_norm_once()
 
-    @property
-    def cache_elements_per_token(self) -> int:
-        """The latent and the rotary key, which all heads share (``512 + 64`` in the paper)."""
-        return self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
-
     def _knock_query_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
         nope, position = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
