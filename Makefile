@@ -5,7 +5,7 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup harness quickstart test test-all test-matrix gpu-check lint
+.PHONY: help setup harness quickstart test test-all test-slurm test-matrix gpu-check lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -28,6 +28,9 @@ test: setup harness lint ## Everything that needs no GPU; ARGS="tests/mcore -k s
 
 test-all: setup harness lint ## The same with every case of the grids, about half an hour more; writes their tables
 	@$(PYTEST) --whole --parallelism-table benchmarks/parallelism.md --faults-table benchmarks/faults.md $(ARGS)
+
+test-slurm: setup ## Trainings on a real Slurm of one node, started here; as root, on Debian installs it
+	@tools/test_slurm.sh
 
 test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one)
 	@tools/test_matrix.sh

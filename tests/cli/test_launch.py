@@ -103,6 +103,16 @@ def test_a_dry_run_on_a_cluster_uses_the_plans_layout(nemorun_home, tmp_path):  
     assert "--pipeline" not in plain["script"]
 
 
+@pytest.mark.parametrize("gpus", [1, 3, 6])
+def test_slurm_needs_no_account_and_no_whole_machine(gpus, nemorun_home, tmp_path):  # noqa: F811
+    words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
+    words += ["--nproc", str(gpus), "--output", str(tmp_path / "out"), "--json"]
+    (request,) = json.loads(run(*words, "--", "--mock-data").stdout)["requests"]
+    assert f"#SBATCH --gpus-per-node={gpus}\n" in request
+    assert f"--nproc-per-node {gpus} " in request
+    assert "account" not in request
+
+
 def test_a_job_that_no_scheduler_takes_ends_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]

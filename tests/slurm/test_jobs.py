@@ -1,0 +1,142 @@
+"""Trainings on a real Slurm, by the commands that a user types: ``make test-slurm`` starts one."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kha_megatron
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif("KHA_TEST_SLURM" not in os.environ, reason="needs `make test-slurm`"),
+]
+KHA = Path(sys.executable).with_name("kha-megatron")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    source = Path(kha_megatron.__file__).parent
+    words = ["data", "prepare", "--from", source, "--glob", "*.py", "--out", folder]
+    subprocess.run([KHA, *words], check=True, capture_output=True)
+    return folder
+
+
+class Launch:
+    """A running ``kha-megatron launch``, its folder, and what it has said."""
+
+    def __init__(self, data: Path, place: Path, *options: str) -> None:
+        self.output, self._said = place / "run", place / f"said{len(list(place.iterdir()))}"
+        words = ["launch", "quickstart", "--data", data, "--output", self.output, *options]
+        words += ["--executor", "slurm", "--device", "cpu", "--nproc", "2", "--time", "00:30:00"]
+        words += ["--", "--train-iters", "60", "--save-interval", "20", "--log-interval", "1"]
+        with self._said.open("w") as file:
+            self.process = subprocess.Popen(
+                [KHA, *words], stdout=file, stderr=file, env=os.environ | {"NEMORUN_HOME": place}
+            )
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    @property
+    def job(self) -> str:
+        self.until(lambda: "has taken job" in self.said)
+        return re.search(r"has taken job (\d+)", self.said)[1]
+
+    @property
+    def saved(self) -> int:
+        tracker = self.output / "checkpoints" / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else 0
+
+    @property
+    def iterations(self) -> list[int]:
+        """What the logs of all its starts tell, in order."""
+        logs = sorted(set(re.findall(r"its log: (\S+)", self.said)))
+        text = "".join(Path(log).read_text() for log in logs if os.path.exists(log))
+        return [int(number) for number in re.findall(r"\biteration +(\d+)/ +60 \|", text)]
+
+    def until(self, condition, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.said
+            time.sleep(0.2)
+
+    def end(self) -> int:
+        code = self.process.wait(400)
+        assert len(self.said.splitlines()) < 60, self.said  # nothing is said again and again
+        return code
+
+
+def call(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def ranks_of(run: Launch) -> list[str]:
+    """Processes that train in its folder, whoever their parent is."""
+    found = subprocess.run(["pgrep", "-f", f"--save {run.output}"], capture_output=True, text=True)
+    return found.stdout.split()
+
+
+def test_a_requeued_job_goes_on_from_its_checkpoint(data, tmp_path):
+    run = Launch(data, tmp_path)
+    run.until(lambda: run.saved == 40)
+    call("scontrol", "requeue", run.job)
+    assert run.end() == 0, run.said
+    assert run.saved == 60
+    again = run.iterations.index(41, run.iterations.index(40))
+    assert run.iterations[again:] == list(range(41, 61))
+    assert run.iterations[:40] == list(range(1, 41))
+    assert "iteration 60/60 loss" in run.said
+
+
+def test_a_training_that_fails_is_tried_again_and_ends_with_1(data, tmp_path):
+    run = Launch(data, tmp_path, "--retries", "1", "--env", "KHA_CONFIG=x")
+    assert run.end() == 1
+    assert f"job {run.job} as FAILED (exit code 1:0" in run.said
+    assert "KHA_CONFIG is for --spec in stock scripts" in run.said
+    assert "_1.out" in run.said  # the log of the second start
+    assert run.saved == 0
+
+
+def test_a_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
+    run = Launch(data, tmp_path)
+    run.until(lambda: run.saved == 20)
+    call("scancel", run.job)
+    assert run.end() == 1
+    assert f"job {run.job} as CANCELLED" in run.said
+    assert not ranks_of(run)
+    saved = run.saved
+    assert saved in (20, 40)
+
+    chain = Launch(data, tmp_path, "--resume", "--chain", "2")
+    assert chain.end() == 0, chain.said
+    assert chain.iterations == list(range(saved + 1, 61))
+    assert len(re.findall(r"is COMPLETED", chain.said)) == 2
+
+
+def test_a_step_that_is_killed_is_started_again(data, tmp_path):
+    run = Launch(data, tmp_path, "--retries", "1")
+    run.until(lambda: run.saved == 20)
+    (step,) = re.findall(rf"^{run.job}\.(\d+)$", call("squeue", "-s", "-h", "-o", "%i"), re.M)
+    call("scancel", "--signal", "KILL", f"{run.job}.{step}")
+    assert run.end() == 0, run.said
+    assert run.saved == 60
+
+
+def test_a_refused_job_and_a_job_left_alone(data, tmp_path):
+    refused = Launch(data, tmp_path, "--partition", "nowhere")
+    assert refused.end() == 1
+    assert "slurm did not take the job" in refused.said
+    assert "invalid partition" in refused.said
+    alone = Launch(data, tmp_path, "--detach")
+    assert alone.end() == 0
+    assert "submitted" in alone.said
+    assert "log of all ranks: /" in alone.said
+    call("scancel", re.search(r"jobs: (\d+)", alone.said)[1])
