@@ -67,6 +67,10 @@ def prepare(
         str,
         typer.Option(help="Split longer files at line ends into documents of at most this size."),
     ] = "1MiB",
+    tokenizer_sample: Annotated[
+        str,
+        typer.Option(help="Train the tokenizer on at most this much, taken evenly from all text."),
+    ] = "64MiB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared folder.")
     ] = False,
@@ -77,8 +81,7 @@ def prepare(
     \b
     Every file becomes one document, or several if it is longer than
     --max-file-bytes. Empty, unreadable and non-UTF-8 files are counted and named.
-    To train the tokenizer on part of a large collection, prepare that part
-    first and give its tokenizer/ folder as --tokenizer for the whole.
+    A folder's tokenizer/ can be given as --tokenizer for other text.
 
     \b
     Example:
@@ -88,6 +91,7 @@ def prepare(
     from kha_megatron.data.prepare import standard_library
 
     limit = parse_size("--max-file-bytes", max_file_bytes)
+    sample = parse_size("--tokenizer-sample", tokenizer_sample)
     if not sources:
         console.log.print(
             "no --from: taking the source of Python's standard library in "
@@ -103,6 +107,7 @@ def prepare(
             exclude=exclude or None,
             workers=workers,
             max_file_bytes=limit,
+            tokenizer_sample=sample,
             overwrite=overwrite,
             on_progress=on_progress,
         )
@@ -184,6 +189,10 @@ def notes(report: "DataReport") -> list[str]:
     return lines
 
 
+def _sampled(size: int | None) -> str:
+    return "" if size is None else f" on {size:,} bytes of the text (--tokenizer-sample)"
+
+
 def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
         console.print_json(report.to_dict())
@@ -199,7 +208,7 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         f"({report.bytes / report.tokens:.2f} bytes per token)",
         "vocabulary": f"{report.vocab_size:,}, documents end with {report.eod_token} "
         f"({report.eod_id})",
-        "tokenizer": report.tokenizer,
+        "tokenizer": report.tokenizer + _sampled(report.tokenizer_sample_bytes),
     }
     for reason, what in SKIPPED.items():
         count, examples = (report.skipped[reason][key] for key in ("count", "examples"))

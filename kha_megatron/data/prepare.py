@@ -27,6 +27,9 @@ DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
 """Folders that hold no text of the user's own."""
 
+DEFAULT_SAMPLE_BYTES = 64 << 20
+"""Text that a tokenizer is trained on; more changes few of the pairs that it merges."""
+
 DEFAULT_MAX_FILE_BYTES = 1 << 20
 """Longest document. Tokenizing takes about 150 bytes of memory for each byte of text, so a worker
 may need 150 MB."""
@@ -56,6 +59,7 @@ def prepare(
     exclude: Sequence[str] | None = None,
     workers: int | None = None,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    tokenizer_sample: int = DEFAULT_SAMPLE_BYTES,
     overwrite: bool = False,
     on_progress: OnProgress = lambda step: None,
 ) -> DataReport:
@@ -76,6 +80,7 @@ def prepare(
             the standard library also its tests, which not every installation has).
         workers: documents tokenized at the same time; None means one per available core.
         max_file_bytes: a longer file is split at line ends into documents of at most this size.
+        tokenizer_sample: bytes of text to train the tokenizer on, taken evenly from all of it.
         overwrite: replace ``out`` if it is a prepared folder.
         on_progress: told how far each stage has come, possibly from another thread.
 
@@ -114,10 +119,12 @@ def prepare(
     tokenization.indexed_dataset_module()  # a broken installation shows before the long work
 
     with staged_folder(out) as staged:
+        sampled = None
         if fast is None:
-            fast = tokenization.train_tokenizer(
+            fast, sampled = tokenization.train_tokenizer(
                 texts,
                 size,
+                sample=tokenizer_sample,
                 advance=_meter(on_progress, "training tokenizer", *totals),
                 merging=lambda: on_progress(Progress("merging pairs")),
             )
@@ -143,6 +150,7 @@ def prepare(
                 path.name: path.stat().st_size for path in sorted(staged.glob(f"{CORPUS}.*"))
             },
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
+            tokenizer_sample_bytes=sampled,
             vocab_size=tokenization.vocabulary_size(fast),
             vocab_size_asked=None if tokenizer else size,
             eod_token=fast.eos_token,

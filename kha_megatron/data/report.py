@@ -54,6 +54,9 @@ class DataReport:
     skipped: dict[str, dict[str, Any]]
     """``{reason: {"count": n, "examples": [...]}}``, reasons as in ``text_files.SKIPPED``."""
     versions: dict[str, str | None]
+    tokenizer_sample_bytes: int | None = None
+    """Bytes that the tokenizer was trained on; None for a reused one, and where it was all of them
+    (before samples were taken)."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the format's version as plain JSON values."""
@@ -76,6 +79,8 @@ class DataReport:
         except ValueError as error:
             raise DataError(f"{name}/{REPORT} is damaged ({error}): {_AGAIN}") from error
         keys = {"format", *(field.name for field in fields(cls))}
+        if isinstance(values, dict):
+            values.setdefault("tokenizer_sample_bytes")
         if not isinstance(values, dict) or set(values) != keys or values["format"] != FORMAT:
             raise DataError(
                 f"{name}/{REPORT} is not of format {FORMAT}: written by another version of "

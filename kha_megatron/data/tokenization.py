@@ -1,5 +1,6 @@
 """A byte-level BPE tokenizer that loses nothing, and the indexed dataset it writes."""
 
+import re
 import threading
 import warnings
 from collections import deque
@@ -23,6 +24,8 @@ MIN_VOCAB_SIZE = 256 + 1
 """Every byte and the end-of-document token: any text can be written, nothing is merged yet."""
 
 _TRAINER_PIECE = 1 << 16  # the trainer holds 256 pieces at a time: 16 MB, however long the files
+_LONGEST = 1 << 7  # characters of a word for the trainer
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
 _CHANGED = "changed while it was being read: run again when nothing writes to it"
 
 
@@ -68,16 +71,21 @@ def train_tokenizer(
     texts: Sequence[TextFile],
     vocab_size: int,
     *,
+    sample: int,
     advance: Callable[[int], None],
     merging: Callable[[], None],
-) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE on all of the text.
+) -> "tuple[PreTrainedTokenizerFast, int]":
+    """Train a byte-level BPE on the text, or on a sample from all parts of it.
 
     Args:
         vocab_size: 256 bytes, the end-of-document token and the merges together; fewer come out
             when no pair occurs twice any more.
+        sample: bytes that are enough; the time and the memory of the training grow with them.
         advance: called with the size of each file whose words were counted, from another thread.
         merging: called, likewise, when the counting is done.
+
+    Returns:
+        The tokenizer, and how many bytes it was trained on: less than a piece more than ``sample``.
 
     Raises:
         DataError: a file can no longer be read as text.
@@ -86,13 +94,19 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     stop = threading.Event()
+    share = min(1.0, sample / sum(file.bytes for file in texts))
+    passed = taken = 0
 
     def pieces() -> Iterator[str]:
+        nonlocal passed, taken
         for file in texts:
-            for text in _read(file, _TRAINER_PIECE):
+            for piece in _read(file, _TRAINER_PIECE):
                 if stop.is_set():
                     raise KeyboardInterrupt
-                yield text
+                passed += len(piece)
+                if taken < share * passed:
+                    taken += len(piece)
+                    yield from _short_words(_decoded(file, piece))
             advance(file.bytes)
         merging()
 
@@ -112,12 +126,20 @@ def train_tokenizer(
             pool.submit(tokenizer.train_from_iterator, pieces(), trainer).result()
         finally:
             stop.set()
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_DOCUMENT,
         eos_token=END_OF_DOCUMENT,
         clean_up_tokenization_spaces=False,  # it would eat spaces when decoding
     )
+    return fast, taken
+
+
+def _short_words(text: str) -> list[str]:
+    """Text in parts, if it holds words so long that merging their pairs would take hours."""
+    if _LONG_WORD.search(text) is None:
+        return [text]
+    return [text[start : start + _LONGEST] for start in range(0, len(text), _LONGEST)]
 
 
 @dataclass(frozen=True)
@@ -192,19 +214,24 @@ def _documents(texts: Sequence[TextFile], limit: int) -> Iterator[tuple[int, int
     """
     for file in texts:
         size = pieces = 0
-        for text in _read(file, limit):
-            length = len(text.encode())
-            size, pieces = size + length, pieces + 1
-            yield length, int(pieces == file.pieces), text
+        for piece in _read(file, limit):
+            size, pieces = size + len(piece), pieces + 1
+            yield len(piece), int(pieces == file.pieces), _decoded(file, piece)
         if (size, pieces) != (file.bytes, file.pieces):
             raise DataError(f"{printable(file.path)} {_CHANGED}")
 
 
-def _read(file: TextFile, limit: int) -> Iterator[str]:
+def _read(file: TextFile, limit: int) -> Iterator[bytes]:
     try:
-        for piece in read_pieces(file.path, limit):
-            yield piece.decode()
-    except (OSError, UnicodeDecodeError) as error:
+        yield from read_pieces(file.path, limit)
+    except OSError as error:
+        raise DataError(f"{printable(file.path)} {_CHANGED} ({error})") from error
+
+
+def _decoded(file: TextFile, piece: bytes) -> str:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError as error:
         raise DataError(f"{printable(file.path)} {_CHANGED} ({error})") from error
 
 

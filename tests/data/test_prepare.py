@@ -340,3 +340,34 @@ def cut(path, count):
 def edit(folder, **changes):
     report = json.loads((folder / "data.json").read_text())
     (folder / "data.json").write_text(json.dumps({**report, **changes}))
+
+
+def test_the_tokenizer_is_trained_on_a_sample_of_all_parts(tmp_path):
+    root = tmp_path / "text"
+    root.mkdir()
+    for i in range(40):  # of 10,000 bytes each, with a word of its own
+        (root / f"{i:02}.txt").write_text(f"word{'abcdefghij'[i % 10] * 5} " * 1000)
+    report = prepare([root], tmp_path / "out", vocab_size=400, tokenizer_sample=100_000)
+    assert 100_000 <= report.tokenizer_sample_bytes < 100_000 + 10_000
+    assert report == verify(tmp_path / "out")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer").get_vocab()
+    assert sum(f"\u0120word{letter * 5}" in tokens for letter in "abcdefghij") >= 5
+    whole = prepare([root], tmp_path / "whole", vocab_size=400)
+    assert whole.tokenizer_sample_bytes == whole.bytes
+    assert whole.tokens <= report.tokens
+
+
+def test_one_long_line_without_a_space_is_no_hours_of_merging(tmp_path):
+    letters = np.random.default_rng(7).integers(97, 123, 1_000_000, dtype=np.uint8)
+    (tmp_path / "line.txt").write_bytes(letters.tobytes())
+    began = time.process_time()
+    report = prepare([tmp_path / "line.txt"], tmp_path / "out", vocab_size=1000, workers=2)
+    assert (report.bytes, report.altered_documents) == (1_000_000, 0)
+    assert time.process_time() - began < 10  # 3 to 5; with whole words of 64 KiB 16
+
+
+def test_a_report_of_before_samples_is_read(prepared, tmp_path):
+    values = json.loads((prepared[0] / "data.json").read_text())
+    del values["tokenizer_sample_bytes"]
+    (tmp_path / "data.json").write_text(json.dumps(values))
+    assert DataReport.read(tmp_path).tokenizer_sample_bytes is None
