@@ -19,11 +19,12 @@ from kha_megatron.recipes.processes import MARK, marked
 ODD = ["a b", "$HOME", "it's", "~", "([0]*1+[1]*3)", "-1e-3", "", "a\nb", "*", '"', "\\"]
 
 ECHO = """
-import json, os, sys
+import json, os, subprocess, sys
 rank = int(os.environ["RANK"])
 folder = os.path.dirname(os.path.abspath(__file__))
 facts = {"argv": sys.argv[1:], "omp": os.environ["OMP_NUM_THREADS"], "cwd": os.getcwd(),
-         "python": sys.executable, "world": os.environ["WORLD_SIZE"]}
+         "python": sys.executable, "world": os.environ["WORLD_SIZE"],
+         "helper": subprocess.Popen(["sleep", "300"]).pid}
 with open(os.path.join(folder, f"rank{rank}.json"), "w") as file:
     json.dump(facts, file)
 if rank == 1:
@@ -56,6 +57,7 @@ def test_ranks_receive_every_argument_unchanged(scripted, tmp_path, nemorun_home
         assert _values(facts["argv"]) == ODD
         assert (facts["omp"], facts["world"]) == ("5", "2")
         assert (facts["cwd"], facts["python"]) == (os.getcwd(), sys.executable)
+        assert not _alive(facts["helper"])  # which its rank has left behind
 
 
 def _values(words: list[str]) -> list[str]:

@@ -134,7 +134,7 @@ def test_a_refused_job_and_a_job_left_alone(data, tmp_path):
     refused = Launch(data, tmp_path, "--partition", "nowhere")
     assert refused.end() == 1
     assert "slurm did not take the job" in refused.said
-    assert "invalid partition" in refused.said
+    assert "Invalid partition" in refused.said
     alone = Launch(data, tmp_path, "--detach")
     assert alone.end() == 0
     assert "submitted" in alone.said
