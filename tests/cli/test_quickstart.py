@@ -106,7 +106,7 @@ def test_the_rate_leaves_the_first_line_out_and_needs_a_second():
     assert _tokens_per_second([], 256) is None
 
 
-def test_training_that_really_fails_makes_launch_exit_1(data, tmp_path, nemorun_home):  # noqa: F811
+def test_what_the_rank_refuses_makes_launch_exit_2(data, tmp_path, nemorun_home):  # noqa: F811
     """Empty files pass our own checks and stop Megatron on the rank."""
     words = ["launch", "quickstart", "--data", str(data), "--output", str(tmp_path / "run")]
     words += ["--nproc", "1", "--", "--tensor-model-parallel-size", "1"]
@@ -118,6 +118,6 @@ def test_training_that_really_fails_makes_launch_exit_1(data, tmp_path, nemorun_
         check=False,
         timeout=200,
     )
-    assert done.returncode == 1, done.stderr
-    assert "error: training failed: rank" in done.stderr
-    assert "megatron/training/" in done.stderr  # the last lines of that rank
+    assert done.returncode == 2, done.stderr
+    assert "error: training failed: rank 0 failed with exit code 2" in done.stderr
+    assert "AutoTokenizer" in done.stderr  # the last lines of that rank

@@ -126,9 +126,10 @@ def test_honest_pickles_of_every_protocol_are_read(protocol):
     assert InertUnpickler(pickle.dumps(value, protocol), known).load() == value
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_damage_is_read_or_refused_in_one_line(tmp_path, kind, whole, faults_table):
-    times = 20_000 if whole else 250
+    times = 10_000 if whole else 250
     found = fuzz.fuzz(kind, times, tmp_path / "folder")
     assert found.total() == times
     faults_table("Fuzz", kind, times, found["refused"], found["read"])

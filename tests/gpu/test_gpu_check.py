@@ -16,20 +16,25 @@ from kha_megatron import compare, recipes
 TOOLS = Path(gpu_check.__file__).parent
 
 
-def test_dry_run_goes_through_every_stage_and_is_sound(tmp_path):
+@pytest.mark.parametrize("stages", ["losses", pytest.param("", marks=pytest.mark.whole)])
+def test_dry_run_goes_through_its_stages_and_is_sound(tmp_path, stages):
+    """Every stage unless some are named."""
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--dry-run", "--minutes", "15"]
+    command += ["--only", stages] if stages else []
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "out")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["dry"]
-    assert {result["stage"] for result in report["results"]} == set(gpu_check.UNTIL)
-    assert {r["name"] for r in report["results"]} >= set(gpu_check.BENCHMARKS)
+    assert {r["stage"] for r in report["results"]} == {stages or name for name in gpu_check.UNTIL}
     assert not [r for r in report["results"] if r["status"] not in ("passed", "skipped")]
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "## benchmarks" in text
-    assert "| eager |" in text  # a benchmark's own table
+    if stages:
+        assert f"## {stages}" in text
+    else:
+        assert {r["name"] for r in report["results"]} >= set(gpu_check.BENCHMARKS)
+        assert "| eager |" in text  # a benchmark's own table
 
 
 def run(monkeypatch, *words):
