@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import bytes_of, from_file
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
-from kha_megatron.checkpoint.megatron import TensorInfo
 from kha_megatron.checkpoint.reading import opened, read_bytes, read_json
-from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, read_header
+from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, TensorEntry, read_header
 from kha_megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -87,12 +86,9 @@ class HFCheckpoint:
         """Around reading many tensors: each is compared with ``manifest.json`` as it is read."""
         return nullcontext()
 
-    def keys(self) -> dict[str, TensorInfo]:
-        """Names of all tensors, sorted, with shapes and dtypes."""
-        return {
-            key: TensorInfo(place.entry.shape, place.entry.dtype)
-            for key, (_, place) in sorted(self._tensors.items())
-        }
+    def keys(self) -> dict[str, TensorEntry]:
+        """All tensors by name, sorted, with shapes and dtypes."""
+        return {key: place.entry for key, (_, place) in sorted(self._tensors.items())}
 
     def tensor(self, key: str) -> Tensor:
         """One tensor on the CPU in its stored dtype. Safe to call from several threads.
@@ -103,7 +99,9 @@ class HFCheckpoint:
         Raises:
             CheckpointError: no such key, or its bytes are damaged or were changed.
         """
-        file, place = self._place(key)
+        if key not in self._tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {key}")
+        file, place = self._tensors[key]
         shape, dtype = place.entry.shape, place.entry.dtype
         try:
             with opened(file) as descriptor:
@@ -119,11 +117,6 @@ class HFCheckpoint:
                 f"{found[:12]}, {MANIFEST} says {wanted[:12]}: {_REMEDY}"
             )
         return tensor
-
-    def _place(self, key: str) -> tuple[Path, Stored]:
-        if key not in self._tensors:
-            raise CheckpointError(f"{self.path} holds no tensor {key}")
-        return self._tensors[key]
 
     def linears(self, keys: Sequence[str]) -> Tensor:
         """Weights of square ``torch.nn.Linear`` layers as ``[n, in, out]``: ``x @ W``."""

@@ -9,14 +9,20 @@ import re
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.integrity import check_file, read_hashes
 from kha_megatron.checkpoint.reading import read_bytes, read_json
-from kha_megatron.checkpoint.torch_dist import METADATA, Record, TorchDistFolder, load_plain, reason
+from kha_megatron.checkpoint.torch_dist import (
+    METADATA,
+    Record,
+    StoredTensor,
+    TorchDistFolder,
+    load_plain,
+    reason,
+)
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
 from kha_megatron.errors import CheckpointError
 
@@ -26,13 +32,6 @@ LEGACY_COMMON = "common.pt"
 LAYERS = "decoder.layers."
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
 """Keys of optimizer state; random states and the like are not stored as tensors."""
-
-
-class TensorInfo(NamedTuple):
-    """Shape of a whole tensor, over all ranks, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class MegatronCheckpoint:
@@ -105,16 +104,14 @@ class MegatronCheckpoint:
             "sha256": hashlib.sha256(read_bytes(self.path / METADATA)).hexdigest(),
         }
 
-    def keys(self) -> dict[str, TensorInfo]:
-        """Names of the model's tensors as Megatron stores them, with whole shapes and dtypes.
+    def keys(self) -> dict[str, StoredTensor]:
+        """The model's tensors as Megatron stores them, by name, with whole shapes and dtypes.
 
         Layers of a homogeneous model are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is
         ``[L, ...]``. See :meth:`layer_tensor`.
         """
         return {
-            key: TensorInfo(tensor.shape, tensor.dtype)
-            for key, tensor in self._folder.tensors.items()
-            if not _NOT_MODEL.match(key)
+            key: tensor for key, tensor in self._folder.tensors.items() if not _NOT_MODEL.match(key)
         }
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
@@ -143,18 +140,10 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: the layer has no such tensor, or a damaged shard.
         """
-        if not self.has_layer_tensor(layer, suffix):
-            raise CheckpointError(f"{self.path} holds no tensor {suffix} for layer {layer}")
-        if (single := f"{LAYERS}{layer}.{suffix}") in self._folder.tensors:
-            return self._folder.read(single)
-        return self._folder.read(LAYERS + suffix, (layer,))
-
-    def has_layer_tensor(self, layer: int, suffix: str) -> bool:
-        """Whether :meth:`layer_tensor` can answer."""
-        tensors = self._folder.tensors
-        stacked = tensors.get(LAYERS + suffix)
-        in_stack = stacked is not None and 0 <= layer < stacked.shape[0]
-        return in_stack or f"{LAYERS}{layer}.{suffix}" in tensors
+        stacked = self._folder.tensors.get(LAYERS + suffix)
+        if stacked is not None and 0 <= layer < stacked.shape[0]:
+            return self._folder.read(LAYERS + suffix, (layer,))
+        return self.tensor(f"{LAYERS}{layer}.{suffix}")
 
     def layers_with(self, suffix: str) -> list[int]:
         """The layers, counted from 0, for which :meth:`layer_tensor` has ``suffix``."""

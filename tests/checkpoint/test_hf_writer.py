@@ -124,7 +124,7 @@ def test_our_reader_reads_it(tmp_path, every_dtype):
         read = dict(zip(every_dtype, pool.map(checkpoint.tensor, every_dtype), strict=True))
     for name, tensor in every_dtype.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
-        assert checkpoint.keys()[name] == (tuple(tensor.shape), tensor.dtype)
+        assert checkpoint.keys()[name] == (name, tensor.dtype, tuple(tensor.shape))
         assert _bytes(read[name]) == _bytes(tensor)
     with pytest.raises(CheckpointError, match="holds no tensor nothing"):
         checkpoint.tensor("nothing")

@@ -49,7 +49,7 @@ def test_what_the_checkpoint_says_of_itself(dense):
     assert "AttnBackend(5" in repr(checkpoint.args["attention_backend"])
     keys = checkpoint.keys()
     assert keys["decoder.layers.self_attention.knock_value.weight"] == ((3, 3, 6, 6), torch.float32)
-    assert keys[f"decoder.layers.{PROJ}"].shape == (3, 40, 48)
+    assert keys[f"decoder.layers.{PROJ}"][0] == (3, 40, 48)
     assert not [key for key in keys if "optimizer" in key or "rng" in key or "state" in key]
     assert MegatronCheckpoint.open(dense[0] / ITER).iteration == ITERATION
 
@@ -87,7 +87,7 @@ def test_layers_of_different_kinds_over_pipeline_stages(ranks, tmp_path):
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight.float(), torch.from_numpy(stages[stage][name]))
     assert checkpoint.layers_with("mlp.router.weight") == [1, 3]
-    with pytest.raises(CheckpointError, match=r"no tensor mlp.router.weight for layer 2"):
+    with pytest.raises(CheckpointError, match=r"no tensor decoder.layers.2.mlp.router.weight"):
         checkpoint.layer_tensor(2, "mlp.router.weight")
 
 
