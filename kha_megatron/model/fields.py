@@ -15,6 +15,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kha_megatron.errors import ConfigError
 
+MOST_LAYERS = 4096
+"""Of a model, and times that something may be repeated in what describes its layers."""
+
 _ROW = "said"
 
 
@@ -40,6 +43,8 @@ class Field:
     """Whether the flag takes several words."""
     least: int | None
     """The smallest whole number that is allowed."""
+    most: int
+    """The largest one."""
     reads: Callable[[str], Any] | None
     """Reads text that says more than a number; ``ValueError`` says what is wrong with it."""
     writes: Callable[[Any], str]
@@ -71,6 +76,8 @@ class Field:
         if isinstance(value, list):
             return tuple(value)
         value = getattr(value, "value", value)  # some of Megatron's are enumerations
+        if self.kind is int and type(value) is int and value > self.most:
+            raise ConfigError(f"{self.flag} {value}: give a whole number up to {self.most}")
         if not isinstance(value, str) or self.kind is bool:
             return value
         if self.many:
@@ -79,7 +86,7 @@ class Field:
             if self.reads is not None:
                 return self.reads(value)
             if self.kind is int:
-                return _whole(value, self.least)
+                return _whole(value, self.least, self.most)
             return self.kind(value)
         except ValueError as error:
             hint = "give a number" if self.kind is float and self.reads is None else error
@@ -102,6 +109,7 @@ def said(
     attribute: str | None = "",
     hf: str | None = None,
     least: int | None = 1,
+    most: int = 2**31 - 1,
     reads: Callable[[str], Any] | None = None,
     writes: Callable[[Any], str] = str,
 ) -> Any:
@@ -114,11 +122,12 @@ def said(
         attribute: as the argument if empty.
         hf: key of ``config.json``.
         least: the smallest whole number allowed; None for any.
+        most: the largest one.
         reads: what makes a value of a word that is more than a number; raises ``ValueError``.
         writes: its way back.
     """
     argument = argument or flag.removeprefix("--").replace("-", "_")
-    names = {"flag": flag, "argument": argument, "hf": hf, "least": least}
+    names = {"flag": flag, "argument": argument, "hf": hf, "least": least, "most": most}
     names |= {"attribute": argument if attribute == "" else attribute}
     row = names | {"reads": reads, "writes": writes}
     return field(default=default, metadata={_ROW: row})
@@ -171,10 +180,9 @@ def attributes(owner: type, config: Any) -> dict[str, Any]:
     return {r.field: r.typed(getattr(config, name)) for r, name in named if hasattr(config, name)}
 
 
-def _whole(word: str, least: int | None) -> int:
-    if re.fullmatch("[+-]?[0-9]{11,}", word):
-        raise ValueError("it has more digits than Megatron counts with: give at most 10")
-    number = int(word) if re.fullmatch(r"[+-]?[0-9]+", word) else None
-    if number is None or (least is not None and number < least):
-        raise ValueError("give a whole number" + ("" if least is None else f" from {least} up"))
+def _whole(word: str, least: int | None, most: int) -> int:
+    number = int(word) if re.fullmatch(r"[+-]?[0-9]{1,20}", word) else None
+    if number is None or number > most or (least is not None and number < least):
+        low = "" if least is None else f" from {least} up"
+        raise ValueError(f"give a whole number{low}" + (f" to {most}" if number else ""))
     return number

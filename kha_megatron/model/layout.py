@@ -3,13 +3,14 @@
 Which combinations are legal is in :mod:`kha_megatron.model.rules`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.fields import attributes, read, said
+from kha_megatron.model.fields import MOST_LAYERS, attributes, read, said
 
 _LETTERS = "EtmL"
 
@@ -18,11 +19,17 @@ def stages_of(text: str) -> tuple[str, ...]:
     """Megatron's notation of a pipeline layout, unrolled: ``Ett|(t|)*2L`` has four stages.
 
     Raises:
-        ValueError: a letter that is no layer.
+        ValueError: a letter that is no layer, or too many of them.
     """
+
+    def unrolled(found: re.Match[str]) -> str:
+        if int(found[2]) > MOST_LAYERS:
+            raise ValueError(f"repeat {found[1]} at most {MOST_LAYERS} times")
+        return found[1] * int(found[2])
+
     plain = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+        plain = re.sub(repeated, unrolled, plain)
     for letter in plain:
         if letter not in (*_LETTERS, "|"):
             raise ValueError(
@@ -30,6 +37,12 @@ def stages_of(text: str) -> tuple[str, ...]:
                 "(multi-token prediction), L (loss) and | between stages"
             )
     return tuple(plain.split("|"))
+
+
+def divisors(n: int) -> list[int]:
+    """All whole numbers that divide ``n``, in order."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +178,7 @@ def _virtual_stages(given: Mapping[str, Any], layers: int) -> int | None:
     if rest:
         return None  # the layers do not even fill the ranks, which is said first
     if own % size:
-        legal = [n for n in range(1, own + 1) if own % n == 0]
+        legal = divisors(own)
         raise ConfigError(
             f"{own} layers on a pipeline rank cannot be divided into virtual stages of {size}: "
             f"choose --num-layers-per-virtual-pipeline-stage from {legal}"

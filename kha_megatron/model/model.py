@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.heads import HeadSizes
-from kha_megatron.model.fields import attributes, read, said
+from kha_megatron.model.fields import MOST_LAYERS, attributes, read, said
 from kha_megatron.model.qkv import QKVLayout
 
 Kind = Literal["gqa", "mla", "gta", "gla"]
@@ -29,8 +29,9 @@ def pattern_of(text: str) -> int | tuple[int, ...]:
                 return [value(item) for item in items]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return value(left) + value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(number))):
+                if number <= MOST_LAYERS:
+                    return value(left) * number
         raise ValueError
 
     try:
@@ -38,7 +39,7 @@ def pattern_of(text: str) -> int | tuple[int, ...]:
         frequency = found if isinstance(found, int) else tuple(found)
         if frequency != 0 and (isinstance(frequency, int) or set(frequency) <= {0, 1}):
             return frequency
-    except (SyntaxError, TypeError, ValueError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise ValueError("give a whole number from 1 up, or lists of 0 and 1 as in [0]*1+[1]*3")
 
@@ -54,7 +55,7 @@ def _as_pattern(frequency: int | Sequence[int]) -> str:
 class Model:
     """A GPT model. None stands for what is not known where a check is made, or what it has not."""
 
-    num_layers: int | None = said("--num-layers", hf="num_hidden_layers")
+    num_layers: int | None = said("--num-layers", hf="num_hidden_layers", most=MOST_LAYERS)
     hidden_size: int = said("--hidden-size", hf="hidden_size")
     ffn_hidden_size: int | None = said("--ffn-hidden-size", hf="intermediate_size")
     """Width of the dense layers' MLP."""

@@ -12,7 +12,7 @@ from typing import Any
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts
-from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model import Model
 from kha_megatron.model.training import Training
 
@@ -174,9 +174,9 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
     if groups < 1 or heads % groups:
         raise ConfigError(
             f"{heads} query heads are not a multiple of {groups} key/value heads: "
-            f"choose --num-query-groups from {_divisors(heads)}"
+            f"choose --num-query-groups from {divisors(heads)}"
         )
-    legal = [n for n in _divisors(heads) if groups % n == 0 or n % groups == 0]
+    legal = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
     if tp in legal:
         return
     if heads % tp:
@@ -210,7 +210,7 @@ def _check_latent_heads(model: Model, layout: Layout) -> None:
     """A rank must hold whole latent heads, or be one of several that share one."""
     count = model.latent_heads
     if count % layout.tp and layout.tp % count:
-        heads = _divisors(model.num_attention_heads)
+        heads = divisors(model.num_attention_heads)
         legal = [n for n in heads if count % n == 0 or n % count == 0]
         raise ConfigError(
             f"{count} latent heads neither divide {layout.tp} tensor-parallel ranks nor are "
@@ -225,7 +225,7 @@ def _check_widths(model: Model, layout: Layout) -> None:
         raise ConfigError(
             f"the {rows} rows of the QKV projection cannot be divided over {layout.tp} "
             f"tensor-parallel ranks: choose --tensor-model-parallel-size from "
-            f"{_near(_divisors(rows), layout.tp)}"
+            f"{_near(divisors(rows), layout.tp)}"
         )
     latent = ("latent heads", "--kha-latent-heads", model.latent_heads)
     tensor = ("tensor-parallel ranks", "--tensor-model-parallel-size", layout.tp)
@@ -254,7 +254,7 @@ def _check_widths(model: Model, layout: Layout) -> None:
             raise ConfigError(
                 f"{flag} {width} cannot be divided over {size} {parts}: use "
                 f"{_multiples(width, size)}, or {size_flag} "
-                f"{_either(_near(_divisors(width), size))}"
+                f"{_either(_near(divisors(width), size))}"
             )
     if layout.ep > 1 and not model.experts:
         raise ConfigError(
@@ -327,7 +327,7 @@ def _check_split(layers: int, layout: Layout) -> None:
             "--pipeline-model-parallel-size"
         )
     if ranks and left % ranks:
-        legal = _either([n + len(own) for n in _near(_divisors(left), ranks)])
+        legal = _either([n + len(own) for n in _near(divisors(left), ranks)])
         hint = (
             ""
             if own or names or (left + 1) % ranks
@@ -342,7 +342,7 @@ def _check_split(layers: int, layout: Layout) -> None:
         if layout.vpp and count % layout.vpp:
             raise ConfigError(
                 f"{count} layers on a pipeline rank cannot be divided into {layout.vpp} virtual "
-                f"stages: use {_either(_near(_divisors(count), layout.vpp))} virtual stages"
+                f"stages: use {_either(_near(divisors(count), layout.vpp))} virtual stages"
             )
 
 
@@ -352,7 +352,7 @@ def _check_stages(layers: int, stages: tuple[str, ...], pp: int) -> None:
         raise ConfigError(
             f"the pipeline layout {text} has {len(stages)} stages, which cannot be divided over "
             f"{pp} pipeline ranks: write {_multiples(len(stages), pp)} stages, or use "
-            f"--pipeline-model-parallel-size {_either(_near(_divisors(len(stages)), pp))}"
+            f"--pipeline-model-parallel-size {_either(_near(divisors(len(stages)), pp))}"
         )
     letters = "".join(stages)
     if letters.count("t") != layers:
@@ -433,10 +433,6 @@ def _check_fp8(model: Model, layout: Layout) -> None:
                 f"{flag} {size} is no multiple of {what}, which FP8 needs: use "
                 f"{_multiples(size, multiple)}, or train in bf16"
             )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _near(legal: Iterable[int], value: int) -> list[int]:

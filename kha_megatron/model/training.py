@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.fields import read, said
 
-_option = partial(said, attribute=None)
+_option = partial(said, attribute=None, most=2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

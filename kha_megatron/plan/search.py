@@ -12,7 +12,7 @@ from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
-from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.rules import check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
@@ -172,17 +172,17 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
     def sizes(name: str, open_to: list[int]) -> list[int]:
         return [fixed[name]] if name in fixed else open_to
 
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    tensor = sizes("tp", [n for n in divisors if n <= NODE])
-    pipeline = sizes("pp", [n for n in divisors if n <= model.layers])
-    context = sizes("cp", [n for n in divisors if n <= NODE])
-    experts = sizes("ep", [n for n in divisors if n == 1 or not (model.experts or 1) % n])
+    whole = divisors(gpus)
+    tensor = sizes("tp", [n for n in whole if n <= NODE])
+    pipeline = sizes("pp", [n for n in whole if n <= model.layers])
+    context = sizes("cp", [n for n in whole if n <= NODE])
+    experts = sizes("ep", [n for n in whole if n == 1 or not (model.experts or 1) % n])
     for tp, pp, cp, ep in itertools.product(tensor, pipeline, context, experts):
         # a size that is 1 already is not split twice
         for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
             loss_as_layer = bool(model.layers % pp) and not (model.layers + 1) % pp
             deepest = max(1, (model.layers + loss_as_layer) // pp) if pp > 1 else 1
-            for vpp in sizes("vpp", [n for n in range(1, deepest + 1) if deepest % n == 0]):
+            for vpp in sizes("vpp", divisors(deepest)):
                 yield Layout(
                     world_size=gpus,
                     tp=tp,

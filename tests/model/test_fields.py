@@ -88,6 +88,12 @@ def test_every_recipe_is_parsed_to_the_values_it_holds(ranks):
     [
         ("--num-layers two", "--num-layers two: give a whole number from 1 up"),
         ("--num-layers 0", "--num-layers 0: give a whole number from 1 up"),
+        (f"--num-layers {9**20}", "give a whole number from 1 up to 4096"),
+        (f"--vocab-size {9**20}", "give a whole number from 1 up to 2147483647"),
+        ("--num-attention-heads " + "9" * 5000, "give a whole number from 1 up"),
+        ("--moe-layer-freq [1]*99999999999", "lists of 0 and 1"),
+        (f"--moe-layer-freq {'(' * 5000}1", "lists of 0 and 1"),
+        ("--pipeline-model-parallel-layout Et*99999999999L", "repeat t at most 4096 times"),
         ("--lr fast", "--lr fast: give a number"),
         ("--lr 1 2", "--lr takes one value, not 2"),
         ("--swiglu yes", "--swiglu stands alone: remove yes"),

@@ -273,3 +273,9 @@ def test_illegal_layouts_of_the_attention_family(model, tp, words):
 
 def test_transformer_engine_has_whole_down_projections():
     assert None is check_layout(replace(WHOLE, q_lora_rank=18), layout(tp=4))
+
+
+def test_the_largest_sizes_are_judged_at_once():
+    """Their divisors are looked for: two billion, one after another, took minutes."""
+    with pytest.raises(ConfigError, match="2147483647 query heads are not a multiple of 2 key"):
+        check_head_layout(2**31 - 1, 2, 1)
