@@ -6,6 +6,7 @@ the launcher and by the planner (from a recipe). It refuses what Megatron-Core w
 or run wrongly, and nothing else; each message names both numbers and a legal neighbour.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -88,7 +89,7 @@ def check_layout(
     check_head_layout(model.num_attention_heads, model.num_query_groups, layout.tp)
     _check_tied_keys(model)
     _check_pattern(model)
-    _check_latent_heads(model, layout)
+    _check_whole(model.latent_heads, "latent heads", model.num_attention_heads, layout.tp)
     _check_widths(model, layout)
     _check_sequence_parallel(model, layout, trains)
     _check_pipeline(model, layout)
@@ -176,16 +177,17 @@ def check_head_layout(num_attention_heads: int, num_query_groups: int, tp: int) 
             f"{heads} query heads are not a multiple of {groups} key/value heads: "
             f"choose --num-query-groups from {divisors(heads)}"
         )
-    legal = [n for n in divisors(heads) if groups % n == 0 or n % groups == 0]
+    _check_whole(groups, "key/value heads", heads, tp)
+
+
+def _check_whole(count: int, what: str, heads: int, tp: int) -> None:
+    """A rank must hold whole heads of a kind, or be one of several that share one."""
+    legal = [n for n in divisors(heads) if count % n == 0 or n % count == 0]
     if tp in legal:
         return
+    problem = f"{count} {what} neither divide {tp} tensor-parallel ranks nor are divided by them"
     if heads % tp:
         problem = f"{heads} query heads cannot be divided over {tp} tensor-parallel ranks"
-    else:
-        problem = (
-            f"{groups} key/value heads neither divide {tp} tensor-parallel ranks "
-            "nor are divided by them"
-        )
     raise ConfigError(f"{problem}: choose --tensor-model-parallel-size from {legal}")
 
 
@@ -203,18 +205,6 @@ def _check_pattern(model: Model) -> None:
         raise ConfigError(
             f"--moe-layer-freq names {len(freq)} layers, the model has {model.num_layers}: "
             f"name {model.num_layers}"
-        )
-
-
-def _check_latent_heads(model: Model, layout: Layout) -> None:
-    """A rank must hold whole latent heads, or be one of several that share one."""
-    count = model.latent_heads
-    if count % layout.tp and layout.tp % count:
-        heads = divisors(model.num_attention_heads)
-        legal = [n for n in heads if count % n == 0 or n % count == 0]
-        raise ConfigError(
-            f"{count} latent heads neither divide {layout.tp} tensor-parallel ranks nor are "
-            f"divided by them: choose --tensor-model-parallel-size from {legal}"
         )
 
 
@@ -371,18 +361,18 @@ def _check_world(layout: Layout) -> None:
     world = layout.world_size
     if world is None:
         return
-    if world % (model := layout.tp * layout.pp * layout.cp):
-        raise ConfigError(
-            f"{world} ranks cannot be divided by tensor {layout.tp} x pipeline {layout.pp} x "
-            f"context {layout.cp} = {model}: use {_multiples(world, model)} ranks, or other "
-            "parallel sizes"
-        )
-    if world % (model := layout.expert_tp * layout.ep * layout.pp):
-        raise ConfigError(
-            f"{world} ranks cannot be divided by expert-tensor {layout.expert_tp} x expert "
-            f"{layout.ep} x pipeline {layout.pp} = {model}: use {_multiples(world, model)} ranks, "
-            "or another --expert-model-parallel-size or --expert-tensor-parallel-size"
-        )
+    dense = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp}
+    experts = {"expert-tensor": layout.expert_tp, "expert": layout.ep, "pipeline": layout.pp}
+    for sizes, other in (
+        (dense, "other parallel sizes"),
+        (experts, "another --expert-model-parallel-size or --expert-tensor-parallel-size"),
+    ):
+        if world % (ranks := math.prod(sizes.values())):
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ConfigError(
+                f"{world} ranks cannot be divided by {product} = {ranks}: use "
+                f"{_multiples(world, ranks)} ranks, or {other}"
+            )
 
 
 def _check_batch(layout: Layout, batch: Batch) -> None:

@@ -42,9 +42,7 @@ class Attention:
 
 def attention_of(model: Model) -> Attention:
     """The attention of one layer."""
-    if model.multi_latent_attention:
-        return latent(model)
-    return grouped(model)
+    return latent(model) if model.multi_latent_attention else grouped(model)
 
 
 def grouped(model: Model) -> Attention:
@@ -53,12 +51,13 @@ def grouped(model: Model) -> Attention:
     In GTA (Zadouri et al. 2025, section 3.3.1) one state of ``D`` a group is its value and half of
     its key; the rotary half of all keys is one projection of ``D / 2``.
     """
-    d, n, g, head = _sizes(model)
+    d, head = model.hidden_size, model.kv_channels
+    n, g = model.num_attention_heads, model.num_query_groups
     states = len(model.qkv.parts.keys() & {"key", "value"})
     rotary = head // 2 if model.qkv.tied else 0
     return Attention(
         weights=d * (model.qkv.rows + rotary + n * head),
-        norms=_qk_norms(model),
+        norms=2 * head * model.norm_parameters if model.qk_layernorm else 0,
         pair=2 * n * head,
         cache=states * g * head + rotary,
     )
@@ -81,14 +80,6 @@ def latent(model: Model) -> Attention:
         pair=n * (key + position + value),
         cache=rank + position,
     )
-
-
-def _sizes(model: Model) -> tuple[int, int, int, int]:
-    return model.hidden_size, model.num_attention_heads, model.num_query_groups, model.kv_channels
-
-
-def _qk_norms(model: Model) -> int:
-    return 2 * model.kv_channels * model.norm_parameters if model.qk_layernorm else 0
 
 
 @dataclass(frozen=True, kw_only=True)

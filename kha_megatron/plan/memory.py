@@ -21,7 +21,6 @@ transpose. Training in fp32 has no second copy: 4, 4 and 8.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 from kha_megatron.plan.rank import Rank
 
@@ -39,14 +38,6 @@ class Memory:
     def total(self) -> float:
         """Sum of the four."""
         return self.weights + self.gradients + self.optimizer + self.activations
-
-    def __add__(self, other: Self) -> "Memory":
-        return Memory(
-            weights=self.weights + other.weights,
-            gradients=self.gradients + other.gradients,
-            optimizer=self.optimizer + other.optimizer,
-            activations=self.activations + other.activations,
-        )
 
 
 def memory(rank: Rank) -> tuple[Memory, Memory]:
