@@ -97,7 +97,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         with open(file, "rb", opener=regular) as stream:
             size, first = os.fstat(stream.fileno()).st_size, stream.read(8)
             if first.startswith(_PICKLES):
-                raise _Bad("it is a pickle, which can execute code and was not read")
+                raise ValueError("it is a pickle, which can execute code and was not read")
             with safe_open(file, framework="np"):
                 length = int.from_bytes(first, "little")
             content = json.loads(stream.read(length))
@@ -105,18 +105,14 @@ def read_header(file: Path) -> dict[str, Stored]:
         return {name: _stored(name, entry, 8 + length) for name, entry in content.items()}
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (_Bad, SafetensorError) as error:
+    except (ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{file} is damaged or hostile ({error}; it has {size} bytes): copy it again"
         ) from error
 
 
-class _Bad(Exception):
-    """Why a file is refused."""
-
-
 def _stored(name: str, entry: dict[str, Any], first: int) -> Stored:
     if entry["dtype"] not in DTYPES:
-        raise _Bad(f"torch has no dtype {entry['dtype']}, which {name!r} has")
+        raise ValueError(f"torch has no dtype {entry['dtype']}, which {name!r} has")
     described = TensorEntry(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
     return Stored(described, first + entry["data_offsets"][0])

@@ -133,10 +133,6 @@ class FileSlice(io.RawIOBase):
         self._at = base + offset
         return self._at
 
-    def tell(self) -> int:
-        """The position, from the beginning of the part."""
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         """As for any file; ends with the part."""
         wanted = memoryview(buffer)[: max(0, self._length - self._at)]

@@ -112,10 +112,6 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-class _OtherTensorError(Exception):
-    """A chunk is not what the index says."""
-
-
 class TorchDistFolder:
     """The tensors and objects of one folder. :meth:`open` checks that all their bytes exist."""
 
@@ -228,16 +224,14 @@ class TorchDistFolder:
         try:
             with opened(self.path / chunk.file) as descriptor:
                 found = find_tensor(descriptor, chunk.start, chunk.length)
-                if (found.shape, found.dtype) != (chunk.sizes, dtype):
-                    raise _OtherTensorError(f"does not hold a {dtype} {chunk.sizes} tensor")
-                for row in index:
-                    found = found.row(row)
-                flat = from_file(descriptor, found.start, found.extent, dtype)
-                return flat.as_strided(found.shape, found.stride)
-        except _OtherTensorError as error:
-            raise self._damaged(key, chunk, str(error)) from None
+                if (found.shape, found.dtype) == (chunk.sizes, dtype):
+                    for row in index:
+                        found = found.row(row)
+                    flat = from_file(descriptor, found.start, found.extent, dtype)
+                    return flat.as_strided(found.shape, found.stride)
         except Exception as error:
             raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
+        raise self._damaged(key, chunk, f"does not hold a {dtype} {chunk.sizes} tensor")
 
     def _damaged(self, key: str, chunk: Chunk, why: str) -> CheckpointError:
         return CheckpointError(
