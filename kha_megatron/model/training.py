@@ -41,7 +41,7 @@ class Training:
     decrease_batch_size_if_needed: bool = _option("--decrease-batch-size-if-needed", False)
     split: str | None = _option("--split", None)
     num_workers: int = _option("--num-workers", 2, least=0)
-    eval_interval: int | None = _option("--eval-interval", None)
+    eval_interval: int = _option("--eval-interval", 1000)
     eval_iters: int = _option("--eval-iters", 100, least=0)
     log_interval: int = _option("--log-interval", 100)
     log_timers_to_tensorboard: bool = _option("--log-timers-to-tensorboard", False)
