@@ -107,6 +107,7 @@ def prepare(
     device: str | None = None,
     resume: bool = False,
     cluster: Cluster | None = None,
+    again: bool = False,
 ) -> Job:
     """Put a run together and refuse what cannot work, without starting anything.
 
@@ -120,6 +121,8 @@ def prepare(
         resume: continue from the last checkpoint in ``output``.
         cluster: where to run instead of this machine; it says how many ranks. Datasets and folders
             are looked at only where the ranks see this machine's files.
+        again: something may start the job again, as a cluster does: it loads what its folder holds
+            by then.
 
     Raises:
         ConfigError: parallel sizes, KHA names or arguments that cannot be honoured.
@@ -143,7 +146,7 @@ def prepare(
     check_data(run.arguments, look=here)
     if here:
         check_folders(run, output, resume=resume)
-    if cluster is not None:  # which may start it again; Megatron starts anew in an empty folder
+    if again or cluster is not None:  # Megatron starts anew in an empty folder
         if (other := run.files.load) not in (None, loading.files.save):
             raise ConfigError(
                 f"--load {other}: a job that the cluster starts again would go back to it; go on "

@@ -54,6 +54,7 @@ def train(
             overrides=words,
             ranks=executor.nnodes() * executor.nproc_per_node(),
             resume=resume,
+            again=not isinstance(executor, run.LocalExecutor),
         )
     except (KHAError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -109,3 +109,10 @@ def test_paths_are_absolute_whatever_the_caller_gave(data, monkeypatch):
 def test_unknown_recipe():
     with pytest.raises(ConfigError, match="unknown recipe 'quikstart': did you mean quickstart"):
         get_recipe("quikstart")
+
+
+def test_a_job_that_may_be_started_again_loads_its_own_folder(tmp_path):
+    options = {"overrides": ["--mock-data"], "output": tmp_path / "run"}
+    command = prepare(QUICKSTART, again=True, **options).command
+    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
+    assert "--load" not in prepare(QUICKSTART, **options).command
