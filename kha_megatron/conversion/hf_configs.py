@@ -124,7 +124,6 @@ FAMILIES: dict[str, Family] = {
 _AT_LEAST_ONE = {HF_KEYS[name] for name in _COMMON if name not in _MAY_BE_NOTHING}
 _MOST = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
 """Lists of so many are made before tensors are looked at."""
-_DIRECT_QUERIES = ("q_lora_rank", None)
 _SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 """What code raises that meets values of kinds that no one expects there."""
 
@@ -205,8 +204,10 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
     fields |= _read_latent(family, config)
     if fields.get("kv_channels") is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
+    fields |= family.experts.of(config) if family.experts else {}
     for name, value in fields.items():
-        if ROWS[name].kind is int and type(value) is not int and (name, value) != _DIRECT_QUERIES:
+        is_none = isinstance(value, bool | float | str) or (value is None and name in family.fields)
+        if name in HF_KEYS and ROWS[name].kind is int and is_none:
             raise unsupported(HF_KEYS[name], value, "only a whole number")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
@@ -217,7 +218,6 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
         **fields,
         **family.always,
         **_read_rope(family, config),
-        **(family.experts.of(config) if family.experts else {}),
         group_query_attention=heads != groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import KHAError
 from tests.conversion.models import CONFIGS, make
@@ -77,6 +78,12 @@ def test_fuzzed_configurations(folders, family, faults_table):
     assert FUZZED // 2 < refused < 2 * FUZZED  # else it tries nothing
     faults_table("Fuzz", f"`config.json` of {family}", 2 * FUZZED, refused, 2 * FUZZED - refused)
     assert refusal(to_megatron.plan, folder) is None
+
+
+@pytest.mark.parametrize("value", [True, 2.0])
+def test_a_number_of_another_kind_by_an_alias(folders, value):
+    config = json.loads(folders["qwen3_moe"][1]) | {"num_local_experts": value}
+    assert "num_experts" in refusal(from_hf_config, config)
 
 
 def test_experts_of_several_dtypes_are_one_tensor_only_when_cast(folders, tmp_path):
