@@ -91,7 +91,8 @@ SECTIONS = {
 def _faults(rows: Rows) -> str:
     """Rows of the name of a section and its cells."""
     lines = ["# What is done to runs and files, and what becomes of them", ""]
-    lines += ["Written by `make test-all`, or `pytest --whole tests/faults --faults-table FILE`."]
+    lines += ["Written by `make test-all`, or"]
+    lines += ["`pytest --whole tests/faults tests/conversion --faults-table FILE`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
         found = [tuple(cells) for section, *cells in rows if section == name]
