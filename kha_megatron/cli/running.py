@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from kha_megatron import __version__
 from kha_megatron.cli import console
-from kha_megatron.errors import ConfigError, KHAError
+from kha_megatron.errors import ConfigError, KHAError, in_one_line
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes, on Linux."""
@@ -130,7 +130,7 @@ def _report(error: Exception) -> int:
     ) as file:
         file.write(f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n")
         traceback.print_exception(error, file=file)
-    what = " ".join(str(error).split())[:200]
+    what = in_one_line(error)[:200]
     console.error(
         f"{type(error).__name__}: {what}: this is a fault of kha-megatron; please report it with "
         f"{file.name}"

@@ -9,7 +9,6 @@ Megatron's ``--seed`` decides both, and matrices at the identity draw no random 
 """
 
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -21,11 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, Candidate
-from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.errors import ConfigError, DataError, OutputError, in_one_line
 from kha_megatron.history.tensorboard import LOSS, SECONDS, History, read_history
 from kha_megatron.model.run import Run
 from kha_megatron.model.words import parse
@@ -72,11 +72,18 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What :func:`finish` wrote; None for a run that has not finished."""
+        """What :func:`finish` wrote; None for a run that has not finished.
+
+        Raises:
+            OutputError: it cannot be read.
+        """
         try:
-            return json.loads((self.folder / RESULT).read_text())
+            return read_json(self.folder / RESULT)
         except FileNotFoundError:
             return None
+        except (OSError, ValueError) as error:
+            file = self.folder / RESULT
+            raise OutputError(f"{file} is damaged ({in_one_line(error)}): remove it") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +169,10 @@ def plan(
 def _check_same(run: Trial) -> None:
     """A run that was begun goes on with the same arguments, or its two halves are two runs."""
     try:
-        begun = json.loads((run.folder / RUN).read_text())["arguments"]
+        begun = read_json(run.folder / RUN)["arguments"]
     except FileNotFoundError:
         return
-    except (ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{run.folder / RUN} is damaged: remove {run.folder}") from error
     now = {flag: list(words) for flag, words in run.asked.flags.items()}
     if other := sorted(f for f in begun.keys() | now.keys() if begun.get(f) != now.get(f)):
@@ -237,7 +244,7 @@ def begin(run: Trial) -> tuple[Job, int]:
 def _starts(run: Trial) -> int:
     """How many times a run was started; once, where its record is lost."""
     try:
-        return int(json.loads((run.folder / RUN).read_text())["starts"])
+        return int(read_json(run.folder / RUN)["starts"])
     except (OSError, ValueError, KeyError, TypeError):
         return 1
 
@@ -269,7 +276,7 @@ def finish(run: Trial) -> dict[str, Any]:
         "seconds_per_step": median(seconds) if seconds else None,
         "cost": measure.cost(run.asked, vocab),
         "device": measure.device(run.asked),
-        "starts": json.loads((run.folder / RUN).read_text())["starts"],
+        "starts": read_json(run.folder / RUN)["starts"],
         "matrices": measure.matrices(checkpoint, run.folder),
     }
     for folder in checkpoint.path.parent.iterdir():

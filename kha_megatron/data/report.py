@@ -1,15 +1,16 @@
 """What a prepared folder holds, and whether it still does."""
 
-import json
 import os
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_origin, get_type_hints
 
+from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.data import tokenization
 from kha_megatron.data.paths import CORPUS, TOKENIZER
-from kha_megatron.data.text_files import printable
+from kha_megatron.data.text_files import SKIPPED, printable
 from kha_megatron.errors import DataError
 
 REPORT = "data.json"
@@ -71,7 +72,7 @@ class DataReport:
         """
         name = printable(folder)
         try:
-            values = json.loads((folder / REPORT).read_text())
+            values = read_json(folder / REPORT)
         except OSError as error:
             raise DataError(
                 f"{name} holds no {REPORT}: name a folder made by `kha-megatron data prepare`"
@@ -86,7 +87,25 @@ class DataReport:
                 f"{name}/{REPORT} is not of format {FORMAT}: written by another version of "
                 f"kha-megatron; {_AGAIN}"
             )
+        wrong = [n for n, kind in get_type_hints(cls).items() if not _is(values[n], kind)]
+        if not wrong and not all(_is_skip(values["skipped"].get(reason)) for reason in SKIPPED):
+            wrong = ["skipped"]
+        if wrong:
+            raise DataError(f"{name}/{REPORT} is damaged ({wrong[0]}): {_AGAIN}")
         return cls(**{key: value for key, value in values.items() if key != "format"})
+
+
+def _is(value: object, kind: Any) -> bool:
+    origin = get_origin(kind)
+    return isinstance(value, kind if origin in (None, UnionType) else origin)
+
+
+def _is_skip(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("count"), int)
+        and isinstance(entry.get("examples"), list)
+    )
 
 
 def verify(folder: Path) -> DataReport:
