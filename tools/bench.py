@@ -29,6 +29,7 @@ BENCHMARKS = {
     "decode": "decoding with transformers: exported models beside their baseline",
     "instruments": "training iterations on the CPU with --kha-log-interval and without",
     "conversion": "convert to-hf and to-megatron beside copying the same bytes",
+    "data": "data prepare beside tokenizing the same text with tokenizers alone",
 }
 """The contenders of each, in a line.
 
