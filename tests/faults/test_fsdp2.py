@@ -40,7 +40,7 @@ def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
         assert resumed(run.output) == start
     one, two = (MegatronCheckpoint.open(folder) for folder in (stopped, whole))
     keys = one.keys()
-    assert keys == two.keys()
+    assert keys.keys() == two.keys().keys()
     matrices = len(MATRICES["mlp" if preset == "kha_mlp" else "linear"])
     shapes = {key: info.shape for key, info in keys.items() if "knock_value" in key}
     assert set(shapes.values()) == {(2, matrices, 8, 8)}
