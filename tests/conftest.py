@@ -1,11 +1,16 @@
 """Fixtures for all tests."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
 from tests.tables import SECTIONS, TABLES, Tables
 from tests.versions import needs_training_package
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 
 
 def pytest_addoption(parser):

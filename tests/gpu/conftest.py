@@ -1,14 +1,10 @@
 """Ranks that compute on a GPU, and ranks that only construct what Transformer Engine has."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.launcher import RankPool
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # programs, not a package
 
 NO_ENGINE = (
     "NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' with a CUDA "

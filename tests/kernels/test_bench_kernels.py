@@ -19,14 +19,9 @@ SMALL = ["--device", "cpu", "--tokens", "5", "--heads", "3", "--head-dims", "64"
 EVERY_WORK = {"forward", "input gradient", "weight gradients", "forward + all gradients"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def measuring():
-    spec = importlib.util.spec_from_file_location("measuring", TOOLS / "measuring.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["measuring"] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["measuring"]
+    return importlib.import_module("measuring")
 
 
 def bench(*words, **environment):

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ def interpreting_rank():
     """One rank on the CPU runtime, in which Triton interprets its kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # Triton looks once, when it is imported
-        patch.syspath_prepend(TOOLS)  # the rank begins with this process's path
         pool = RankPool()
         pool(mend, 1)
     yield lambda case, *args: pool(case, 1, *args, timeout=300)[0]
@@ -27,15 +25,9 @@ def interpreting_rank():
 
 
 @pytest.fixture
-def tool(monkeypatch):
+def tool():
     """Imports a tool into this process: ``tool("bench_layer")``, which must not need Megatron."""
-    monkeypatch.syspath_prepend(TOOLS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None) or ""
-        if Path(file).parent == TOOLS:
-            del sys.modules[name]
+    return importlib.import_module
 
 
 def run_tool(name: str, words: list[str]) -> tuple[int, str]:
