@@ -27,7 +27,7 @@ test: setup harness lint ## Everything that needs no GPU; ARGS="tests/mcore -k s
 	@$(PYTEST) $(ARGS)
 
 test-all: setup harness lint ## The same with every case of the grids, about half an hour more; writes their tables
-	@$(PYTEST) --whole --parallelism-table benchmarks/parallelism.md --faults-table benchmarks/faults.md $(ARGS)
+	@$(PYTEST) --whole --parallelism-table=benchmarks/parallelism.md --faults-table=benchmarks/faults.md $(ARGS)
 
 test-slurm: setup ## Trainings on a real Slurm of one node, started here; as root, on Debian installs it
 	@tools/test_slurm.sh
