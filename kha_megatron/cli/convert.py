@@ -65,7 +65,10 @@ class Writing:
     ] = None
     allow_overflow: Annotated[
         bool,
-        typer.Option("--allow-overflow", help="Let numbers beyond --dtype's end become infinite."),
+        typer.Option(
+            "--allow-overflow",
+            help="Let numbers beyond --dtype's end become infinite; the verification says so.",
+        ),
     ] = False
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer folder, if not the model's own.")

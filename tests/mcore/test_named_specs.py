@@ -187,6 +187,8 @@ def test_settings_from_the_environment(ranks, tmp_path):
 def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
     broken = tmp_path / "kha.json"
     broken.write_text("{")
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
     cases = [
         ("kha", None, {}, "KHA_CONFIG, which is not set"),
         ("kha", '{"init_seed": 5}', {}, "names none of query, key, value"),
@@ -198,6 +200,8 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
         ("kha", "[1]", {}, "neither a JSON object nor a file"),
         ("kha", str(tmp_path / "none.json"), {}, "neither a JSON object nor a file"),
         ("kha", str(broken), {}, "is not JSON"),
+        ("kha", '{"value":' + "[" * 100_000, {}, "is not JSON"),
+        ("kha", str(pipe), {}, "a FIFO"),
         ("kha_mlp", '{"value": "gate"}', {}, "kha_mlp knocks value=mlp, and KHA_CONFIG says gate"),
         ("kha_mlp", '{"query": "mlp"}', {}, "knocks query=none, and KHA_CONFIG says mlp"),
         ("kha_mlp", None, {"mtp_num_layers": 1}, "remove --mtp-num-layers"),
