@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -128,6 +129,25 @@ def test_a_step_that_is_killed_is_started_again(data, tmp_path):
     call("scancel", "--signal", "KILL", f"{run.job}.{step}")
     assert run.end() == 0, run.said
     assert run.saved == 60
+
+
+def test_a_job_that_slurm_has_forgotten(data, tmp_path):
+    """As after a laptop's sleep: the accounts know how it ended, where there are any."""
+    run = Launch(data, tmp_path)
+    run.until(lambda: run.saved == 20)
+    run.process.send_signal(signal.SIGSTOP)
+    ask, deadline = ["scontrol", "show", "job", run.job], time.monotonic() + 400
+    while "Invalid job id" not in subprocess.run(ask, capture_output=True, text=True).stderr:
+        assert time.monotonic() < deadline
+        time.sleep(2)
+    run.process.send_signal(signal.SIGCONT)
+    code = run.end()
+    assert run.saved == 60
+    if os.environ["KHA_TEST_SLURM"] == "accounts":
+        assert code == 0, run.said
+    else:
+        assert code == 1
+        assert f"Slurm no longer knows job {run.job}, and has no accounting" in run.said
 
 
 def test_a_refused_job_and_a_job_left_alone(data, tmp_path):
