@@ -2,11 +2,13 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
 
+from kha_megatron.conversion import engine
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.sources import Source
@@ -77,30 +79,32 @@ def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_the_largest_go_first_with_others_beside_them(sizes, workers):
-    large = [place for place in sizes if sizes[place] == max(sizes.values())]
-    beside, first_is_seen_done = threading.Semaphore(0), threading.Event()
+def test_the_largest_go_first_with_others_beside_them(sizes, workers, monkeypatch):
+    """In the order of one thread, which hands everything over and hears of its end."""
+    largest, beside, told = max(sizes.values()), threading.Semaphore(0), []
+
+    class Telling(ThreadPoolExecutor):
+        def submit(self, move, place):
+            told.append(("begin", sizes[place]))
+            return super().submit(move, place)
 
     def during(place):
-        """The first large one ends when three others have begun; those after them wait for it."""
-        if place in large and not first_is_seen_done.is_set():
-            assert all(beside.acquire(timeout=60) for _ in range(3)), "nothing goes beside it"
-        elif place not in large:
+        if sizes[place] < largest:
             beside.release()
-            if len(put.begun) > 4:
-                assert first_is_seen_done.wait(60)
+        else:
+            assert all(beside.acquire(timeout=60) for _ in range(3)), "nothing goes beside it"
 
     def on_bytes(count):
-        if count == max(sizes.values()):
-            first_is_seen_done.set()
+        told.append(("end", count))
 
-    put = Put(during=during)
-    transfer(Described(), put, workers=workers, on_bytes=on_bytes)
-    assert len(large) == 2
-    first, second = sorted(map(put.begun.index, large))
-    assert first < workers  # threads that are given places in order may begin in another
-    assert second - first > 3  # there was no room for it before
-    assert second - first <= 3 + 2 * workers  # and it is the next that is submitted
+    monkeypatch.setattr(engine, "ThreadPoolExecutor", Telling)
+    engine.transfer(Described(), Put(during=during), workers=workers, on_bytes=on_bytes)
+    assert [told.count((word, largest)) for word in ("begin", "end")] == [2, 2]
+    assert told[0] == ("begin", largest)
+    end = told.index(("end", largest))
+    before, after = told[1:end], told[end:]
+    assert ("begin", largest) not in before  # there was no room for it
+    assert next(size for word, size in after if word == "begin") == largest
 
 
 def test_an_error_stops_the_rest(sizes):
