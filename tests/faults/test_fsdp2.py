@@ -29,7 +29,10 @@ def words(folder, *more, preset="kha_mlp"):
     return get_recipe("dense-0.6b").run.updated([*SMALL, *more]).words()
 
 
-@pytest.mark.parametrize(("preset", "ranks"), [("kha_mlp", 2), ("kha_linear", 4)])
+@pytest.mark.parametrize(
+    ("preset", "ranks"),
+    [("kha_mlp", 2), pytest.param("kha_linear", 4, marks=pytest.mark.whole)],
+)
 def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
     needs_fsdp2()
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"

@@ -82,9 +82,8 @@ def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(
 ):
     folder, note = tmp_path / "save", tmp_path / "killed"
     last = 0
-    for rank, whom, step, count, complete in PLACES[
-        :: -1 if whole else -3
-    ]:  # the complete saves first
+    places = PLACES[::-1] if whole else PLACES[::-4]  # the complete saves first
+    for rank, whom, step, count, complete in places:
         note.unlink(missing_ok=True)
         fault = functools.partial(writes.kill_at, folder, step, count, rank, whom == "all", note)
         run = entry(arguments(folder), 2, before=fault)
