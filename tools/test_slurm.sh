@@ -19,7 +19,10 @@ stop() { # DAEMON...
     [ -e "$place/$daemon.pid" ] || continue
     pid=$(cat "$place/$daemon.pid")
     kill "$pid" 2>/dev/null || continue
-    for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null && sleep 0.1; done
+    for _ in $(seq 100); do
+      kill -0 "$pid" 2>/dev/null || break
+      sleep 0.1
+    done
   done
 }
 finish() {
@@ -112,7 +115,8 @@ chmod 600 "$place/slurmdbd.conf"
 slurmdbd
 accounting="AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=localhost
-AccountingStoragePort=16820"
+AccountingStoragePort=16820
+AccountingStoragePass=$place/munge" # with munge, its socket
 echo "$accounting" >>"$SLURM_CONF" # which sacctmgr reads too
 sed -i '/accounting_storage\/none/d' "$SLURM_CONF"
 answers sacctmgr -n show cluster
