@@ -11,7 +11,6 @@ documents in memory, and that tokenizer. What is made is deleted.
 import argparse
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,7 +61,7 @@ def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[st
             text, out = Path(made, "text"), Path(made, "out")
             text.mkdir()
             make(text, round(given.megabytes * 1e6), given.line)
-            words = [shutil.which("kha-megatron") or "kha-megatron", "data", "prepare"]
+            words = [sys.executable, "-m", "kha_megatron", "data", "prepare"]
             begin = time.perf_counter()
             subprocess.run([*words, "--from", text, "--out", out], check=True, stdout=sys.stderr)
             whole = time.perf_counter() - begin
