@@ -11,7 +11,16 @@ from types import MappingProxyType
 from typing import Any, Literal, Self, get_args, get_type_hints
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor, Knock, Mechanism, Projection
+from kha_megatron.heads import (
+    Gate,
+    HeadFacts,
+    HeadRows,
+    HeadSizes,
+    HeadTensor,
+    Knock,
+    Mechanism,
+    Projection,
+)
 from kha_megatron.heads.knock import PROJECTIONS, Fold, Init, Variant, parse_variant
 
 AttentionKind = Literal["gta", "gla"]
@@ -58,6 +67,9 @@ class KHAConfig:
 
     latent_heads: int = 2
     """Heads of the latent in ``gla`` (two in the paper's GLA-2). Nothing else has any."""
+
+    gate: Gate | None = None
+    """Learnt gates on values, keys, queries, the attention's output or what the layer gives."""
 
     fold: Fold = field(default="auto", compare=False)
     """Whether Megatron folds linear matrices into the weight before them while it trains
@@ -192,8 +204,9 @@ class KHAConfig:
         for name in mechanism_types(type(self)):
             if (mechanism := given.pop(name)) is not None:
                 heads.append(name)
-                for setting, value in mechanism.to_dict().items():
-                    heads.append(f"{name}.{setting}={json.dumps(value)}")
+                for setting, value in mechanism.said().items():
+                    word = value if isinstance(value, str) else json.dumps(value)
+                    heads.append(f"{name}.{setting}={word}")
         given |= {projection: given[projection] or "none" for projection in PROJECTIONS}
         return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
@@ -227,9 +240,17 @@ class KHAConfig:
         """The parameters of one layer with these sizes over all ranks."""
         return tuple(t for mechanism in self.mechanisms for t in mechanism.tensors(sizes))
 
+    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
+        """What stands beside queries, keys and values in their projection, in the order of rows."""
+        return tuple(r for mechanism in self.mechanisms for r in mechanism.rows(sizes))
+
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """How many parameters one layer gains, on each of ``tp`` tensor-parallel ranks."""
-        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes))
+        """How many parameters one layer gains, on each of ``tp`` tensor-parallel ranks.
+
+        Rows in the projection count without those that only fill it up (``model.qkv``).
+        """
+        rows = sum(r.size(sizes) for r in self.rows(sizes))
+        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
 
     def flops(self, sizes: HeadSizes) -> int:
         """FLOPs of matrix products that one layer gains for a token in the forward pass.

@@ -5,7 +5,24 @@ A mechanism is one file here and one pure function in ``kha_megatron.ops.heads``
 loops over their tensors.
 """
 
+from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.knock import Knock
-from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Projection
+from kha_megatron.heads.mechanism import (
+    HeadFacts,
+    HeadRows,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Projection,
+)
 
-__all__ = ["HeadFacts", "HeadSizes", "HeadTensor", "Knock", "Mechanism", "Projection"]
+__all__ = [
+    "Gate",
+    "HeadFacts",
+    "HeadRows",
+    "HeadSizes",
+    "HeadTensor",
+    "Knock",
+    "Mechanism",
+    "Projection",
+]

@@ -11,7 +11,7 @@ from kha_megatron.errors import ConfigError
 Projection = Literal["query", "key", "value"]
 Gradient = Literal["heads", "tokens", "whole"]
 Start = Literal["zeros", "ones", "identity", "normal"]
-Stage = Literal["qkv", "output"]
+Stage = Literal["qkv", "output", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,10 @@ class HeadSizes:
     """Of a query or key head; in latent attention those without position, which are knocked."""
     value_dim: int | None = None
     """Of a value head; None for as many as ``head_dim``."""
+    hidden_size: int = 0
+    """Features of the layer's input; 0 where only names are asked for."""
+    latent: bool = False
+    """Whether queries, keys and values are no rows of one projection (MLA, GLA)."""
 
     def heads(self, projection: Projection) -> int:
         """How many heads a projected tensor has."""
@@ -65,7 +69,8 @@ class HeadTensor:
     """Of the whole tensor, over all ranks."""
     gradient: Gradient
     """What a tensor-parallel rank computes of the gradient: a sum over its own ``heads`` only, over
-    its own ``tokens`` only (under sequence parallelism), or the ``whole``."""
+    its own ``tokens`` only (under sequence parallelism), or the ``whole``. Where the tensor
+    ``reads_input``, of the gradient of what it gives."""
     heads: Projection
     """Which projected tensor's heads it meets."""
     starts: tuple[Start, ...] = ("zeros",)
@@ -77,6 +82,9 @@ class HeadTensor:
     transposed. None of them: ``hf`` holds the tensor as it is."""
     per_head: bool = False
     """Whether the first dimension counts heads, and is cut over tensor-parallel ranks with them."""
+    reads_input: bool = False
+    """Whether it is a projection ``[features, hidden]``, or ``[heads, features, hidden]``, of the
+    layer's normed input: its mechanism gets what it gives, and not the weight."""
 
     @property
     def key(self) -> str:
@@ -102,6 +110,29 @@ class HeadTensor:
         return tp if self.per_head and self.shape[0] % tp == 0 else 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Rows beside queries, keys and values in the projection that makes them, some for each head.
+
+    They stand in Megatron's ``linear_qkv`` with the key/value head they belong to
+    (``model.qkv.QKVLayout``), so that any number of ranks cuts them as it cuts the heads. The
+    mechanism gets what they give: ``[..., heads, features]``.
+    """
+
+    name: str
+    """Under which the mechanism finds it."""
+    heads: Projection
+    """Whose heads they go with."""
+    features: int
+    """Rows of one head."""
+    hf: str
+    """Module below ``self_attn`` of our transformers class: ``[heads * features, hidden]``."""
+
+    def size(self, sizes: HeadSizes) -> int:
+        """How many numbers they hold, over all ranks."""
+        return sizes.heads(self.heads) * self.features * sizes.hidden_size
+
+
 class Mechanism(ABC):
     """One mechanism with its settings: a frozen dataclass of plain values, ``None`` where unset.
 
@@ -111,15 +142,19 @@ class Mechanism(ABC):
 
     name: ClassVar[str]
     """Of its field in ``KHAConfig`` and its module in ``ops.heads``."""
-    stage: ClassVar[Stage] = "qkv"
+    stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
     """Where its function is called: ``qkv`` between split and QK-norm, ``output`` on what the core
-    attention gives."""
+    attention gives, ``dense`` on what the output projection gives."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Its named settings."""
 
     @abstractmethod
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         """The parameters of one layer of these sizes, counted over all ranks."""
+
+    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
+        """What it has in the projection of queries, keys and values, in the order of the rows."""
+        return ()
 
     def flops(self, sizes: HeadSizes) -> int:
         """FLOPs of its matrix products for one token in one layer, forward."""
@@ -165,7 +200,13 @@ class Mechanism(ABC):
         assert is_dataclass(self)
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
+    def said(self) -> dict[str, Any]:
+        """Of :meth:`to_dict` what is not its default."""
+        assert is_dataclass(self)
+        defaults = {f.name: f.default for f in fields(self)}
+        return {name: x for name, x in self.to_dict().items() if x != defaults[name]}
+
     def __str__(self) -> str:
         """Short form for logs: ``name``, or ``name(setting=value)``."""
-        settings = ", ".join(f"{name}={value}" for name, value in self.to_dict().items())
+        settings = ", ".join(f"{name}={value}" for name, value in self.said().items())
         return f"{self.name}({settings})" if settings else self.name

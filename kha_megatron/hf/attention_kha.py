@@ -7,7 +7,7 @@ Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, `
 ``G`` key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size.
 """
 
-from collections.abc import Iterable
+import math
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     rotate_half,
 )
 
-from kha_megatron.heads import HeadTensor
+from kha_megatron.heads import HeadTensor, Mechanism
 from kha_megatron.heads.knock import PROJECTIONS, Variant
 from kha_megatron.heads.mechanism import Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.ops.heads import FUNCTIONS
+from kha_megatron.ops.heads import applied
+from kha_megatron.ops.heads.ranks import Ranks
 
 CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
@@ -102,21 +103,44 @@ class KHAHeads:
         }
         for projection in PROJECTIONS:
             setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
-        self.mechanisms = [
-            (mechanism, {tensor.name: tensor.hf for tensor in mechanism.tensors(sizes)})
-            for mechanism in kha.others
-        ]
-        for mechanism, _ in self.mechanisms:
+        self.mechanisms: list[tuple[Mechanism, dict[str, str]]] = []
+        self.scores: list[tuple[str, str, tuple[int, ...]]] = []  # name, module, shape of a token's
+        for mechanism in kha.others:
+            for row in mechanism.rows(sizes):
+                self._add_score(row.name, row.hf, (sizes.heads(row.heads), row.features))
+            weights = {}
             for tensor in mechanism.tensors(sizes):
-                setattr(self, tensor.hf, HeadWeight(tensor))
+                if tensor.reads_input:
+                    shape = tensor.shape[:-1]
+                    met = tensor.gradient == "heads" and not tensor.per_head
+                    self._add_score(tensor.name, tensor.hf, (1, *shape) if met else shape)
+                else:
+                    setattr(self, tensor.hf, HeadWeight(tensor))
+                    weights[tensor.name] = tensor.hf
+            self.mechanisms.append((mechanism, weights))
 
-    def _applied(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
-        """``[B, S, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``)."""
-        for mechanism, names in self.mechanisms:
-            if mechanism.stage == stage:
-                weights = {name: getattr(self, hf).weight for name, hf in names.items()}
-                tensors |= FUNCTIONS[mechanism.name](tensors, weights, mechanism)
-        return tensors.values()
+    def _add_score(self, name: str, module: str, shape: tuple[int, ...]) -> None:
+        hidden = self.config.hidden_size
+        setattr(self, module, nn.Linear(hidden, math.prod(shape), bias=False))
+        self.scores.append((name, module, (-1, *shape[1:])))  # a rank may have fewer heads
+
+    def _read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
+        """What the mechanisms see of the input ``[B, S, C]``, by name (``ops.heads.FUNCTIONS``)."""
+        return {
+            name: getattr(self, module)(hidden_states).unflatten(-1, shape)
+            for name, module, shape in self.scores
+        }
+
+    def _applied(self, stage: Stage, kept: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
+        """``[B, S, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``).
+
+        ``kept`` begins with :meth:`_read_input`, and goes from stage to stage.
+        """
+        mechanisms = [
+            (mechanism, {name: getattr(self, module).weight for name, module in names.items()})
+            for mechanism, names in self.mechanisms
+        ]
+        return applied(stage, mechanisms, tensors, kept, Ranks())
 
 
 def _attend(
@@ -126,6 +150,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    kept: dict[str, Tensor],
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by the backend that the configuration names, and project to ``[*shape, C]``."""
@@ -142,8 +167,10 @@ def _attend(
         scaling=module.scaling,
         **kwargs,
     )
-    (output,) = module._applied("output", output=output)
-    return module.o_proj(output.reshape(*shape, -1).contiguous()), weights
+    (output,) = module._applied("output", kept, output=output)
+    result = module.o_proj(output.reshape(*shape, -1).contiguous())
+    (result,) = module._applied("dense", kept, dense=result)
+    return result, weights
 
 
 class KHAAttention(KHAHeads, Glm4MoeAttention):
@@ -168,8 +195,10 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         """
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
+        kept = self._read_input(hidden_states)
         query, key, value = self._applied(
             "qkv",
+            kept,
             query=self.q_knock(self.q_proj(hidden_states).view(heads)),
             key=self.k_knock(self.k_proj(hidden_states).view(heads)),
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
@@ -181,7 +210,7 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         key = _rotate_first(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
+        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
 
 
 class KHATiedAttention(KHAHeads, Glm4MoeAttention):
@@ -215,7 +244,7 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         half before norm and rotation, and turns the keys of the whole cache by
         ``key_position_embeddings``, ``[B or 1, K, R]``; None is for keys of these tokens only.
         """
-        input_shape = hidden_states.shape[:-1]
+        input_shape, kept = hidden_states.shape[:-1], self._read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
         tied = self.v_knock(self.kv_proj(hidden_states).view(heads)).flatten(-2)[:, None]
@@ -232,7 +261,7 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         key = torch.cat([rotary.expand(-1, value.shape[1], -1, -1), plain], dim=-1)
         if self.use_qk_norm:
             key = _rotate_first(self.k_norm(key), *(key_position_embeddings or position_embeddings))
-        return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
+        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
 
 
 def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -287,7 +316,7 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`KHAAttention.forward`."""
-        input_shape = hidden_states.shape[:-1]
+        input_shape, kept = hidden_states.shape[:-1], self._read_input(hidden_states)
         query = self._queries(hidden_states).view(*input_shape, -1, self.qk_head_dim)
         plain, turned = query.transpose(1, 2).split(
             [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
@@ -301,7 +330,7 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
             latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
         query = torch.cat([self.q_knock(plain), turned], dim=-1)
         key, value = self.expand_kv(latent, rotary)
-        return _attend(self, input_shape, query, key, value, attention_mask, **kwargs)
+        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
         if self.q_lora_rank is None:

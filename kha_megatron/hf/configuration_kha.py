@@ -241,6 +241,8 @@ class KHAModelConfig(PreTrainedConfig):
             kv_heads=self.num_key_value_heads or self.num_attention_heads,
             head_dim=(latent and self.qk_nope_head_dim) or self.head_dim,
             value_dim=self.v_head_dim if latent else None,
+            hidden_size=self.hidden_size,
+            latent=latent,
         )
 
     @property

@@ -5,7 +5,7 @@ Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core
 section 4.5.2 for the place before QK-norm, which is what lets KHA-Linear fold into the projection).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,18 +17,20 @@ from torch.nn import Module
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor, Projection
+from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage
 from kha_megatron.mcore.compat import check_family_version
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.fused_forward import FusedPrologue
-from kha_megatron.mcore.knocking import HeadWeight, KnockingHeads
+from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
+from kha_megatron.mcore.head_ranks import HeadRanks
+from kha_megatron.mcore.knocking import HeadWeight, HeadWeights, KnockingHeads
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_layout
-from kha_megatron.ops.heads import FUNCTIONS
+from kha_megatron.ops.heads import applied
 
 
 class KnockedAttention(Attention):
@@ -56,24 +58,55 @@ class KnockedAttention(Attention):
         for tensor in knocks:
             variant = kha.variants[tensor.heads]
             setattr(self, tensor.name, KnockingHeads(config, tensor, variant=variant, **common))
-        self.mechanisms = [(m, [tensor.name for tensor in m.tensors(sizes)]) for m in kha.others]
-        for tensor in (tensor for m in kha.others for tensor in m.tensors(sizes)):
-            setattr(self, tensor.name, HeadWeight(config, tensor, **common))
-        if any(m.stage == "output" for m in kha.others):
+        self.mechanisms: list[tuple[Mechanism, HeadWeights]] = []
+        self.input_projections: list[str] = []
+        for mechanism in kha.others:
+            tensors = mechanism.tensors(sizes)
+            for tensor in tensors:
+                kind = InputProjection if tensor.reads_input else HeadWeight
+                setattr(self, tensor.name, kind(config, tensor, **common))
+            read = [tensor.name for tensor in tensors if tensor.reads_input]
+            modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
+            self.mechanisms.append((mechanism, HeadWeights(modules)))
+            self.input_projections += read
+        stages = {stage for mechanism, _ in self.mechanisms for stage in mechanism.stages}
+        self.head_ranks = HeadRanks(config, self.layer_number, self.pg_collection)
+        self._kept: dict[str, Tensor] = {}  # from the input and each stage to the next
+        if self.input_projections:
+            self.normed_input = NormedInput(getattr(self, "linear_qkv", None))
+        if "output" in stages:
             self.linear_proj.register_forward_pre_hook(self._before_projection)
+        if "dense" in stages:
+            self.register_forward_hook(self._after_projection)
+
+    def _read_input(self, hidden_states: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Begin a pass: what the mechanisms see of the input ``[s, b, h]`` of this rank's tokens.
+
+        Args:
+            hidden_states: what this attention was given, after ``linear_qkv`` has been called.
+            rows: what stands beside queries, keys and values, ``[s, b, heads, features]``.
+        """
+        self._kept = dict(rows)
+        if self.input_projections:
+            normed = self.normed_input(hidden_states)
+            self._kept |= {name: getattr(self, name)(normed) for name in self.input_projections}
 
     def _applied(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
         """``[s, b, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``)."""
-        for mechanism, names in self.mechanisms:
-            if mechanism.stage == stage:
-                weights = {name: getattr(self, name)() for name in names}
-                tensors |= FUNCTIONS[mechanism.name](tensors, weights, mechanism)
-        return tensors.values()
+        return applied(stage, self.mechanisms, tensors, self._kept, self.head_ranks)
 
     def _before_projection(self, projection: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        heads = inputs[0].unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        heads = inputs[0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
         (output,) = self._applied("output", output=heads)
         return output.flatten(-2), *inputs[1:]
+
+    def _after_projection(self, attention: Module, inputs: Any, result: Any) -> Any:
+        output, bias = result
+        if bias is not None:  # of the projection, which Megatron adds later: it is gated too
+            output, bias = output + bias, None
+        (output,) = self._applied("dense", dense=output)
+        self._kept = {}
+        return output, bias
 
     @property
     def knockings(self) -> dict[Projection, KnockingHeads]:
@@ -138,6 +171,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             if self.is_fused:
                 return self.run_fused(groups)
             parts = self.split(groups)
+            self._read_input(hidden_states, {})
             query, key, value = self._applied(
                 "qkv", **{p: self._knocked(p, parts[p]) for p in PROJECTIONS}
             )

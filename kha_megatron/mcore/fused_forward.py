@@ -174,7 +174,7 @@ class FusedPrologue(Attention):
                 return f"{option}, {why}"
         if self.kind is not None:
             return f"attention={self.kind}"
-        if any(mechanism.stage == "qkv" for mechanism, _ in self.mechanisms):
+        if any("qkv" in mechanism.stages for mechanism, _ in self.mechanisms):
             return f"other mechanisms than the knock act on queries, keys or values of {self.kha}"
         if getattr(self, "offload_qkv_linear", False):
             return "offload_modules has qkv_linear"

@@ -14,6 +14,7 @@ it once.
 """
 
 import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -174,6 +175,26 @@ class HeadWeight(MegatronModule):
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""
         return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
+
+
+class HeadWeights(Mapping[str, Tensor]):
+    """The parameters of one mechanism, each called for when it is read: a rule costs a collective.
+
+    Args:
+        modules: by the names of their tensors.
+    """
+
+    def __init__(self, modules: Mapping[str, HeadWeight]) -> None:
+        self._modules = dict(modules)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._modules[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
 
 
 class KnockingHeads(HeadWeight):

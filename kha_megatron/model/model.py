@@ -213,6 +213,8 @@ class Model:
             kv_heads=self.num_attention_heads if latent else self.num_query_groups,
             head_dim=self.head_dim,
             value_dim=self.v_head_dim if latent else None,
+            hidden_size=self.hidden_size,
+            latent=latent,
         )
 
     @property

@@ -45,7 +45,7 @@ class Shared(Mechanism):
     """``output * s``."""
 
     name: ClassVar[str] = "shared"
-    stage: ClassVar[str] = "output"
+    stages: ClassVar = ("output",)
 
     def tensors(self, sizes):
         """One number a feature."""
@@ -77,8 +77,8 @@ def _functions():
     from kha_megatron.ops import heads
 
     heads.FUNCTIONS |= {
-        "scale": lambda t, w, _: {"value": t["value"] * w["scale_value"][:, None]},
-        "shared": lambda t, w, _: {"output": t["output"] * w["shared_output"]},
+        "scale": lambda t, w, *_: {"value": t["value"] * w["scale_value"][:, None]},
+        "shared": lambda t, w, *_: {"output": t["output"] * w["shared_output"]},
     }
 
 

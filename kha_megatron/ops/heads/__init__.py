@@ -4,23 +4,57 @@
 :data:`~kha_megatron.heads.mechanism.Stage` is reached.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kha_megatron.heads.mechanism import Start
+from kha_megatron.heads.mechanism import Mechanism, Stage, Start
+from kha_megatron.ops.heads import gate
+from kha_megatron.ops.heads.ranks import Ranks
 
 Tensors = dict[str, Tensor]
+Weights = Mapping[str, Tensor]
 
-FUNCTIONS: Mapping[str, Callable[[Tensors, Tensors, Any], Tensors]] = {}
-"""By the name of a mechanism, without the knock, ``(tensors, weights, mechanism) -> tensors``.
+FUNCTIONS: Mapping[str, Callable[[Tensors, Weights, Any, Ranks], Tensors]] = {"gate": gate.apply}
+"""By the name of a mechanism, without the knock, ``(tensors, weights, mechanism, ranks)``.
 
 ``tensors`` are ``query``, ``key`` and ``value`` at the stage ``qkv``, ``output`` at ``output``, as
-``[..., heads, D]`` with the heads of this rank; it answers with those that it changes. ``weights``
-are the mechanism's parameters by their names, as far as they meet those heads.
+``[..., heads, D]`` with the heads of this rank, and ``dense`` ``[..., hidden]`` at ``dense``.
+Beside them stands, by its name and at every stage, what the layer's input gives with the
+mechanism's rows (``[..., heads, features]``) and with its tensors that read it: ``[..., features]``
+of all tokens, ``[..., 1, features]`` where every head meets it, or of the tokens of ``dense``.
+
+It answers with those that it changes, and may add others, which later stages then find. ``weights``
+are the mechanism's other parameters by their names, as far as they meet those heads. ``ranks`` is
+asked for what other ranks know.
 """
+
+
+def applied(
+    stage: Stage,
+    mechanisms: Iterable[tuple[Mechanism, Weights]],
+    tensors: Tensors,
+    kept: Tensors,
+    ranks: Ranks,
+) -> list[Tensor]:
+    """``tensors`` after the mechanisms of a stage, in their order.
+
+    Args:
+        stage: which one it is.
+        mechanisms: with their weights, in the order in which they act.
+        tensors: what the stage acts on.
+        kept: what the input and earlier stages gave; what is added here is put there.
+        ranks: see :data:`FUNCTIONS`.
+    """
+    names = list(tensors)
+    for mechanism, weights in mechanisms:
+        if stage in mechanism.stages:
+            changed = FUNCTIONS[mechanism.name](tensors | kept, weights, mechanism, ranks)
+            tensors = tensors | {name: x for name, x in changed.items() if name in names}
+            kept |= {name: x for name, x in changed.items() if name not in names}
+    return [tensors[name] for name in names]
 
 
 @torch.no_grad()

@@ -1,0 +1,214 @@
+"""Gated attention (arXiv 2505.06708): learnt factors on what attention reads and gives.
+
+A gate multiplies (or adds to) a tensor a score computed from the layer's normed input ``X``:
+``Y * sigmoid(X W)``. The maths is in ``kha_megatron.ops.heads.gate``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.heads.mechanism import (
+    HeadFacts,
+    HeadRows,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Projection,
+    Stage,
+)
+
+Position = Literal["output", "value", "key", "query", "dense"]
+Granularity = Literal["element", "head", "shared"]
+Form = Literal["multiply", "add"]
+Activation = Literal["sigmoid", "silu", "half_sigmoid"]
+
+ALIASES: Mapping[str, Position] = MappingProxyType(
+    {"g1": "output", "g2": "value", "g3": "key", "g4": "query", "g5": "dense"}
+)
+"""Numbers of the paper's text, where gates on the value raise the rank of ``W_V W_O``. Notes on
+it number the positions in two ways, so that we call them by words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate(Mechanism):
+    """Gates of one form at one or more positions.
+
+    Raises:
+        ConfigError: a value that its type does not list, or no position.
+    """
+
+    name: ClassVar[str] = "gate"
+    stages: ClassVar[tuple[Stage, ...]] = ("qkv", "output", "dense")
+    presets: ClassVar = MappingProxyType(
+        {
+            "gate_output": {"output": "element"},
+            "gate_output_head": {"output": "head"},
+            "gate_value": {"value": "element"},
+            "gate_value_head": {"value": "head"},
+            "gate_key": {"key": "element"},
+            "gate_query": {"query": "element"},
+            "gate_dense": {"dense": "element"},
+        }
+    )
+
+    output: Granularity | None = None
+    """On what each head's attention gives. ``element`` has a score for each feature, ``head`` one
+    for a head, ``shared`` one for each feature that all heads share."""
+    value: Granularity | None = None
+    """On the value heads, after the knock."""
+    key: Granularity | None = None
+    """On the key heads, after the knock and before QK-norm and RoPE."""
+    query: Granularity | None = None
+    """On the query heads, after the knock and before QK-norm and RoPE."""
+    dense: Literal["element"] | None = None
+    """On what the output projection gives."""
+    form: Form = "multiply"
+    """``Y * s`` or ``Y + s``."""
+    activation: Activation = "sigmoid"
+    """``half_sigmoid`` is ``0.5 + sigmoid / 2``, the paper's gate that is not sparse."""
+    reads_input: bool = True
+    """False for a parameter in the place of ``X W``: the paper's gate that no input moves."""
+
+    def __post_init__(self) -> None:
+        for position in get_args(Position):
+            found = getattr(self, position)
+            known = ("element",) if position == "dense" else get_args(Granularity)
+            if found is not None and found not in known:
+                raise ConfigError(
+                    f"gate {position}={found!r}: choose one of {', '.join(known)}, or leave it out"
+                )
+        for setting, kind in (("form", Form), ("activation", Activation)):
+            if getattr(self, setting) not in get_args(kind):
+                raise ConfigError(
+                    f"gate {setting}={getattr(self, setting)!r}: choose one of "
+                    f"{', '.join(get_args(kind))}"
+                )
+        if type(self.reads_input) is not bool:
+            raise ConfigError(f"gate reads_input={self.reads_input!r}: choose true or false")
+        if not self.positions:
+            raise ConfigError(
+                f"gate at no position: say where, {', '.join(get_args(Position))} "
+                f"({', '.join(ALIASES)}), as in gate.output=element"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The gates whose :meth:`to_dict` this is; ``g1`` to ``g5`` stand for their positions.
+
+        Raises:
+            ConfigError: a setting that it does not have, said twice, or a value that is none.
+        """
+        if not isinstance(values, Mapping):
+            return super().from_dict(values)  # which refuses it
+        words: dict[str, Any] = {}
+        for name, value in values.items():
+            word = ALIASES.get(name, name)
+            if word in words:
+                raise ConfigError(f"gate.{name} is gate.{word}, which is given too: leave one out")
+            words[word] = value
+        return super().from_dict(words)
+
+    @property
+    def positions(self) -> dict[Position, Granularity]:
+        """Where gates are, in the order in which they act, and of what granularity."""
+        order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
+        return {p: found for p in order if (found := getattr(self, p)) is not None}
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the gate on the output is Megatron's own, ``--attention-output-gate``."""
+        here = self.output, self.form, self.activation, self.reads_input
+        return here == ("element", "multiply", "sigmoid", True)
+
+    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
+        """Those that score every head by itself; latent attention has no projection for them."""
+        if not self.reads_input or sizes.latent:
+            return ()
+        return tuple(
+            HeadRows(
+                name=_name(position),
+                heads=_heads(position),
+                features=sizes.dim(_features(position)) if granularity == "element" else 1,
+                hf=_name(position),
+            )
+            for position, granularity in self.positions.items()
+            if position != "dense" and granularity != "shared"
+        )
+
+    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
+        """Those that score all heads alike, or the layer's output, or without an input."""
+        named = {row.name for row in self.rows(sizes)}
+        return tuple(
+            self._tensor(position, granularity, sizes)
+            for position, granularity in self.positions.items()
+            if _name(position) not in named
+        )
+
+    def _tensor(self, position: Position, granularity: Granularity, sizes: HeadSizes) -> HeadTensor:
+        heads, per_head = _heads(position), position != "dense" and granularity != "shared"
+        features = 1 if granularity == "head" else sizes.dim(_features(position))
+        if position == "dense":
+            features = sizes.hidden_size
+        shape = (sizes.heads(heads), features) if per_head else (features,)
+        return HeadTensor(
+            name=_name(position),
+            shape=(*shape, sizes.hidden_size) if self.reads_input else shape,
+            gradient="tokens" if position == "dense" else "heads",
+            heads=heads,
+            starts=("normal",) if self.reads_input else ("zeros",),
+            hf=_name(position),
+            per_head=per_head,
+            reads_input=self.reads_input,
+        )
+
+    def flops(self, sizes: HeadSizes) -> int:
+        """``2 d`` for each row that is multiplied by the input; products of elements are left out,
+        as in Megatron's own count."""
+        if not self.reads_input:
+            return 0
+        numbers = [row.size(sizes) for row in self.rows(sizes)]
+        return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
+
+    def saved(self, sizes: HeadSizes) -> int:
+        """Both factors of each product: the gated tensor and its activated score."""
+        kept = 0
+        for position, granularity in self.positions.items():
+            heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
+            size = sizes.hidden_size if position == "dense" else heads * dim
+            score = {"element": size, "head": heads, "shared": dim}[granularity]
+            kept += size + score if self.form == "multiply" else score
+        return kept
+
+    def refusal(self, facts: HeadFacts) -> str | None:
+        """What has no place, or does nothing."""
+        if facts.attention:
+            return super().refusal(facts)
+        if facts.multi_latent and set(self.positions) != {"output"}:
+            wrong = ", ".join(p for p in self.positions if p != "output")
+            return (
+                f"{self} on multi-latent attention, which never forms q, k and v at inference: "
+                f"leave out {wrong}; gate.output is its one gate"
+            )
+        idle = [p for p in ("query", "key") if self.positions.get(p) == "head"]
+        if facts.qk_norm and idle and self.form == "multiply":
+            return (
+                f"gate.{idle[0]}=head before QK-norm, which divides the one factor of a head out "
+                f"again: use gate.{idle[0]}=element, or remove --qk-layernorm"
+            )
+        return None
+
+
+def _name(position: Position) -> str:
+    return f"gate_{position}"
+
+
+def _heads(position: Position) -> Projection:
+    return position if position in ("key", "value") else "query"
+
+
+def _features(position: Position) -> Projection:
+    """Whose heads are as wide: what attention gives is as wide as values."""
+    return position if position in ("query", "key") else "value"

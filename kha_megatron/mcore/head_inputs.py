@@ -1,0 +1,88 @@
+"""What head mechanisms compute from the normed input of an attention, and where they find it.
+
+The rule for the gradient of such a projection is not the one of :mod:`kha_megatron.mcore.knocking`.
+Without sequence parallelism all ranks see the same tokens, so the weight's gradient is whole on
+every rank once that of its result is, and nothing may sum it again. With it a rank sees its part of
+the sequence, and the copy on the weight sums over the parts. What happens to the gradient of the
+result depends on who reads it: see :class:`InputProjection`.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.nn import Module
+
+from kha_megatron.mcore.knocking import HeadWeight
+
+
+class InputProjection(HeadWeight):
+    """A parameter ``[features, hidden]`` or ``[heads, features, hidden]`` that reads the input.
+
+    Maps this rank's tokens ``[s / tp or s, b, hidden]`` to what ``HeadTensor.gradient`` and
+    ``per_head`` say of the reader:
+
+    ==========  ================================  ==========================================
+    per head    ``[s, b, this rank's heads, f]``  every rank has its own
+    ``heads``   ``[s, b, 1, f]``                  every rank's heads meet it: a part of its
+                                                  gradient each, summed here
+    ``whole``   ``[s, b, f]``                     every rank computes the same from it
+    ``tokens``  ``[s / tp or s, b, f]``           used on this rank's tokens only
+    ==========  ================================  ==========================================
+    """
+
+    def forward(self, hidden: Tensor | None = None) -> Tensor:
+        """Project ``hidden``; without it, the weight."""
+        if hidden is None:
+            return super().forward()
+        group, parted = self.tp_group, self.config.sequence_parallel
+        if self.tensor.per_head:
+            hidden = self._met_by_heads(hidden)
+            flat = torch.nn.functional.linear(hidden, self.weight.flatten(0, 1))
+            return flat.unflatten(-1, self.weight.shape[:2])
+        weight: Tensor = self.weight
+        if parted:
+            weight = copy_to_tensor_model_parallel_region(weight, group=group)
+        score = torch.nn.functional.linear(hidden, weight)
+        if self.tensor.gradient == "heads":
+            return self._met_by_heads(score).unsqueeze(-2)
+        if self.tensor.gradient == "whole" and parted:
+            # every rank has all of the gradient: it takes its tokens' part, and sums nothing
+            score = gather_from_sequence_parallel_region(
+                score, tensor_parallel_output_grad=False, group=group
+            )
+        return score
+
+    def _met_by_heads(self, x: Tensor) -> Tensor:
+        """``x`` of all tokens, its gradient summed over the ranks whose heads meet it."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+
+
+class NormedInput:
+    """The normed input of an attention, which Transformer Engine may norm in its first projection.
+
+    Args:
+        linear: ``linear_qkv``, if there is one. Transformer Engine's with a norm inside is told to
+            give back what it normed; whoever calls it gets what it gave before.
+    """
+
+    def __init__(self, linear: Module | None) -> None:
+        self._normed: Tensor | None = None
+        if hasattr(linear, "return_layernorm_output"):
+            linear.return_layernorm_output = True  # type: ignore[union-attr, assignment]
+            linear.register_forward_hook(self._caught)  # type: ignore[union-attr]
+
+    def _caught(self, module: Module, inputs: Any, result: Any) -> Any:
+        (output, self._normed), bias = result
+        return output, bias
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """``[s, b, h]``: what the projection normed last, else ``hidden_states`` as it came."""
+        normed, self._normed = self._normed, None
+        return hidden_states if normed is None else normed
