@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import (
+    CollaborativeHeads,
     Gate,
     HeadFacts,
     HeadRows,
@@ -20,6 +21,7 @@ from kha_megatron.heads import (
     Knock,
     Mechanism,
     Projection,
+    TalkingHeads,
 )
 from kha_megatron.heads.knock import PROJECTIONS, Fold, Init, Variant, parse_variant
 
@@ -68,6 +70,12 @@ class KHAConfig:
     latent_heads: int = 2
     """Heads of the latent in ``gla`` (two in the paper's GLA-2). Nothing else has any."""
 
+    collaborative: CollaborativeHeads | None = None
+    """Queries and keys that all heads share, each reading them through a vector of its own."""
+
+    talking: TalkingHeads | None = None
+    """Heads that mix their logits and weights, in place of fused attention."""
+
     gate: Gate | None = None
     """Learnt gates on values, keys, queries, the attention's output or what the layer gives."""
 
@@ -96,8 +104,21 @@ class KHAConfig:
                 f"KHA key={self.key} on grouped-tied attention: half of a key is the tied state, "
                 "which value= knocks, and the other half is one head that all share: leave key out"
             )
+        if self.collaborative:
+            self._check_shared_queries()
         if self.attention:
             self.check(HeadFacts(multi_latent=self.attention == "gla"))
+
+    def _check_shared_queries(self) -> None:
+        """Refuse what acts on queries or keys of ``D`` features, where heads share wider ones."""
+        gated = self.gate.positions if self.gate else {}
+        for projection in ("query", "key"):
+            found = [f"--kha-{projection}"] if getattr(self, projection) else []
+            if found := found + ([f"gate.{projection}"] if projection in gated else []):
+                raise ConfigError(
+                    f"{found[0]} with {self.collaborative}, whose heads share one {projection} of "
+                    f"their own width: leave {found[0]} out (values and outputs may have theirs)"
+                )
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:

@@ -11,7 +11,8 @@ from kha_megatron.heads import HeadFacts, HeadSizes
 def test_round_trip(name):
     kha = KHAConfig.from_preset(name, init="random", init_seed=5)
     assert KHAConfig.from_dict(kha.to_dict()) == kha
-    assert kha.variants == dict(PRESETS[name])
+    settings = kha.variants | {m.name: m.said() for m in kha.others}
+    assert settings == dict(PRESETS[name])
 
 
 def test_the_papers_parameter_count():

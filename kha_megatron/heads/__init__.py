@@ -5,6 +5,7 @@ A mechanism is one file here and one pure function in ``kha_megatron.ops.heads``
 loops over their tensors.
 """
 
+from kha_megatron.heads.collaborative import CollaborativeHeads
 from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.knock import Knock
 from kha_megatron.heads.mechanism import (
@@ -15,8 +16,10 @@ from kha_megatron.heads.mechanism import (
     Mechanism,
     Projection,
 )
+from kha_megatron.heads.talking import TalkingHeads
 
 __all__ = [
+    "CollaborativeHeads",
     "Gate",
     "HeadFacts",
     "HeadRows",
@@ -25,4 +28,5 @@ __all__ = [
     "Knock",
     "Mechanism",
     "Projection",
+    "TalkingHeads",
 ]

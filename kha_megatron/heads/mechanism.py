@@ -10,8 +10,8 @@ from kha_megatron.errors import ConfigError
 
 Projection = Literal["query", "key", "value"]
 Gradient = Literal["heads", "tokens", "whole"]
-Start = Literal["zeros", "ones", "identity", "normal"]
-Stage = Literal["qkv", "output", "dense"]
+Start = Literal["zeros", "ones", "identity", "blocks", "normal"]
+Stage = Literal["qkv", "core", "output", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,12 @@ class HeadFacts:
     """A kind that Megatron has no flag for: ``gta`` or ``gla``."""
     qk_norm: bool = False
     flash_decode: bool = False
+    query_heads: int = 0
+    """Over all ranks; 0 where that is not known, as in the following."""
+    tokens: int = 0
+    """Of the longest sequence."""
+    fused_attention: bool = False
+    """Whether only fused kernels may compute it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +150,11 @@ class Mechanism(ABC):
     """Of its field in ``KHAConfig`` and its module in ``ops.heads``."""
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
     """Where its function is called: ``qkv`` between split and QK-norm, ``output`` on what the core
-    attention gives, ``dense`` on what the output projection gives."""
+    attention gives, ``dense`` on what the output projection gives. ``core`` takes the place of the
+    core attention, and is no function of one head's tensors."""
+    makes: ClassVar[tuple[Projection, ...]] = ()
+    """Projected tensors that it makes itself, of the layer's input: they have no rows in the
+    projection of queries, keys and values."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Its named settings."""
 

@@ -222,6 +222,8 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
             flash_decode=config.flash_decode,
         )
     )
+    if kha.collaborative or kha.talking:
+        raise ConfigError(f"{kha}: described, and not in Megatron yet")
     if kha.attention or config.multi_latent_attention:
         check_family_version()
     check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)

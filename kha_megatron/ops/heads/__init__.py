@@ -11,17 +11,23 @@ import torch
 from torch import Tensor
 
 from kha_megatron.heads.mechanism import Mechanism, Stage, Start
-from kha_megatron.ops.heads import gate
+from kha_megatron.ops.heads.collaborative import apply as collaborative
+from kha_megatron.ops.heads.gate import apply as gate
 from kha_megatron.ops.heads.ranks import Ranks
 
 Tensors = dict[str, Tensor]
 Weights = Mapping[str, Tensor]
 
-FUNCTIONS: Mapping[str, Callable[[Tensors, Weights, Any, Ranks], Tensors]] = {"gate": gate.apply}
-"""By the name of a mechanism, without the knock, ``(tensors, weights, mechanism, ranks)``.
+FUNCTIONS: Mapping[str, Callable[[Tensors, Weights, Any, Ranks], Tensors]] = {
+    "collaborative": collaborative,
+    "gate": gate,
+}
+"""By the name of a mechanism, ``(tensors, weights, mechanism, ranks)``. The knock is not there, nor
+is one that acts at ``core``, which is no function of what a single head has.
 
 ``tensors`` are ``query``, ``key`` and ``value`` at the stage ``qkv``, ``output`` at ``output``, as
-``[..., heads, D]`` with the heads of this rank, and ``dense`` ``[..., hidden]`` at ``dense``.
+``[..., heads, D]`` with the heads of this rank, and ``dense`` ``[..., hidden]`` at ``dense``. What
+the mechanism itself ``makes`` is there as its one head that all others share.
 Beside them stands, by its name and at every stage, what the layer's input gives with the
 mechanism's rows (``[..., heads, features]``) and with its tensors that read it: ``[..., features]``
 of all tokens, ``[..., 1, features]`` where every head meets it, or of the tokens of ``dense``.
@@ -65,7 +71,8 @@ def initial_weight(
 
     Args:
         weight: ``[n, ...]``, any device and dtype: one entry for each start.
-        starts: ``identity`` for a square matrix, ``zeros``, ``ones``, or ``normal``.
+        starts: ``identity`` for a square matrix, ``zeros``, ``ones``, ``normal``, or ``blocks`` for
+            a matrix each of whose rows has as many columns of its own, with a mean square of 1.
         std: standard deviation of ``normal``.
         seed: seed of ``normal``, drawn on the CPU in float32 from a generator of its own, so that
             every rank and device gets the same numbers; None uses torch's current state.
@@ -79,6 +86,11 @@ def initial_weight(
     for part, start in zip(weight, starts, strict=True):
         if start == "identity":
             torch.nn.init.eye_(part)
+        elif start == "blocks":
+            rows, columns = part.shape
+            owner = torch.arange(columns, device=part.device) * rows // columns
+            mine = owner == torch.arange(rows, device=part.device)[:, None]
+            part.copy_(mine * (columns / mine.sum(1, keepdim=True)).sqrt())
         elif start != "normal":
             part.fill_(start == "ones")
     return weight
