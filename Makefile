@@ -16,8 +16,8 @@ setup: ## Make .venv with the pinned versions (skipped when nothing changed)
 harness: setup # lm-evaluation-harness: 0.4 GB that only `kha-megatron eval` and its tests need
 	@$(VENV)/bin/uv pip install --quiet --python $(PYTHON_IN_VENV) --constraint constraints.txt --requirements pyproject.toml --extra eval
 
-quickstart: setup ## Text to trained model to Hugging Face to pictures, on this machine's CPU
-	@$(VENV)/bin/kha-megatron quickstart
+quickstart: setup ## Text to trained model to Hugging Face to pictures, on this machine's CPU (ARGS="--variant ...")
+	@$(VENV)/bin/kha-megatron quickstart $(ARGS)
 
 # Two files of tests at a time: ranks are processes of their own, of which a test has up to four
 PYTEST = $(PYTHON_IN_VENV) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -5,7 +5,7 @@ Its fields name the mechanisms of ``kha_megatron.heads`` and their settings; the
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args, get_type_hints
@@ -130,6 +130,26 @@ class KHAConfig:
         if name not in PRESETS:
             raise ConfigError(f"unknown KHA preset {name!r}: choose one of {', '.join(PRESETS)}")
         return cls.from_dict({**PRESETS[name], **overrides})
+
+    @classmethod
+    def combined(cls, names: Sequence[str]) -> Self:
+        """What several presets have, together: ``("kha_mlp", "gate_output")``.
+
+        Raises:
+            ConfigError: no preset has one of the names, or two say the same setting.
+        """
+        values: dict[str, Any] = {}
+        for name in names:
+            cls.from_preset(name)  # which refuses one that there is not
+            for setting, value in PRESETS[name].items():
+                earlier = values.get(setting, {})
+                of_mechanism = isinstance(value, Mapping)
+                if setting in values and not (of_mechanism and earlier.keys().isdisjoint(value)):
+                    raise ConfigError(
+                        f"the presets {', '.join(names)} say {setting} twice: leave one out"
+                    )
+                values[setting] = {**earlier, **value} if of_mechanism else value
+        return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -281,9 +301,18 @@ class KHAConfig:
         """
         return sum(mechanism.flops(sizes) for mechanism in self.mechanisms)
 
+    def pair_flops(self, sizes: HeadSizes) -> int:
+        """FLOPs that one layer gains for a query and a key in the forward pass, over all heads."""
+        return sum(mechanism.pair_flops(sizes) for mechanism in self.mechanisms)
+
     def saved(self, sizes: HeadSizes) -> int:
         """Elements that one layer keeps of a token for the backward pass, without recomputing."""
         return sum(mechanism.saved(sizes) for mechanism in self.mechanisms)
+
+    def unfused(self, sizes: HeadSizes) -> str | None:
+        """Why fused attention kernels cannot compute a layer; None where they do."""
+        reasons = (mechanism.unfused(sizes) for mechanism in self.mechanisms)
+        return next((why for why in reasons if why), None)
 
     def check(self, facts: HeadFacts) -> None:
         """Refuse what contradicts Megatron's own choices, or what they leave no place for.

@@ -22,6 +22,7 @@ from kha_megatron.cli.following import report, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import MegatronArguments
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError, MissingDependencyError
 from kha_megatron.history.tensorboard import LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
@@ -43,6 +44,10 @@ PROMPT = "def main("
 
 def quickstart(
     megatron: MegatronArguments = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Presets, with commas between those to join; the recipe's if not given."),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("quickstart"),
 ) -> None:
     """Text, training, conversion, pictures, sample: the whole way on this machine's CPU.
@@ -56,8 +61,13 @@ def quickstart(
     \b
     Example:
       kha-megatron quickstart
-      kha-megatron quickstart --output /tmp/linear -- --kha-preset kha_linear --train-iters 200
+      kha-megatron quickstart --variant kha_mlp,gate_output --output gated
+      kha-megatron quickstart --output /tmp/linear --variant kha_linear -- --train-iters 200
     """
+    recipe = recipes.get_recipe("quickstart")
+    if variant is not None:
+        names = [name.strip() for name in variant.split(",") if name.strip()]
+        recipe = recipe.having(KHAConfig.combined(names))
     check_output_folder(output, overwrite=True, mark=MARK)
     plots.require_matplotlib()
     if find_spec("nemo_run") is None:
@@ -69,7 +79,7 @@ def quickstart(
     _prepare(output / "data")
 
     _heading(2, f"training under NeMo-Run: {output / 'run'}")
-    trained = _train(output, megatron or [])
+    trained = _train(recipe, output, megatron or [])
     history = read_history(output / "run" / TENSORBOARD)
 
     _heading(3, f"to Hugging Face: {output / 'hf'}")
@@ -116,10 +126,9 @@ def make_room(run: Path) -> None:
     console.log.print(f"the earlier training is kept in {kept}", markup=False)
 
 
-def _train(output: Path, overrides: list[str]) -> "LaunchResult":
+def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "LaunchResult":
     run = output / "run"
     make_room(run)
-    recipe = recipes.get_recipe("quickstart")
     job = recipes.prepare(recipe, data=output / "data", output=run, overrides=overrides)
     with training_progress(job) as on_step:
         result = recipes.launch(job, on_step=on_step)
@@ -197,7 +206,7 @@ def _next_steps(output: Path) -> str:
     return f"""
 What to try next:
   kha-megatron generate {output / "hf"} "import "        let it write
-  kha-megatron quickstart --output linear -- --kha-preset kha_linear
+  kha-megatron quickstart --output gated --variant kha_mlp,gate_output
                                                      another variant on the same text
   kha-megatron launch quickstart --data {output / "data"} --dry-run
                                                      the exact torchrun command, to make your own

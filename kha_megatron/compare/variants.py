@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.model.run import Run
-from kha_megatron.recipes.recipe import Recipe
+from kha_megatron.model.run import OF_HEADS, Run
+from kha_megatron.recipes.recipe import DECIDED, Recipe
 
 RANDOM_INIT = "random-init"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-_DECIDED = ("preset", *PROJECTIONS, "init", "heads")
-SETTINGS = (*(f"--kha-{name}" for name in _DECIDED[:-1]), "--heads")
-"""What a variant decides; a recipe's kind of attention is not among it."""
+SETTINGS = tuple(row.flag for row in OF_HEADS if row.argument in DECIDED)
+"""Flags of what a variant decides; a recipe's kind of attention is not among it."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,14 @@ class Candidate:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with this choice in the place of its own."""
-        asking = self.kha.asking()
-        return recipe.updated(**{f"kha_{name}": asking[name] for name in _DECIDED})
+        return recipe.having(self.kha)
 
 
 def parse_variants(text: str) -> tuple[Candidate, ...]:
-    """Read ``baseline,kha_mlp,random-init,mine=--kha-key linear --kha-value mlp``.
+    """Read ``baseline,kha_mlp+gate_output,random-init,mine=--kha-key linear --kha-value mlp``.
 
-    ``random-init`` is ``kha_mlp`` with ``--kha-init random``, the paper's ablation.
+    A plus joins presets. ``random-init`` is ``kha_mlp`` with ``--kha-init random``, the paper's
+    ablation.
 
     Raises:
         ConfigError: a name that does not exist, twice the same, or fewer than two.
@@ -67,12 +65,13 @@ def _variant(word: str) -> Candidate:
         return Candidate(name, _from_flags(name, flags))
     if name == RANDOM_INIT:
         return Candidate(name, KHAConfig.from_preset("kha_mlp", init="random"))
-    if name not in PRESETS:
+    presets = name.split("+")
+    if unknown := [preset for preset in presets if preset not in PRESETS]:
         raise ConfigError(
-            f"unknown variant {name!r}: choose among {', '.join(PRESETS)}, {RANDOM_INIT}, or "
-            "define it: NAME=--kha-key linear --kha-value mlp"
+            f"unknown variant {unknown[0]!r}: choose among {', '.join(PRESETS)}, {RANDOM_INIT}, "
+            "join some with +, or define it: NAME=--kha-key linear --kha-value mlp"
         )
-    return Candidate(name, KHAConfig.from_preset(name))
+    return Candidate(name, KHAConfig.combined(presets))
 
 
 def _from_flags(name: str, flags: str) -> KHAConfig:

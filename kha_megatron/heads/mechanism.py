@@ -158,6 +158,10 @@ class Mechanism(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Its named settings."""
 
+    def for_layer(self, layer: int) -> Self:
+        """As the layer, counted from 0, has it, where settings differ between layers."""
+        return self
+
     @abstractmethod
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         """The parameters of one layer of these sizes, counted over all ranks."""
@@ -169,6 +173,23 @@ class Mechanism(ABC):
     def flops(self, sizes: HeadSizes) -> int:
         """FLOPs of its matrix products for one token in one layer, forward."""
         return 0
+
+    def pair_flops(self, sizes: HeadSizes) -> int:
+        """FLOPs that it adds for one query and one key in one layer, over all heads, forward."""
+        return 0
+
+    def spared(self, sizes: HeadSizes) -> tuple[int, int]:
+        """FLOPs that kernels which leave out the heads it switches off would save, on paper.
+
+        Returns:
+            In one layer, forward: of the projections for one token, and of the scores and values
+            for one query and one key. Stock kernels compute every head and save none.
+        """
+        return 0, 0
+
+    def unfused(self, sizes: HeadSizes) -> str | None:
+        """Why fused attention kernels cannot compute its layer; None where they do."""
+        return None
 
     def saved(self, sizes: HeadSizes) -> int:
         """Elements for one token that one layer keeps for the backward pass, not recomputing."""

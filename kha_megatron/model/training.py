@@ -21,6 +21,8 @@ class Training:
     min_lr: float = _option("--min-lr", 0.0)
     lr_decay_style: str = _option("--lr-decay-style", "linear")
     lr_warmup_fraction: float | None = _option("--lr-warmup-fraction", None)
+    lr_warmup_iters: int = _option("--lr-warmup-iters", 0, least=0)
+    lr_warmup_init: float = _option("--lr-warmup-init", 0.0)
     adam_beta1: float = _option("--adam-beta1", 0.9)
     adam_beta2: float = _option("--adam-beta2", 0.999)
     weight_decay: float = _option("--weight-decay", 0.01)

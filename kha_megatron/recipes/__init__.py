@@ -11,6 +11,8 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step, read_steps
 from kha_megatron.recipes.checks import check_words
 from kha_megatron.recipes.cluster import Cluster, flag_of
+from kha_megatron.recipes.gated import GATED
+from kha_megatron.recipes.interactive import INTERACTIVE
 from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
@@ -42,7 +44,10 @@ __all__ = [
 ]
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {recipe.name: recipe for recipe in (QUICKSTART, *PAPER, EQUATION_12, *TABLES)}
+    {
+        recipe.name: recipe
+        for recipe in (QUICKSTART, *PAPER, EQUATION_12, *TABLES, *INTERACTIVE, *GATED)
+    }
 )
 """Every recipe by name."""
 

@@ -7,6 +7,7 @@ The parallel sizes are ours; the paper trained with FSDP.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from kha_megatron.model.run import Run
@@ -36,9 +37,7 @@ _OPTIMISATION: dict[str, Any] = {
     "weight_decay": 0.1,
     "clip_grad": 1.0,
     "lr_decay_style": "cosine",
-    "lr_warmup_fraction": 0.05,
     "micro_batch_size": 1,
-    "global_batch_size": BATCH,
     "bf16": True,
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
@@ -54,14 +53,19 @@ _OPTIMISATION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of section 4.1: Adam's and the shape of it are the same for all."""
+    """How long and how fast a model learns; defaults and values below are those of section 4.1."""
 
     tokens: str
     """As the paper writes it: ``75B``, ``100B`` or ``1T``."""
     length: int
     """Tokens of a sequence."""
     rate: float
-    """Peak learning rate; cosine to a tenth of it."""
+    """Peak learning rate."""
+    last: float = 0.1
+    """Share of it that a cosine ends at."""
+    batch: int = BATCH
+    """Sequences of one optimizer step."""
+    warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
 
     def arguments(self) -> dict[str, Any]:
         """Megatron's; the last batch is a whole one."""
@@ -69,9 +73,11 @@ class Schedule:
         return {
             "seq_length": self.length,
             "max_position_embeddings": self.length,
-            "train_iters": -(-tokens // (BATCH * self.length)),
+            "train_iters": -(-tokens // (self.batch * self.length)),
             "lr": self.rate,
-            "min_lr": round(self.rate / 10, 10),
+            "min_lr": round(self.rate * self.last, 10),
+            **self.warm_up,
+            "global_batch_size": self.batch,
         }
 
 
@@ -138,16 +144,19 @@ def recipe_of(
     *,
     preset: str,
     attention: Mapping[str, Any] | None = None,
-    heads: Mapping[str, str] | None = None,
+    heads: Mapping[str, Any] | None = None,
+    vocab_size: int = VOCAB_SIZE,
     **fields: Any,
 ) -> Recipe:
-    """One training run of the paper.
+    """One training run of a paper.
 
     Args:
         what: the model and its variant in a few words; the training's length is added.
         preset: a key of ``PRESETS``.
-        attention: arguments of another attention than 32 query and 4 key/value heads.
+        attention: arguments of another attention than 32 query and 4 key/value heads, and what else
+            of the model or its layout is not as in the paper on KHA.
         heads: what replaces the preset's choice, by argument.
+        vocab_size: entries of the tokenizer.
         fields: of :class:`Recipe`, as they are.
     """
     sizes: dict[str, Any] = {
@@ -163,7 +172,7 @@ def recipe_of(
         name=name,
         description=f"{what}, {training.tokens} tokens",
         ranks=8,
-        run=Run.of(vocab_size=VOCAB_SIZE, **values),
+        run=Run.of(vocab_size=vocab_size, **values),
         **fields,
     )
 

@@ -5,11 +5,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from kha_megatron.config import KHAConfig
 from kha_megatron.data.paths import CORPUS, TOKENIZER
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 """Folders that a run writes inside its output folder."""
+
+DECIDED = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
+"""Arguments that say which mechanisms heads have, and how they start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +40,8 @@ class Recipe:
     """Environment variables the ranks need; one that the user has set already is left alone."""
 
     paper: Mapping[str, str | float] = field(default_factory=dict)
-    """What the paper prints of this run: ``total`` and ``active`` parameters without KHA's, as it
-    writes them, and the final ``loss``."""
+    """What its paper prints of this run: ``total`` and ``active`` parameters, as it writes them and
+    without the knock's, the final ``loss``, or the mean ``accuracy`` over its tasks in percent."""
 
     entry: str = "kha_megatron.training"
     """What every rank runs: a module, or the path of a script that ends in ``.py``."""
@@ -44,6 +49,11 @@ class Recipe:
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
         """The recipe with other values: see :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
+
+    def having(self, kha: KHAConfig) -> Self:
+        """The recipe with other mechanisms in the place of its own; its kind of attention stays."""
+        asking = kha.asking()
+        return self.updated(**{name: asking[name.removeprefix("kha_")] for name in DECIDED})
 
     def run_for(
         self,

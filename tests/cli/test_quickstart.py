@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
 from kha_megatron.cli.quickstart import _tokens_per_second, make_room
-from kha_megatron.errors import OutputError
+from kha_megatron.errors import ConfigError, OutputError
 from kha_megatron.recipes import Step
 from tests.recipes.conftest import data, nemorun_home  # noqa: F401
 
@@ -43,6 +43,18 @@ def test_a_folder_that_is_not_ours_is_left_alone(taken):
     assert done.stderr.startswith(f"error: {taken} is not empty and holds no quickstart.json")
     assert done.stderr.count("\n") == 1
     assert [file.name for file in taken.iterdir()] == ["chapter.tex"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "match"),
+    [("kha_mlp,gate", "unknown KHA preset 'gate'"), ("kha_mlp,kha_linear", "value twice")],
+)
+def test_a_variant_that_is_none_is_refused(variant, match, tmp_path):
+    words = ["quickstart", "--variant", variant, "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError)
+    assert match in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_earlier_training_is_kept_if_it_saved_anything(tmp_path, dense):

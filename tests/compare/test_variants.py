@@ -5,13 +5,15 @@ import pytest
 from kha_megatron.compare import parse_variants
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Gate
 from kha_megatron.recipes import RECIPES, get_recipe
 
 
 def test_presets_the_ablation_and_own_ones():
     found = parse_variants(
         "baseline, kha_mlp,random-init,kv=--kha-key linear --kha-value=mlp,"
-        "g=--kha-preset kha_linear --kha-query none --kha-init random"
+        "g=--kha-preset kha_linear --kha-query none --kha-init random,"
+        "kha_mlp+gate_output+gate_value"
     )
     assert {variant.name: variant.kha for variant in found} == {
         "baseline": KHAConfig(),
@@ -19,6 +21,9 @@ def test_presets_the_ablation_and_own_ones():
         "random-init": KHAConfig(value="mlp", init="random"),
         "kv": KHAConfig(key="linear", value="mlp"),
         "g": KHAConfig(key="linear", value="linear", init="random"),
+        "kha_mlp+gate_output+gate_value": KHAConfig(
+            value="mlp", gate=Gate(output="element", value="element")
+        ),
     }
 
 
@@ -29,6 +34,8 @@ def test_presets_the_ablation_and_own_ones():
         ("", "names 0"),
         ("baseline,kha_mpl", "unknown variant 'kha_mpl'"),
         ("kha_mlp,kha_mlp", "kha_mlp twice"),
+        ("baseline,kha_mlp+kha_lin", "unknown variant 'kha_lin'"),
+        ("baseline,gate_output+gate_output_head", "say gate twice"),
         ("baseline,../x=--kha-value mlp", "cannot name a folder"),
         ("baseline,.x=--kha-value mlp", "cannot name a folder"),
         ("baseline,kha_mlp=--kha-value gate", "name of a preset"),
@@ -46,8 +53,12 @@ def test_what_is_refused(text, match):
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", *(n for n in RECIPES if "--kha-value" in RECIPES[n].run.flags)]
+    "name",
+    [
+        *("quickstart", "gated/15b-key"),
+        *(n for n in RECIPES if "--kha-value" in RECIPES[n].run.flags),
+    ],
 )
 def test_a_variant_replaces_whatever_the_recipe_knocks(name):
-    for variant in parse_variants("baseline,kha_mlp,random-init,kha_linear"):
+    for variant in parse_variants("baseline,kha_mlp,random-init,kha_linear+gate_value"):
         assert variant.of(get_recipe(name)).run.kha == variant.kha

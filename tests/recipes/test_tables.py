@@ -9,6 +9,8 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.plan.search import planned
 from kha_megatron.recipes import RECIPES, get_recipe, prepare
+from kha_megatron.recipes.gated import GATED
+from kha_megatron.recipes.interactive import INTERACTIVE
 from kha_megatron.recipes.tables import TABLES
 
 TOKENS = {"table1": 75e9, "table2": 75e9, "table3": 100e9, "table4": 1e12, "table5": 100e9}
@@ -76,6 +78,46 @@ def test_what_is_knocked():
     assert get_recipe("table5/dense-3.9b-linear").run.kha == KHAConfig.from_preset("kha_linear")
     mha = arguments("table3/mha-mlp")
     assert mha["--num-query-groups"] == mha["--num-attention-heads"] == ("16",)
+
+
+def test_gated_models_differ_in_their_gate_alone():
+    """Sizes as the paper's table has them; three models, seven gates and none."""
+    assert len(GATED) == 3 * 8
+    flags = ("--num-layers", "--num-attention-heads", "--num-query-groups", "--hidden-size")
+    for name, sizes in {
+        "1.7b-28": ("28", "16", "8", "2048", "6144"),
+        "1.7b-48": ("48", "16", "8", "1536", "4608"),
+        "15b": ("24", "32", "4", "2048", "768", "128", "8"),
+    }.items():
+        plain = arguments(f"gated/{name}-baseline")
+        found = [plain[flag][0] for flag in (*flags, "--ffn-hidden-size")]
+        if name == "15b":
+            found += [plain[flag][0] for flag in ("--num-experts", "--moe-router-topk")]
+        assert tuple(found) == sizes
+        assert ("--untie-embeddings-and-output-weights" in plain) == (name == "15b")
+        assert {"--qk-layernorm", "--swiglu"} <= plain.keys()
+        for recipe in GATED:
+            if recipe.name.startswith(f"gated/{name}-"):
+                assert recipe.run.flags | {"--kha-preset": ("baseline",)} == plain
+    gates = {r.name.removeprefix("gated/15b-"): str(r.run.kha) for r in GATED if "15b" in r.name}
+    assert gates == {
+        "baseline": "nothing (baseline)",
+        "output-element": "gate(output=element)",
+        "output-head": "gate(output=head)",
+        "value-element": "gate(value=element)",
+        "value-head": "gate(value=head)",
+        "query": "gate(query=element)",
+        "key": "gate(key=element)",
+        "dense": "gate(dense=element)",
+    }
+    assert "1.99B are active" in get_recipe("gated/15b-baseline").description
+
+
+def test_table_6_is_table_3_with_other_heads():
+    for recipe in INTERACTIVE:
+        _, attention = recipe.name.rsplit("-", 1)
+        base = arguments(f"table3/{attention}-baseline")
+        assert recipe.run.flags | {"--kha-preset": ("baseline",)} == base, recipe.name
 
 
 def test_the_papers_losses_are_there():
