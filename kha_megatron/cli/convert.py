@@ -104,7 +104,9 @@ def to_hf(
         str,
         typer.Option(
             help="kha, which has every attention and variant; of models without KHA also qwen3, "
-            "qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama, mistral, or auto for the one that fits."
+            "qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama, mistral; with a gate on attention's "
+            "output qwen3_next, qwen3_5_text (element-wise), lfm3 (head-wise); or auto for the one "
+            "that fits."
         ),
     ] = "kha",
     max_shard_size: ShardSize = "5GB",
@@ -138,8 +140,9 @@ def to_megatron(
 ) -> None:
     """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
 
-    Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3. The folder holds a
-    release, which starts a run at iteration 0 without optimizer state, and the tokenizer.
+    Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3, and of full attention in
+    every layer qwen3_next, qwen3_5_text and lfm3. The folder holds a release, which starts a run at
+    iteration 0 without optimizer state, and the tokenizer.
 
     \b
     Example:
@@ -160,9 +163,7 @@ def fold(
     how: Writing,
     architecture: Annotated[
         str,
-        typer.Option(
-            help="qwen3, qwen3_moe, glm4_moe, deepseek_v3, llama or mistral; auto: what fits."
-        ),
+        typer.Option(help="As to-hf's without kha; auto: what fits."),
     ] = "auto",
     max_shard_size: ShardSize = "5GB",
 ) -> None:

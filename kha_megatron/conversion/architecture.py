@@ -101,6 +101,8 @@ class Architecture(Model):
         self.kha.check(HeadFacts(multi_latent=latent, qk_norm=self.qk_layernorm))
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
+        gate = self.kha.gate
+        object.__setattr__(self, "attention_output_gate", gate is not None and gate.is_stock)
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:

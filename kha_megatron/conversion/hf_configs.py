@@ -7,11 +7,12 @@ refused, unless it is off. The way back goes by the same tables, and says why wh
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import transformers
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
@@ -20,10 +21,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import hf_experts
+from kha_megatron.conversion import hf_experts, hf_gates
 from kha_megatron.conversion.architecture import (
     HF_KEYS,
     LATENT,
@@ -33,7 +35,9 @@ from kha_megatron.conversion.architecture import (
     Llama3Scaling,
     Yarn,
 )
+from kha_megatron.conversion.dialects import Dialect
 from kha_megatron.conversion.hf_experts import ExpertFields, refused, unsupported
+from kha_megatron.conversion.hf_gates import OutputGate
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.hf import KHAModelConfig
 
@@ -55,6 +59,16 @@ class Family(NamedTuple):
     """Whether its attention has a latent, or may have one."""
     partial_rope: bool = False
     """Whether it can rotate a part of a head only."""
+    gate: OutputGate = OutputGate()
+    """Of what attention gives."""
+    dialect: Dialect = Dialect()
+    """How its files hold the tensors."""
+    aliases: Mapping[str, str] = {}
+    """Names of its own in ``config.json``, and what the other architectures call them."""
+    rest: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    """Further configuration fields of a model."""
+    rope: Callable[[dict[str, Any], Architecture], dict[str, Any]] = lambda rope, model: rope
+    """``rope_parameters`` in its own form."""
 
 
 _COMMON = (
@@ -78,7 +92,13 @@ _TIED = "tie_word_embeddings"
 _WITH_OUTPUT_BIAS = {"attention_bias": False}  # there, it is one of o_proj as well
 _NO_MTP = {"num_nextn_predict_layers": 0}
 
-FAMILIES: dict[str, Family] = {
+
+def _of_newer_transformers(name: str) -> type[PreTrainedConfig]:
+    """A configuration class that the oldest transformers that we support lacks; then, none."""
+    return getattr(transformers, name, PreTrainedConfig)
+
+
+_EVERY: dict[str, Family] = {
     "kha": Family(
         KHAModelConfig,
         "KHAForCausalLM",
@@ -117,9 +137,63 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         LlamaConfig, "LlamaForCausalLM", _COMMON, _LLAMA, _WITH_OUTPUT_BIAS | {"mlp_bias": False}
     ),
-    "mistral": Family(MistralConfig, "MistralForCausalLM", _COMMON, _LLAMA),
+    "mistral": Family(
+        MistralConfig,
+        "MistralForCausalLM",
+        _COMMON,
+        _LLAMA,
+        rest=lambda model: {"sliding_window": None},
+    ),
+    "qwen3_next": Family(
+        Qwen3NextConfig,
+        "Qwen3NextForCausalLM",
+        _COMMON,
+        _QWEN3,
+        _WITH_OUTPUT_BIAS,
+        hf_experts.QWEN3_NEXT,
+        partial_rope=True,
+        gate=OutputGate(always=hf_gates.ELEMENT),
+        dialect=hf_gates.QWEN3_NEXT,
+        rest=hf_gates.all_attend,
+    ),
+    "qwen3_5_text": Family(
+        _of_newer_transformers("Qwen3_5TextConfig"),
+        "Qwen3_5ForCausalLM",
+        _COMMON,
+        _QWEN3,
+        _WITH_OUTPUT_BIAS,
+        partial_rope=True,
+        gate=OutputGate(always=hf_gates.ELEMENT),
+        dialect=hf_gates.QWEN3_NEXT,
+        rest=hf_gates.all_attend,
+        rope=hf_gates.with_sections,
+    ),
+    "lfm3": Family(
+        _of_newer_transformers("Lfm3Config"),
+        "Lfm3ForCausalLM",
+        _COMMON,
+        _QWEN3,
+        _WITH_OUTPUT_BIAS | {"use_sandwich_norm": False},
+        gate=OutputGate({"use_attention_gate": hf_gates.HEAD}),
+        dialect=hf_gates.LFM3,
+        aliases={"norm_eps": "rms_norm_eps"},
+        rest=hf_gates.of_lfm3,
+        rope=hf_gates.by_kind,
+    ),
 }
-"""By ``model_type``."""
+FAMILIES = {name: f for name, f in _EVERY.items() if f.config is not PreTrainedConfig}
+"""By ``model_type``, those that the installed transformers has."""
+
+PUBLISHED = Family(
+    hf_gates.PublishedConfig,
+    "Qwen3ForCausalLM",
+    (*_COMMON, "qk_layernorm"),
+    {"add_qkv_bias": False},
+    _WITH_OUTPUT_BIAS | {"qkv_bias": False},
+    gate=hf_gates.PUBLISHED,
+    dialect=Dialect(gate_beside="group"),
+)
+"""The layout of published gated models, which call themselves ``qwen3``; it is only read."""
 
 _AT_LEAST_ONE = {HF_KEYS[name] for name in _COMMON if name not in _MAY_BE_NOTHING}
 _MOST = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
@@ -196,7 +270,8 @@ def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
 
 def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
     # a copy, because transformers writes into what it is given
-    values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
+    aliases = {**_ALIASES, **family.aliases}
+    values = {aliases.get(name, name): deepcopy(value) for name, value in raw.items()}
     config = _filled_in(family, values)
     _check_fields(family, values, config)
     keys = {name: HF_KEYS[name] for name in family.fields if hasattr(config, HF_KEYS[name])}
@@ -211,6 +286,9 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
             raise unsupported(HF_KEYS[name], value, "only a whole number")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+    kha = KHAConfig.recorded(raw) or KHAConfig()
+    if gate := family.gate.of(config):
+        kha = replace(kha, gate=gate)
     if heads % groups:
         raise unsupported("num_key_value_heads", groups, f"no divisor of {heads} heads")
     return Architecture(
@@ -221,7 +299,7 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
         group_query_attention=heads != groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        kha=KHAConfig.recorded(raw) or KHAConfig(),
+        kha=kha,
     )
 
 
@@ -232,11 +310,21 @@ def family_of(raw: Mapping[str, Any]) -> Family:
         CheckpointError: we do not know it.
     """
     name = raw.get("model_type")
+    _check_installed(name)
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"config.json has model_type={name!r}: known are {', '.join(FAMILIES)}"
         )
+    if name == "qwen3" and raw.keys() & PUBLISHED.gate.fields:
+        return PUBLISHED
     return FAMILIES[name]
+
+
+def _check_installed(name: Any) -> None:
+    if isinstance(name, str) and name in _EVERY.keys() - FAMILIES.keys():
+        raise CheckpointError(
+            f"the installed transformers has no {name}: install a newer one, or choose kha"
+        )
 
 
 def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
@@ -252,6 +340,7 @@ def _filled_in(family: Family, values: Mapping[str, Any]) -> PreTrainedConfig:
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
     names = (*family.fields, *(LATENT if True in family.latent else ()))
     known = {*(HF_KEYS[name] for name in names), _TIED, *family.only, *_ROPE, *_HARMLESS}
+    known |= family.gate.fields.keys()
     if family.experts is not None:
         known |= {*family.experts.keys.values(), *family.experts.known, *family.experts.implied}
     if family.config is KHAModelConfig:
@@ -269,7 +358,7 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
         found = raw.get(name, value) if name in {*_NO_MTP, *implied} else getattr(config, name)
         if found != value:
             raise unsupported(name, found, f"only {value!r}")
-    if config.hidden_act != "silu":
+    if getattr(config, "hidden_act", "silu") != "silu":  # of lfm3 it is always
         raise unsupported("hidden_act", config.hidden_act, "only 'silu'")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
@@ -281,6 +370,7 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
 
 def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     given = dict(config.rope_parameters)
+    given = given.get("full_attention", given)  # where kinds of layers have their own
     kind = given.get("rope_type", "default")
     fraction = float(given.get("partial_rotary_factor") or 1.0)
     if fraction != 1.0 and not family.partial_rope:
@@ -326,16 +416,31 @@ def _read_latent(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     return sizes | {"multi_latent_attention": True, "kv_channels": sizes["v_head_dim"]}
 
 
+_STOCK_GATES = {hf_gates.ELEMENT: "qwen3_next", hf_gates.HEAD: "lfm3"}
+
+
+def has_stock_heads(model: Architecture) -> bool:
+    """Whether all that its heads have is a gate which some stock architecture has too."""
+    kha = model.kha
+    return not (replace(kha, gate=None) if kha.gate in _STOCK_GATES else kha).mechanisms
+
+
 def stock_type(model: Architecture) -> str:
     """The ``model_type`` that transformers and servers have for a model without KHA.
 
     Raises:
-        CheckpointError: they have none for GTA and GLA.
+        CheckpointError: they have none for GTA and GLA, and for mechanisms of the heads but a gate
+            on what grouped-query attention gives.
     """
     if model.kha.attention is not None:
         raise CheckpointError(
             f"kha_attention={model.kha.attention!r} has no stock architecture: export it as kha"
         )
+    gate = model.kha.gate
+    if not has_stock_heads(model) or (gate and model.multi_latent_attention):
+        raise CheckpointError(f"{model.kha} has no stock architecture: export it as kha")
+    if gate:
+        return _STOCK_GATES[gate]
     if model.multi_latent_attention:
         return "deepseek_v3"
     if model.num_experts:
@@ -369,6 +474,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     Raises:
         CheckpointError: the architecture cannot compute what the model does; it says which part.
     """
+    _check_installed(model_type)
     if model_type not in FAMILIES:
         raise CheckpointError(
             f"unknown architecture {model_type!r}: choose one of {', '.join(FAMILIES)}"
@@ -383,13 +489,12 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     if model_type == "kha":
         recorded = model.kha.to_dict(start=False)
         fields |= {f"kha_{name}": value for name, value in recorded.items()}
-    if model_type == "mistral":
-        fields["sliding_window"] = None
+    fields |= family.gate.to(model.kha.gate) | family.rest(model)
     experts = family.experts.to(expressed(model, model_type), model_type) if family.experts else {}
     config = family.config(
         **fields,
         **experts,
-        rope_parameters=_write_rope(model, family),
+        rope_parameters=family.rope(_write_rope(model, family), model),
     )
     config.architectures = [family.causal_lm]
     return config
@@ -399,8 +504,13 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
     def refuse(what: str, *remedy: str) -> None:
         raise refused(model_type, what, *remedy)
 
-    if model_type != "kha" and model.kha.mechanisms:
-        refuse(f"knocking heads ({model.kha})", "fold linear ones away, or choose kha")
+    own = replace(model.kha, gate=None) if model.kha.gate in family.gate.known else model.kha
+    if model_type != "kha" and own.variants:
+        refuse(f"knocking heads ({own})", "fold linear ones away, or choose kha")
+    if model_type != "kha" and own.mechanisms:
+        refuse(str(own), "choose kha")
+    if model_type != "kha" and model.kha.gate not in family.gate.known:
+        refuse("attention without a gate on its output")
     if model_type != "kha" and model.kha.attention is not None:
         refuse(f"kha_attention={model.kha.attention!r}", "no stock architecture can: choose kha")
     if model.num_experts and family.experts is None:

@@ -34,8 +34,8 @@ class ExpertFields(NamedTuple):
     """Fields of :class:`Architecture` of which there is one value."""
     implied: Mapping[str, Any] = {}
     """Configuration fields that may be there, with the one value that they may have."""
-    dense: Mapping[str, str] | None = None
-    """Configuration fields of a model without experts, each a field of :class:`Architecture`."""
+    dense: Callable[[Architecture], dict[str, Any]] | None = None
+    """The configuration fields of a model without experts."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -70,7 +70,7 @@ class ExpertFields(NamedTuple):
         if not model.num_experts:
             if self.dense is None:
                 raise refused(model_type, "a dense model")
-            return {theirs: getattr(model, ours) for theirs, ours in self.dense.items()}
+            return self.dense(model)
         for name, value in self.only.items():
             if (found := getattr(model, name)) != value:
                 raise refused(model_type, f"{name}={found!r}, only {value!r}")
@@ -172,7 +172,7 @@ KHA = ExpertFields(
     _read_kha,
     _write_kha,
     ("num_local_experts", "mlp_layer_types"),
-    dense={},
+    dense=lambda model: {},
 )
 """Of ``kha``, whose fields are Megatron's."""
 
@@ -190,6 +190,21 @@ QWEN3 = ExpertFields(
 )
 """Of ``qwen3_moe``: softmax, no shared expert, any layer dense."""
 
+QWEN3_NEXT = ExpertFields(
+    (*_COMMON, "moe_shared_expert_intermediate_size"),
+    _read_qwen3,
+    _write_qwen3,
+    QWEN3.known,
+    only={
+        "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+        "moe_shared_expert_gate": True,
+    },
+    dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
+)
+"""Of ``qwen3_next``: as ``qwen3_moe``, and always a shared expert with a gate of its own."""
+
 DEEPSEEK = ExpertFields(
     (*_COMMON, *_SCALED),
     _read_deepseek,
@@ -206,6 +221,6 @@ DEEPSEEK = ExpertFields(
         "moe_shared_expert_gate": False,
     },
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    dense={"first_k_dense_replace": "num_layers"},
+    dense=lambda model: {"first_k_dense_replace": model.num_layers},
 )
 """Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""

@@ -1,6 +1,7 @@
 """Megatron's saved arguments as an architecture, and back to arguments and command line."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kha_megatron.config import KHAConfig
@@ -13,6 +14,7 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import Gate
 
 REPRESENTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -21,7 +23,6 @@ REPRESENTED: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "layernorm_zero_centered_gamma": (False, None),
     "qk_l2_norm": (False, None),
-    "attention_output_gate": (False, None),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "softmax_type": ("vanilla", None),
@@ -83,8 +84,12 @@ _SIZES = (
     "vocab_size",
     "padded_vocab_size",
     "multi_latent_attention",
+    "attention_output_gate",
 )
 """Fields that are written as they are."""
+
+_OUTPUT_GATE = KHAConfig(gate=Gate(output="element"))
+"""What ``attention_output_gate`` means, without anything beside it."""
 
 
 def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
@@ -102,6 +107,8 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
     for name, allowed in REPRESENTED.items():
         if args.get(name) not in allowed:
             raise _refused(name, args.get(name), f"only {allowed[0]!r}")
+    if args.get("attention_output_gate"):
+        kha = _with_output_gate(kha)
     try:
         return _architecture(args, kha, padded_vocab_size)
     except KeyError as error:
@@ -109,6 +116,17 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
             f"the checkpoint's training arguments lack {error.args[0]}: it was not saved by a "
             "supported version of Megatron's training loop"
         ) from error
+
+
+def _with_output_gate(kha: KHAConfig) -> KHAConfig:
+    """A configuration with Megatron's own gate, which it may name itself."""
+    if kha.gate is None:
+        return replace(kha, gate=_OUTPUT_GATE.gate)
+    if not kha.gate.is_stock:
+        raise _refused(
+            "attention_output_gate", True, f"kha_gate={kha.gate.to_dict()} is another: one of both"
+        )
+    return kha
 
 
 def hybrid_layers(args: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -251,7 +269,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
             "q_lora_rank=None with a norm of the latent: Megatron would normalise what queries are "
             "projected from as well: compress queries, or do without the norm"
         )
-    if model.kha.mechanisms or model.kha.attention is not None:
+    if (model.kha.mechanisms or model.kha.attention is not None) and model.kha != _OUTPUT_GATE:
         args |= {f"kha_{name}": value for name, value in model.kha.to_dict().items()}
     return args
 
@@ -305,6 +323,7 @@ def _expert_arguments(model: Architecture) -> dict[str, Any]:
 _UNHEEDED = (
     "layernorm_epsilon",
     "qk_layernorm",
+    "attention_output_gate",
     "use_rope_scaling",
     "rope_scaling_factor",
     "multi_latent_attention",

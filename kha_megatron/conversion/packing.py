@@ -61,7 +61,7 @@ class QKVRows(Packing):
 
     def names(self, model: Architecture) -> tuple[str, ...]:
         """One for each part of a group's heads."""
-        return tuple(self.name.format(word) for word in model.qkv.hf_projections)
+        return tuple(self.name.format(module) for module in model.qkv.hf_modules)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """``[H * D, ...]``, then ``[G * D, ...]`` each."""

@@ -10,7 +10,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.companions import PADDING, Companions
-from kha_megatron.conversion.hf_configs import from_hf_config
+from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
 from kha_megatron.errors import CheckpointError, ConfigError
@@ -215,17 +216,19 @@ class HFSource(Source):
         super().__init__(
             checkpoint, Companions.of_hf(path, config, tokenizer), from_hf_config(config)
         )
+        self._dialect, self._lost = family_of(config).dialect, dict[Place, int]()
         self._infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
         held = self._infos.keys()
         wanted: dict[str, tuple[int, ...]] = {}
         # many more places than tensors are lacking some, however many layers there are
         for place in islice(places(self.model), 2 * len(held) + 1000):
-            shape, names = place.row.shape(self.model), place.hf_names(self.model)
+            shape, names = place.row.shape(self.model), self._dialect.names(place, self.model)
             if min(shape) < 0 or math.prod(shape) > _LARGEST:
                 raise CheckpointError(
                     f"{path}: its {CONFIG} calls for {names[0]} of {shape}, which no file holds"
                 )
             parts = place.row.packing.split(torch.empty(shape, device="meta"), self.model)
+            parts = self._dialect.written(place, self.model, parts)
             wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
         _refuse(wanted.keys() - held, f"{path} lacks {{}} tensors that its {CONFIG} calls for")
         _refuse(
@@ -239,11 +242,26 @@ class HFSource(Source):
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
-        names = place.hf_names(self.model)
-        if not meta:
-            return [self.checkpoint.tensor(name) for name in names]
-        infos = [self._infos[name] for name in names]
-        return [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
+        names = self._dialect.names(place, self.model)
+        if meta:
+            infos = [self._infos[name] for name in names]
+            held = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
+        else:
+            held = [self.checkpoint.tensor(name) for name in names]
+            self._lost[place] = self._dialect.lost_in_reading(place, self.model, held)
+        return self._dialect.read(place, self.model, held)
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """See :class:`Source`; says at the end what was rounded."""
+        with super().verifying():
+            yield
+        if count := sum(self._lost.values()):
+            announce(
+                f"{count:,} weights of norms are rounded: {self.path} stores how far they are from "
+                "one, which has finer digits than a weight near one",
+                once=("norms", self.path),
+            )
 
     def _copy_of_the_embedding(self) -> set[str]:
         """Some tied models are saved with an output layer all the same."""

@@ -129,7 +129,9 @@ def _key_value_rows(model: Architecture) -> int:
 
 
 def _whole_heads(model: Architecture) -> list[list[Knocked]]:
-    return [[Knocked(part, model.kv_channels)] for part in model.qkv.parts if part != "gate"]
+    return [
+        [Knocked(part, model.kv_channels)] if part != "gate" else [] for part in model.qkv.parts
+    ]
 
 
 def _latent_queries(model: Architecture) -> list[list[Knocked]]:
@@ -150,14 +152,14 @@ def head_row(tensor: HeadTensor) -> Row:
 
 _QKV: tuple[Row, ...] = (
     Row(
-        QKVRows("self_attn.{}_proj.weight"),
+        QKVRows("self_attn.{}.weight"),
         ("self_attention.linear_qkv.weight",),
         lambda m: (m.qkv.rows, m.hidden_size),
         when=lambda model, layer: not model.multi_latent_attention,
         knocked=_whole_heads,
     ),
     Row(
-        QKVRows("self_attn.{}_proj.bias"),
+        QKVRows("self_attn.{}.bias"),
         ("self_attention.linear_qkv.bias",),
         lambda m: (m.qkv.rows,),
         when=lambda model, layer: model.add_qkv_bias,

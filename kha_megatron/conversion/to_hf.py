@@ -6,11 +6,20 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_writer import HFWriter
+from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.dialects import Dialect
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.hf_configs import expressed, stock_type, to_hf_config
+from kha_megatron.conversion.hf_configs import (
+    FAMILIES,
+    expressed,
+    has_stock_heads,
+    stock_type,
+    to_hf_config,
+)
 from kha_megatron.conversion.sources import open_source, parse_dtype
 from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import Cast, Expressed, Folded, Upcycled
@@ -26,16 +35,34 @@ class HFPlan(Plan):
     config: PreTrainedConfig
     max_shard_bytes: int
 
+    @property
+    def dialect(self) -> Dialect:
+        """How the architecture's files hold the tensors."""
+        return FAMILIES[self.config.model_type].dialect
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """See ``Plan``."""
+        found, model = [], self.source.model
+        for place, _ in self.source.entries():
+            parts = self.dialect.written(place, model, self.source.read(place, meta=True))
+            for name, part in zip(self.dialect.names(place, model), parts, strict=True):
+                found.append(TensorEntry(name, part.dtype, tuple(part.shape)))
+        return found
+
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
         """Safetensors shards, configuration, generation configuration, tokenizer; see ``Plan``."""
         source, config, entries = self.source, self.config, self.entries
+        dialect, model, lost = self.dialect, self.source.model, dict[Place, int]()
         with staged_folder(target) as folder:
             with HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes) as writer:
 
                 def put(place: Place, parts: list[Tensor]) -> None:
-                    for name, part in zip(place.hf_names(source.model), parts, strict=True):
+                    lost[place] = dialect.lost_in_files(place, model, parts)
+                    held = dialect.written(place, model, parts)
+                    for name, part in zip(dialect.names(place, model), held, strict=True):
                         writer.write(name, part)
 
                 wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
@@ -43,6 +70,12 @@ class HFPlan(Plan):
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.companions.write(folder)
+        if count := sum(lost.values()):
+            announce(
+                f"{count:,} weights of norms below 1/2 are rounded: {config.model_type} stores how "
+                "far they are from one, in the digits of that; give --dtype float32, or kha, which "
+                "stores them as they are"
+            )
         return self.written(target, config.model_type, shards, wrong)
 
 
@@ -62,7 +95,8 @@ def plan(
     Args:
         path: a checkpoint of either side.
         architecture: a ``model_type``; None for ``kha``, and with ``fold`` for ``auto``. ``auto``
-            is ``kha`` for a model with knocking heads, and the stock one that fits otherwise:
+            is ``kha`` for a model with knocking heads, and the stock one that fits otherwise: by a
+            gate on the output ``qwen3_next`` (element-wise) or ``lfm3`` (head-wise);
             ``deepseek_v3`` for MLA; by the router ``qwen3_moe`` (softmax) or ``glm4_moe``
             (sigmoid); ``qwen3``, or ``llama`` without QK-norm. GTA and GLA have none.
         dtype: a key of ``sources.DTYPES``; None keeps each tensor's own.
@@ -88,7 +122,8 @@ def plan(
         source = Cast(source, asked, allow_overflow=allow_overflow)
     architecture = architecture or (AUTO if fold else "kha")
     if architecture == AUTO:
-        architecture = "kha" if source.model.kha.mechanisms else stock_type(source.model)
+        stock = fold or has_stock_heads(source.model)
+        architecture = stock_type(source.model) if stock else "kha"
     model = expressed(source.model, architecture)
     config = to_hf_config(model, architecture)
     for name, value in source.companions.token_ids.items():

@@ -40,14 +40,11 @@ class QKVLayout:
         return counts | {"value": 1}
 
     @property
-    def hf_projections(self) -> tuple[str, ...]:
-        """The ``{}`` of Hugging Face's ``self_attn.{}_proj`` for each part, in their order.
-
-        Raises:
-            KeyError: there is an output gate, which no architecture that KHA converts to has.
-        """
-        words = {"query": "q", "key": "k", "value": "kv" if self.tied else "v"}
-        return tuple(words[part] for part in self.parts)
+    def hf_modules(self) -> tuple[str, ...]:
+        """For each part the module below ``self_attn`` of our transformers class."""
+        value = "kv_proj" if self.tied else "v_proj"
+        modules = {"query": "q_proj", "gate": "gate_output", "key": "k_proj", "value": value}
+        return tuple(modules[part] for part in self.parts)
 
     @property
     def group_heads(self) -> int:

@@ -5,11 +5,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Lfm3Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from kha_megatron.heads.knock import MATRICES
@@ -96,6 +99,18 @@ KHA_MOE = SIZES | {
     "scoring_func": "sigmoid",
     "routed_scaling_factor": 2.5,
 }
+FULL = {"layer_types": ["full_attention"] * 2}
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.7}
+QWEN3_NEXT = SIZES | FULL | {"num_experts": 0, "mlp_only_layers": [0, 1]}
+QWEN3_5 = (
+    SIZES | FULL | {"rope_parameters": {"mrope_section": [1, 1, 1], "mrope_interleaved": True}}
+)
+QWEN3_5["rope_parameters"] |= PARTIAL | {"partial_rotary_factor": 1.0}
+LFM3 = SIZES | FULL | {"use_sandwich_norm": False, "sliding_window": None, "pad_token_id": None}
+LFM3 |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
+LFM3["rope_parameters"] = dict.fromkeys(
+    ("full_attention", "sliding_attention"), SIZES["rope_parameters"]
+)
 LINEAR = {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"}
 GTA = {"kha_attention": "gta", "head_dim": 12, "kha_query": "gate", "kha_value": "mlp"}
 MLA = LINEAR | {
@@ -134,6 +149,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             "max_position_embeddings": 9000,
         }
     ),
+    "qwen3_next": Qwen3NextConfig(**QWEN3_NEXT | {"rope_parameters": PARTIAL}),
+    "qwen3_5_text": Qwen3_5TextConfig(**QWEN3_5),
+    "lfm3, no gate": Lfm3Config(**LFM3 | {"use_attention_gate": False}),
     "kha": KHAModelConfig(**SIZES, kha_query="linear", kha_key="gate", kha_value="mlp"),
     "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
     "kha, gta": KHAModelConfig(**SIZES | GTA),
@@ -160,6 +178,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
+MINUS_ONE = ("qwen3_next", "qwen3_5_text")
+"""Architectures that store how far a norm's weight is from one."""
+
+
 def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
     """A model whose every tensor is drawn anew, so far from zero that logits differ by token."""
     torch.manual_seed(seed)
@@ -170,7 +192,9 @@ def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
             if "inv_freq" in name:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.dim() < 2 or "_knock." in name:
+            if tensor.dim() < 2 and config.model_type in MINUS_ONE:
+                tensor.copy_((1 + 0.3 * noise).clamp(0.5, 2) - 1)  # as much as a weight tells
+            elif tensor.dim() < 2 or "_knock." in name:
                 tensor += 0.3 * noise
             else:
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)

@@ -16,7 +16,6 @@ FORBIDDEN = {
     "add_bias_linear": True,
     "layernorm_zero_centered_gamma": True,
     "qk_l2_norm": True,
-    "attention_output_gate": True,
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
     "softmax_type": "off-by-one",
