@@ -20,6 +20,7 @@ from kha_megatron.heads import (
     HeadTensor,
     Knock,
     Mechanism,
+    MixtureOfHeads,
     Projection,
     TalkingHeads,
 )
@@ -78,6 +79,9 @@ class KHAConfig:
 
     gate: Gate | None = None
     """Learnt gates on values, keys, queries, the attention's output or what the layer gives."""
+
+    moh: MixtureOfHeads | None = None
+    """A router that weighs heads and turns some off for each token."""
 
     fold: Fold = field(default="auto", compare=False)
     """Whether Megatron folds linear matrices into the weight before them while it trains

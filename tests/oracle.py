@@ -11,6 +11,7 @@ and MLA and GLA (Zadouri, Strauss and Dao 2025, arXiv 2505.21487; MLA: DeepSeek-
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ def attention(
     k_norm: Tensor | None = None,
     eps: float = 1e-5,
     rotary_base: float | None = None,
+    weigh: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> Tensor:
     """Causal grouped-query attention with knocking: project, knock, QK-norm, RoPE, attend, project.
 
@@ -100,6 +102,8 @@ def attention(
         head_dim: ``D``.
         q_norm: ``[D]`` weight of the query RMSNorm, or None for no norm; likewise ``k_norm``.
         rotary_base: base of the rotary embedding, or None for no position embedding.
+        weigh: from the knocked queries of all heads, ``[B, S, D]`` each, what their outputs are
+            multiplied by, ``[B, S, H]`` (:func:`mixture_weights`).
 
     Returns:
         ``[B, S, K]``.
@@ -112,9 +116,9 @@ def attention(
         return x if variant is None else knock_head(x, matrices[name], variant)
 
     outputs = []
-    for head in range(heads):
+    queries = [project(w_query, head, "query") for head in range(heads)]
+    for head, query in enumerate(queries):
         group = head // (heads // num_query_groups)
-        query = project(w_query, head, "query")
         key = project(w_key, group, "key")
         value = project(w_value, group, "value")
         if q_norm is not None:
@@ -124,7 +128,88 @@ def attention(
         if rotary_base is not None:
             query, key = rotate(query, rotary_base), rotate(key, rotary_base)
         outputs.append(attend(query, key, value))
+    if weigh is not None:
+        weights = weigh(queries)
+        outputs = [weights[..., head, None] * output for head, output in enumerate(outputs)]
     return torch.cat(outputs, dim=-1) @ w_output
+
+
+def mixture_weights(
+    hidden: Tensor,
+    queries: list[Tensor],
+    router: Tensor | None,
+    *,
+    shared: int,
+    active: int,
+    scale: str = "code",
+    quantized: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Mixture-of-Head attention, token by token (arXiv 2410.11842, equations 5 to 10).
+
+    Where the authors' code (SkyworkAI/MoH) differs from equation 5: weights of shared heads are
+    multiplied by their number, those of the chosen ones divided by their sum and multiplied by
+    their number, ``alpha`` by 2; norms of queries are divided by their standard deviation.
+
+    Args:
+        hidden: ``[B, S, K]``.
+        queries: of each head, ``[B, S, D]``, after the knock and before QK-norm.
+        router: ``[H + 2, K]``: ``W_s``, ``W_r`` and ``W_h``; None for norms of queries.
+        shared: the first heads of the layer, which all tokens have.
+        active: routed heads that a token has.
+        scale: ``code`` or ``paper``.
+        quantized: whether heads weigh 1, and gradients pass the threshold (equations 9 and 10).
+
+    Returns:
+        ``[B, S, H]``, and the load-balance loss of equation 7.
+    """
+    heads = len(queries)
+    routed = heads - shared
+
+    def softmax(scores: list[Tensor]) -> list[Tensor]:
+        total = sum(torch.exp(score) for score in scores)
+        return [torch.exp(score) / total for score in scores]
+
+    rows, probabilities, selections = [], [], []
+    for b in range(hidden.shape[0]):
+        for t in range(hidden.shape[1]):
+            if router is None:
+                norms = [query[b, t].pow(2).sum().sqrt() for query in queries[shared:]]
+                if scale == "code":
+                    mean = sum(norms) / routed
+                    spread = (sum((n - mean) ** 2 for n in norms) / (routed - 1)) ** 0.5
+                    norms = [n / spread for n in norms]
+                p = softmax(norms)
+                of_shared, alpha = [hidden.new_ones(()) for _ in range(shared)], None
+            else:
+                scores = [row @ hidden[b, t] for row in router]
+                p = softmax(scores[shared:heads])
+                alpha = softmax(scores[heads:])
+                of_shared = [alpha[0] * g for g in softmax(scores[:shared])]
+            ranked = sorted(range(routed), key=lambda i: -p[i].item())
+            chosen = [i in ranked[:active] for i in range(routed)]
+            of_routed = [x if alpha is None else alpha[1] * x for x in p]
+            if quantized:
+                real = [*of_shared, *of_routed]
+                on = [True] * shared + chosen
+                weights = [(int(c) - g).detach() + g for c, g in zip(on, real, strict=True)]
+            else:
+                if scale == "code":
+                    both = 1 if alpha is None else 2
+                    total = sum(x for x, c in zip(p, chosen, strict=True) if c)
+                    of_routed = [x / total * active * both for x in of_routed]
+                    if alpha is not None:
+                        of_shared = [g * shared * 2 for g in of_shared]
+                of_routed = [x if c else 0 * x for x, c in zip(of_routed, chosen, strict=True)]
+                weights = [*of_shared, *of_routed]
+            rows.append(torch.stack(weights))
+            probabilities.append(torch.stack(p))
+            selections.append(chosen)
+    tokens = len(rows)
+    loss = sum(
+        sum(p[i] for p in probabilities) / tokens * (sum(c[i] for c in selections) / tokens)
+        for i in range(routed)
+    )
+    return torch.stack(rows).view(*hidden.shape[:2], heads), loss
 
 
 def tied_attention(

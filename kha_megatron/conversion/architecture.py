@@ -98,7 +98,14 @@ class Architecture(Model):
 
     def __post_init__(self) -> None:
         latent = self.multi_latent_attention
-        self.kha.check(HeadFacts(multi_latent=latent, qk_norm=self.qk_layernorm))
+        self.kha.check(
+            HeadFacts(
+                multi_latent=latent,
+                qk_norm=self.qk_layernorm,
+                query_heads=self.num_attention_heads,
+                layers=self.num_layers or 0,
+            )
+        )
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
         gate = self.kha.gate

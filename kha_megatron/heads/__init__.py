@@ -16,6 +16,7 @@ from kha_megatron.heads.mechanism import (
     Mechanism,
     Projection,
 )
+from kha_megatron.heads.moh import MixtureOfHeads
 from kha_megatron.heads.talking import TalkingHeads
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "HeadTensor",
     "Knock",
     "Mechanism",
+    "MixtureOfHeads",
     "Projection",
     "TalkingHeads",
 ]

@@ -57,8 +57,10 @@ class HeadFacts:
     """A kind that Megatron has no flag for: ``gta`` or ``gla``."""
     qk_norm: bool = False
     flash_decode: bool = False
+    layers: int = 0
+    """Of the model; 0 where that is not known, as in the following."""
     query_heads: int = 0
-    """Over all ranks; 0 where that is not known, as in the following."""
+    """Of a layer, over all ranks."""
     tokens: int = 0
     """Of the longest sequence."""
     fused_attention: bool = False
@@ -194,6 +196,11 @@ class Mechanism(ABC):
     def saved(self, sizes: HeadSizes) -> int:
         """Elements for one token that one layer keeps for the backward pass, not recomputing."""
         return 0
+
+    @property
+    def adds_loss(self) -> bool:
+        """Whether a loss of its own is trained on, beside that of the model."""
+        return False
 
     @property
     def folds(self) -> bool:

@@ -93,6 +93,7 @@ class KHAHeads:
     q_knock: nn.Module
     k_knock: nn.Module
     v_knock: nn.Module
+    layer_idx: int
 
     def _add_heads(self, config: KHAModelConfig) -> None:
         """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked."""
@@ -105,7 +106,8 @@ class KHAHeads:
             setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
         self.mechanisms: list[tuple[Mechanism, dict[str, str]]] = []
         self.scores: list[tuple[str, str, tuple[int, ...]]] = []  # name, module, shape of a token's
-        for mechanism in kha.others:
+        for everywhere in kha.others:
+            mechanism = everywhere.for_layer(self.layer_idx)
             for row in mechanism.rows(sizes):
                 self._add_score(row.name, row.hf, (sizes.heads(row.heads), row.features))
             weights = {}

@@ -48,6 +48,7 @@ class KnockedAttention(Attention):
         self.kha = kha
         config = self.config
         sizes = Model.from_config(config, kha).head_sizes
+        self.value_dim = sizes.dim("value")
         common = {
             "layer_number": self.layer_number,
             "init_seed": kha.init_seed,
@@ -67,10 +68,17 @@ class KnockedAttention(Attention):
                 setattr(self, tensor.name, kind(config, tensor, **common))
             read = [tensor.name for tensor in tensors if tensor.reads_input]
             modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
-            self.mechanisms.append((mechanism, HeadWeights(modules)))
+            mine = mechanism.for_layer(self.layer_number - 1)
+            self.mechanisms.append((mine, HeadWeights(modules)))
             self.input_projections += read
         stages = {stage for mechanism, _ in self.mechanisms for stage in mechanism.stages}
-        self.head_ranks = HeadRanks(config, self.layer_number, self.pg_collection)
+        self.head_ranks = HeadRanks(
+            config,
+            self.layer_number,
+            self.pg_collection,
+            is_training=lambda: self.training,
+            adds_loss=any(mechanism.adds_loss for mechanism in kha.others),
+        )
         self._kept: dict[str, Tensor] = {}  # from the input and each stage to the next
         if self.input_projections:
             self.normed_input = NormedInput(getattr(self, "linear_qkv", None))
@@ -96,7 +104,7 @@ class KnockedAttention(Attention):
         return applied(stage, self.mechanisms, tensors, self._kept, self.head_ranks)
 
     def _before_projection(self, projection: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        heads = inputs[0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        heads = inputs[0].unflatten(-1, (-1, self.value_dim))
         (output,) = self._applied("output", output=heads)
         return output.flatten(-2), *inputs[1:]
 
@@ -141,7 +149,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         kha: KHAConfig,
         **kwargs: Any,
     ) -> None:
-        check_config(config, kha)
+        check_config(config, kha, layers=config.num_layers)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
         self.split = QKVSplit(Model.from_config(config, kha).qkv, self.tp_group)
@@ -209,8 +217,11 @@ def refuse_other_rows(split_qkv: bool, head_wise_gate: bool) -> None:
         )
 
 
-def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
+def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
     """Refuse, before anything is allocated, what this attention cannot honour.
+
+    Args:
+        layers: of the model, if that is known to be ``config.num_layers``.
 
     Raises:
         ConfigError: see :class:`KHASelfAttention`.
@@ -219,6 +230,8 @@ def check_config(config: TransformerConfig, kha: KHAConfig) -> None:
         HeadFacts(
             multi_latent=config.multi_latent_attention,
             qk_norm=config.qk_layernorm,
+            query_heads=config.num_attention_heads,
+            layers=layers,
             flash_decode=config.flash_decode,
         )
     )
@@ -259,6 +272,7 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     wrong = sum(
         _kinds(m.tensor for m in _weights(attention)) != wanted
         or getattr(attention, "kind", None) != kha.attention
+        or getattr(attention, "kha", KHAConfig()).others != kha.others
         for attention in every
     )
     added = sum(weight.tensor.size for attention in attentions for weight in _weights(attention))

@@ -108,6 +108,19 @@ def check_family_version() -> None:
         )
 
 
+def check_loss_scale(config: Any) -> None:
+    """Refuse losses of attention layers where Megatron's schedules do not say how to scale them.
+
+    Raises:
+        VersionError: the installed version has no door for it.
+    """
+    if not hasattr(config, "experimental_attention_variant_loss_scale_func"):
+        raise VersionError(
+            f"a load-balance loss of heads needs megatron-core {_dotted(NEWEST)}, and this is "
+            f"{installed_version()}: `{install(NEWEST)}`, or use moh.balance=0"
+        )
+
+
 def check_training_version() -> str:
     """The installed version, if it is new enough for our entry point. Does not import Megatron.
 

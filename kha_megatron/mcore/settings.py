@@ -105,13 +105,13 @@ def publish(name: str, kha: KHAConfig, groups: ProcessGroupCollection, *, speak:
     """
     _check_same_everywhere(name, kha)
     for field, value in kha.to_dict().items():
-        setattr(_training_arguments(), f"kha_{field}", value)
+        setattr(training_arguments(), f"kha_{field}", value)
     if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
         # Megatron answers a --spec that it cannot import with plain attention, so this one speaks
         announce(f"spec {name} knocks {kha}")
 
 
-def _training_arguments() -> Any:
+def training_arguments() -> Any:
     """The arguments of Megatron's training loop; a stand-in where it does not run."""
     training = sys.modules.get("megatron.training.global_vars")
     try:

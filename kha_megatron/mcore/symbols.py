@@ -27,9 +27,12 @@ PLUG_IN: Symbols = MappingProxyType(
         ),
         "megatron.core.tensor_parallel:ColumnParallelLinear": "input_size output_size tp_group",
         "megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region": "group",
-        "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": "group",
+        "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": (
+            "group tensor_parallel_output_grad"
+        ),
         "megatron.core.tensor_parallel:gather_from_tensor_model_parallel_region": "group",
         "megatron.core.tensor_parallel:scatter_to_sequence_parallel_region": "group",
+        "megatron.core.tensor_parallel:scatter_to_tensor_model_parallel_region": "group",
         "megatron.core.tensor_parallel:set_tensor_model_parallel_attributes": (
             "is_parallel dim stride"
         ),

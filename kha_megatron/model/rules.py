@@ -59,7 +59,13 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     Raises:
         ConfigError: naming the arguments to change.
     """
-    kha.check(HeadFacts(multi_latent=bool(arguments.get("multi_latent_attention"))))
+    kha.check(
+        HeadFacts(
+            multi_latent=bool(arguments.get("multi_latent_attention")),
+            query_heads=arguments.get("num_attention_heads") or 0,
+            layers=arguments.get("num_layers") or 0,
+        )
+    )
     position = arguments.get("position_embedding_type", "learned_absolute")
     percent = arguments.get("rotary_percent", 1.0)
     if kha.attention == "gta" and (position != "rope" or percent != 0.5):

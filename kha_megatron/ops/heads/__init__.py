@@ -13,6 +13,7 @@ from torch import Tensor
 from kha_megatron.heads.mechanism import Mechanism, Stage, Start
 from kha_megatron.ops.heads.collaborative import apply as collaborative
 from kha_megatron.ops.heads.gate import apply as gate
+from kha_megatron.ops.heads.moh import apply as moh
 from kha_megatron.ops.heads.ranks import Ranks
 
 Tensors = dict[str, Tensor]
@@ -21,6 +22,7 @@ Weights = Mapping[str, Tensor]
 FUNCTIONS: Mapping[str, Callable[[Tensors, Weights, Any, Ranks], Tensors]] = {
     "collaborative": collaborative,
     "gate": gate,
+    "moh": moh,
 }
 """By the name of a mechanism, ``(tensors, weights, mechanism, ranks)``. The knock is not there, nor
 is one that acts at ``core``, which is no function of what a single head has.

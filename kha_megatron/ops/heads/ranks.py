@@ -1,5 +1,7 @@
 """What a mechanism's function asks of the ranks over which heads and tokens are spread."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -9,8 +11,25 @@ class Ranks:
     ``...`` are any leading dimensions, the tokens among them.
     """
 
+    @property
+    def trains(self) -> bool:
+        """Whether a model is trained here: only then losses are added."""
+        return False
+
+    @property
+    def layers(self) -> int:
+        """How many the model has."""
+        return 1
+
+    def iteration(self) -> int | None:
+        """How many iterations of its training are behind the model; None for a trained one."""
+        return None
+
     def all_heads(self, x: Tensor) -> Tensor:
-        """``[..., heads]`` of every rank from this rank's, the same on all."""
+        """``[..., heads]`` of every rank from this rank's, the same on all.
+
+        Every rank computes the same from it: the backward pass sums nothing.
+        """
         return x
 
     def own_heads(self, x: Tensor) -> Tensor:
@@ -24,12 +43,21 @@ class Ranks:
         """``[n]`` from ``[..., n]``: the mean over all tokens of the sequence, without gradient."""
         return x.detach().flatten(0, -2).mean(0)
 
-    def add_loss(self, carrier: Tensor, loss: Tensor, name: str) -> Tensor:
-        """``carrier``, whose backward pass adds the gradient of ``loss`` (a mean over tokens).
+    def add_loss(self, carrier: Tensor, loss: Tensor) -> Tensor:
+        """``carrier``, whose backward pass adds the gradient of ``loss``.
 
-        Nothing is added to the loss that is printed, and nothing at all where no model is trained.
+        Nothing is added to the loss that is printed. Only where a model trains.
+
+        Args:
+            carrier: any tensor on the way to the model's output.
+            loss: 0-d, a mean over this rank's tokens, the same on all tensor-parallel ranks.
         """
         return carrier
 
-    def observe(self, name: str, values: Tensor) -> None:
-        """Hand a figure of this layer to whoever draws it."""
+    def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
+        """Offer a figure of this layer to whoever draws it, who calls for it or does not.
+
+        Args:
+            name: under which it is drawn.
+            figure: gives a number, or ``[heads]`` over all heads.
+        """
