@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import Variant
 
 
@@ -42,6 +43,33 @@ def knock_head(x: Tensor, matrices: list[Tensor], variant: Variant) -> Tensor:
         (gate,) = matrices
         return 2 * x * sigmoid(torch.einsum("bsi,ij->bsj", x, gate))
     raise AssertionError(variant)
+
+
+def gate_head(
+    x: Tensor, hidden: Tensor, position: str, head: int, gate: Gate | None, weights: dict
+) -> Tensor:
+    """What is at one position of one head, gated if the position is (arXiv 2505.06708, section 3).
+
+    Args:
+        x: ``[B, S, D]``, or ``[B, S, K]`` for ``dense``.
+        hidden: ``[B, S, K]``, the input of the attention.
+        gate: which positions are gated, how, and of what granularity.
+        weights: of each gated position, ``[heads, features, K]`` where every head has a score of
+            its own, ``[features, K]`` for ``shared`` and ``dense``; one feature for ``head``.
+            Without ``K`` where the gate reads no input.
+    """
+    granularity = None if gate is None else getattr(gate, position)
+    if granularity is None:
+        return x
+    weight = weights[position]
+    if position != "dense" and granularity != "shared":
+        weight = weight[head]
+    score = torch.einsum("bsk,fk->bsf", hidden, weight) if gate.reads_input else weight
+    sigmoid = 1 / (1 + torch.exp(-score))
+    score = {"sigmoid": sigmoid, "silu": score * sigmoid, "half_sigmoid": 0.5 + 0.5 * sigmoid}[
+        gate.activation
+    ]
+    return x * score if gate.form == "multiply" else x + score
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,8 +117,11 @@ def attention(
     eps: float = 1e-5,
     rotary_base: float | None = None,
     weigh: Callable[[list[Tensor]], Tensor] | None = None,
+    gate: Gate | None = None,
+    gate_weights: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Causal grouped-query attention with knocking: project, knock, QK-norm, RoPE, attend, project.
+    """Causal grouped-query attention with knocking: project, knock, gate q, k and v, QK-norm, RoPE,
+    attend, gate the output, project, gate what comes out.
 
     Args:
         hidden: ``[B, S, K]``.
@@ -104,16 +135,21 @@ def attention(
         rotary_base: base of the rotary embedding, or None for no position embedding.
         weigh: from the knocked queries of all heads, ``[B, S, D]`` each, what their outputs are
             multiplied by, ``[B, S, H]`` (:func:`mixture_weights`).
+        gate: what is gated; its weights are ``gate_weights`` (:func:`gate_head`).
 
     Returns:
         ``[B, S, K]``.
     """
     heads = w_query.shape[1] // head_dim
 
+    def gated(x: Tensor, position: str, head: int) -> Tensor:
+        return gate_head(x, hidden, position, head, gate, gate_weights or {})
+
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
         variant = getattr(kha, name)
-        return x if variant is None else knock_head(x, matrices[name], variant)
+        x = x if variant is None else knock_head(x, matrices[name], variant)
+        return gated(x, name, head)
 
     outputs = []
     queries = [project(w_query, head, "query") for head in range(heads)]
@@ -127,11 +163,11 @@ def attention(
             key = rms_norm(key, k_norm, eps)
         if rotary_base is not None:
             query, key = rotate(query, rotary_base), rotate(key, rotary_base)
-        outputs.append(attend(query, key, value))
+        outputs.append(gated(attend(query, key, value), "output", head))
     if weigh is not None:
         weights = weigh(queries)
         outputs = [weights[..., head, None] * output for head, output in enumerate(outputs)]
-    return torch.cat(outputs, dim=-1) @ w_output
+    return gated(torch.cat(outputs, dim=-1) @ w_output, "dense", 0)
 
 
 def mixture_weights(
@@ -295,6 +331,8 @@ def latent_attention(
     q_norm: Tensor | None = None,
     kv_norm: Tensor | None = None,
     eps: float = 1e-5,
+    gate: Gate | None = None,
+    gate_weights: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Causal Multi-head Latent Attention; with several latent heads, Grouped Latent Attention.
 
@@ -320,6 +358,7 @@ def latent_attention(
         w_query_latent: ``[K, Q]``, or None for queries without a latent.
         q_norm: ``[Q]`` weight of the query latent's RMSNorm, or None for no norm.
         kv_norm: ``[C]`` weight of the RMSNorm of each latent head, or None for no norm.
+        gate: on the output, if any; its weight is in ``gate_weights`` (:func:`gate_head`).
 
     Returns:
         ``[B, S, K]``.
@@ -352,5 +391,6 @@ def latent_attention(
             [knocked(query[..., :nope], "query"), rotate_pairs(query[..., nope:], rotary_base)], -1
         )
         key = torch.cat([knocked(key, "key"), rotary_key], dim=-1)
-        outputs.append(attend(query, key, knocked(value, "value")))
+        output = attend(query, key, knocked(value, "value"))
+        outputs.append(gate_head(output, hidden, "output", head, gate, gate_weights or {}))
     return torch.cat(outputs, dim=-1) @ w_output

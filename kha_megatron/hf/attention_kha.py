@@ -8,7 +8,7 @@ Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, `
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from kha_megatron.heads import HeadTensor, Mechanism
 from kha_megatron.heads.knock import PROJECTIONS, Variant
 from kha_megatron.heads.mechanism import Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
+from kha_megatron.hf.head_ranks import ModelRanks
 from kha_megatron.ops.heads import applied
-from kha_megatron.ops.heads.ranks import Ranks
 
 CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
@@ -50,12 +50,27 @@ class HeadSharedLinear(nn.Linear):
 
 
 class HeadWeight(nn.Module):
-    """A parameter of a head mechanism that is no stack of matrices."""
+    """A parameter of a head mechanism that is no stack of matrices and reads no input.
+
+    Whole on every rank; calling it is what transformers' tensor parallelism listens to.
+    """
 
     def __init__(self, tensor: HeadTensor) -> None:
         super().__init__()
         (self.start,) = tensor.starts
         self.weight = nn.Parameter(torch.empty(tensor.shape))
+
+    def forward(self) -> Tensor:
+        """The parameter."""
+        return self.weight
+
+
+class InputLinear(nn.Linear):
+    """What a head mechanism computes of the layer's input: a gate's score, a router's."""
+
+    def __init__(self, hidden: int, features: int, start: Start) -> None:
+        self.start = start
+        super().__init__(hidden, features, bias=False)
 
 
 class KHAKnock(nn.Module):
@@ -87,6 +102,18 @@ class KHAKnock(nn.Module):
         return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
 
 
+class _Score(NamedTuple):
+    """One thing that the mechanisms see of the input."""
+
+    name: str
+    module: str
+    features: int
+    of_heads: bool
+    """Whether it is ``[..., heads, features]``: a rank may have fewer heads."""
+    is_shared: bool
+    """Whether all heads meet it: ``[..., 1, features]``."""
+
+
 class KHAHeads:
     """Beside an attention: what its heads have, as modules."""
 
@@ -94,55 +121,68 @@ class KHAHeads:
     k_knock: nn.Module
     v_knock: nn.Module
     layer_idx: int
+    o_proj: nn.Module
 
     def _add_heads(self, config: KHAModelConfig) -> None:
         """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked."""
-        kha, sizes = config.kha, config.head_sizes
+        kha, sizes, hidden = config.kha, config.head_sizes, config.hidden_size
         knocks = {
             tensor.heads: KHAKnock(kha.variants[tensor.heads], tensor)
             for tensor in kha.knock.tensors(sizes)
         }
         for projection in PROJECTIONS:
             setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
-        self.mechanisms: list[tuple[Mechanism, dict[str, str]]] = []
-        self.scores: list[tuple[str, str, tuple[int, ...]]] = []  # name, module, shape of a token's
+        self.mechanisms: list[tuple[Mechanism, list[HeadTensor]]] = []
+        self.scores: list[_Score] = []
         for everywhere in kha.others:
             mechanism = everywhere.for_layer(self.layer_idx)
             for row in mechanism.rows(sizes):
-                self._add_score(row.name, row.hf, (sizes.heads(row.heads), row.features))
-            weights = {}
-            for tensor in mechanism.tensors(sizes):
-                if tensor.reads_input:
-                    shape = tensor.shape[:-1]
-                    met = tensor.gradient == "heads" and not tensor.per_head
-                    self._add_score(tensor.name, tensor.hf, (1, *shape) if met else shape)
-                else:
-                    setattr(self, tensor.hf, HeadWeight(tensor))
-                    weights[tensor.name] = tensor.hf
-            self.mechanisms.append((mechanism, weights))
+                rows = sizes.heads(row.heads) * row.features
+                setattr(self, row.hf, nn.Linear(hidden, rows, bias=config.attention_bias))
+                self.scores.append(_Score(row.name, row.hf, row.features, True, False))
+            tensors = mechanism.tensors(sizes)
+            for tensor in tensors:
+                self._add_tensor(tensor, hidden)
+            kept = [tensor for tensor in tensors if not tensor.reads_input]
+            self.mechanisms.append((mechanism, kept))
 
-    def _add_score(self, name: str, module: str, shape: tuple[int, ...]) -> None:
-        hidden = self.config.hidden_size
-        setattr(self, module, nn.Linear(hidden, math.prod(shape), bias=False))
-        self.scores.append((name, module, (-1, *shape[1:])))  # a rank may have fewer heads
+    def _add_tensor(self, tensor: HeadTensor, hidden: int) -> None:
+        if not tensor.reads_input:
+            setattr(self, tensor.hf, HeadWeight(tensor))
+            return
+        *heads, features = tensor.shape[:-1]
+        (start,) = tensor.starts
+        setattr(self, tensor.hf, InputLinear(hidden, math.prod(heads) * features, start))
+        is_shared = tensor.gradient == "heads" and not tensor.per_head
+        self.scores.append(
+            _Score(tensor.name, tensor.hf, features, tensor.per_head or is_shared, is_shared)
+        )
+
+    def _ranks(self) -> ModelRanks:
+        return ModelRanks(getattr(self.o_proj, "weight", None))
 
     def _read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
         """What the mechanisms see of the input ``[B, S, C]``, by name (``ops.heads.FUNCTIONS``)."""
-        return {
-            name: getattr(self, module)(hidden_states).unflatten(-1, shape)
-            for name, module, shape in self.scores
-        }
+        ranks, kept = self._ranks(), {}
+        for name, module, features, of_heads, is_shared in self.scores:
+            score = getattr(self, module)(hidden_states)
+            score = score.unflatten(-1, (-1, features)) if of_heads else score
+            kept[name] = ranks.met_by_heads(score) if is_shared else score
+        return kept
 
     def _applied(self, stage: Stage, kept: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
         """``[B, S, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``).
 
         ``kept`` begins with :meth:`_read_input`, and goes from stage to stage.
         """
-        mechanisms = [
-            (mechanism, {name: getattr(self, module).weight for name, module in names.items()})
-            for mechanism, names in self.mechanisms
-        ]
-        return applied(stage, mechanisms, tensors, kept, Ranks())
+        ranks, mechanisms = self._ranks(), []
+        for mechanism, parameters in self.mechanisms:
+            weights = {tensor.name: getattr(self, tensor.hf)() for tensor in parameters}
+            for tensor in parameters:
+                if tensor.per_head:
+                    weights[tensor.name] = ranks.own_part(weights[tensor.name])
+            mechanisms.append((mechanism, weights))
+        return applied(stage, mechanisms, tensors, kept, ranks)
 
 
 def _attend(
@@ -169,8 +209,9 @@ def _attend(
         scaling=module.scaling,
         **kwargs,
     )
-    (output,) = module._applied("output", kept, output=output)
-    result = module.o_proj(output.reshape(*shape, -1).contiguous())
+    heads = output.reshape(*shape, -1, value.shape[-1])  # a server's has them side by side
+    (heads,) = module._applied("output", kept, output=heads)
+    result = module.o_proj(heads.flatten(-2).contiguous())
     (result,) = module._applied("dense", kept, dense=result)
     return result, weights
 

@@ -205,7 +205,8 @@ class KHAModelConfig(PreTrainedConfig):
         if self.mlp_layer_types is None:
             kind = "sparse" if self.num_experts else "dense"
             self.mlp_layer_types = [kind] * self.num_hidden_layers
-        _ = self.kha  # which refuses unknown words
+        for mechanism in self.kha.others:  # which refuses unknown words
+            setattr(self, f"kha_{mechanism.name}", mechanism.to_dict())
         if problem := next(_problems(self), None):
             raise ConfigError(problem)
         if self.kv_lora_rank is not None:
@@ -256,12 +257,14 @@ class KHAModelConfig(PreTrainedConfig):
         if kind == "mla":
             del rules["q_proj" if self.q_lora_rank is not None else "q_b_proj"]
         if rules:  # else every rank has all heads
-            rules |= {
-                name.removeprefix("self_attn.").removesuffix(".weight"): _SHARED_BY_HEADS
-                for tensor in self.kha.tensors(self.head_sizes)
-                for name in tensor.hf_names
-                if not tensor.per_head
-            }
+            kha, sizes = self.kha, self.head_sizes
+            rules |= {row.hf: "colwise" for row in kha.rows(sizes)}
+            for tensor in kha.tensors(sizes):
+                rule = _SHARED_BY_HEADS
+                if tensor.reads_input:  # `_read_input` sums the gradient of what heads share
+                    rule = "colwise" if tensor.per_head else "replicate"
+                for name in tensor.hf_names:
+                    rules[name.removeprefix("self_attn.").removesuffix(".weight")] = rule
         return {f"layers.*.self_attn.{name}": rule for name, rule in rules.items()}
 
     def _settle_rotary_share(self) -> None:
@@ -317,6 +320,7 @@ def _attention_problems(config: Any) -> Iterator[str]:
         )
     if config.kha_attention == "gta" and config.attention_bias:
         yield "attention_bias=True with kha_attention='gta', which has no biases: remove one"
+    config.kha.check(HeadFacts(qk_norm=config.use_qk_norm))
 
 
 def _latent_problems(config: Any) -> Iterator[str]:

@@ -37,6 +37,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from kha_megatron.hf.attention_kha import (
     HeadSharedLinear,
     HeadWeight,
+    InputLinear,
     KHAAttention,
     KHALatentAttention,
     KHATiedAttention,
@@ -191,7 +192,7 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, HeadSharedLinear | HeadWeight):
+        if isinstance(module, HeadSharedLinear | HeadWeight | InputLinear):
             fill = {"zeros": init.zeros_, "ones": init.ones_, "identity": init.eye_}
             fill.get(module.start, partial(init.normal_, mean=0.0, std=std))(module.weight)
             return

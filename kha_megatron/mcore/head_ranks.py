@@ -16,6 +16,9 @@ from kha_megatron.mcore.added_loss import LossScale, with_loss
 from kha_megatron.mcore.settings import training_arguments
 from kha_megatron.ops.heads.ranks import Ranks
 
+Listener = Callable[[str, Callable[[], Tensor]], None]
+"""Gets what a mechanism observes: ``Ranks.observe``."""
+
 
 class HeadRanks(Ranks):
     """The tensor- and context-parallel ranks of one layer.
@@ -41,7 +44,7 @@ class HeadRanks(Ranks):
         self.tp, self.cp = groups.tp, groups.cp
         self.is_training = is_training
         self.loss_scale = LossScale.of(config) if adds_loss else None
-        self.listener: Callable[[str, Callable[[], Tensor]], None] | None = None
+        self.listeners: list[Listener] = []
 
     @property
     def trains(self) -> bool:
@@ -109,5 +112,5 @@ class HeadRanks(Ranks):
 
     def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
         """To the instruments, where there are any (:mod:`kha_megatron.mcore.instruments`)."""
-        if self.listener is not None:
-            self.listener(name, figure)
+        for listener in self.listeners:
+            listener(name, figure)

@@ -1,4 +1,5 @@
-"""Numbers that say how far a head-shared matrix has come from its start (paper section 4.5.2)."""
+"""Numbers that say how far a head-shared matrix has come from its start (paper section 4.5.2), and
+what attention does with the first token (arXiv 2505.06708)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,3 +67,42 @@ def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
             off_diagonal_share=off_diagonal_share,
             distance=distance,
         )
+
+
+SINK_QUERIES = 64
+"""Of how many tokens of a sequence the attention to the first one is measured, spread evenly."""
+
+
+def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
+    """Positions ``[n]`` of those tokens; the first, which can see nothing else, is not one."""
+    n = min(SINK_QUERIES, length - 1)
+    return torch.linspace(1, max(length - 1, 1), max(n, 0), device=device).round().long()
+
+
+def sink_terms(
+    query: Tensor, key: Tensor, scale: float, at: Tensor, held: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the share of causal attention that the first token gets is made of, in float32.
+
+    With all keys here it is ``exp(first - total)``; parts of the keys add up to it by the sum of
+    ``first`` and the logsumexp of ``total``. Fused attention never forms it, so it is computed
+    anew: ``2 n s D`` FLOPs a head and ``4 n s`` bytes, of ``n`` queries instead of all.
+
+    Args:
+        query: ``[n, heads, D]``, any floating dtype.
+        key: ``[s, groups, D]``.
+        scale: of the logits.
+        at: ``[n]``, positions of the queries.
+        held: ``[s]``, positions of the keys.
+
+    Returns:
+        ``first`` ``[heads, n]``, the logit of the key at position 0, or 0 if it is not here, and
+        ``total`` ``[heads, n]``, the logarithm of the sum of the exponents of all logits of keys
+        that a query sees; minus infinity for none.
+    """
+    groups = key.shape[1]
+    query = query.detach().float().unflatten(1, (groups, -1))
+    logits = scale * torch.einsum("ngrd,sgd->grns", query, key.detach().float()).flatten(0, 1)
+    first = logits.masked_fill(held != 0, 0).sum(-1)
+    unseen = held > at.unsqueeze(-1)
+    return first, logits.masked_fill(unseen, -torch.inf).logsumexp(-1)

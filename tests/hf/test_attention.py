@@ -40,7 +40,7 @@ def rotary(base: float, length: int, dim: int):
     return angle.cos(), angle.sin()
 
 
-def oracle(layer, hidden, kha):
+def oracle(layer, hidden, kha, **gates):
     matrices = {
         p: [
             getattr(layer, f"{p[0]}_knock").get_submodule(module_name(m)).weight.T
@@ -61,6 +61,7 @@ def oracle(layer, hidden, kha):
         eps=layer.config.rms_norm_eps,
         rotary_base=10000.0,
         **norms,
+        **gates,
     )
 
 

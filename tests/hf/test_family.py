@@ -40,7 +40,7 @@ def rows(linear):
     return linear.weight.T
 
 
-def oracle(layer, hidden):
+def oracle(layer, hidden, **gates):
     kha, config = layer.config.kha, layer.config
     matrices = {
         p: [
@@ -54,7 +54,7 @@ def oracle(layer, hidden):
         names = {"q_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
     found = {ours: getattr(layer, theirs, None) for ours, theirs in names.items()}
     norms = {name: m.weight for name, m in found.items() if hasattr(m, "weight")}
-    common = {"rotary_base": 10000.0, "eps": config.rms_norm_eps, **norms}
+    common = {"rotary_base": 10000.0, "eps": config.rms_norm_eps, **norms, **gates}
     if config.kv_lora_rank is None:
         weights = (layer.q_proj, layer.kv_proj, layer.k_rope_proj, layer.o_proj)
         return reference.tied_attention(

@@ -1,6 +1,7 @@
 """Gates on plain tensors (arXiv 2505.06708)."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,36 +9,55 @@ from torch import Tensor
 from kha_megatron.heads.gate import Activation, Form, Gate
 from kha_megatron.ops.heads.ranks import Ranks
 
+SHUT = 0.1
+"""A score below it lets next to nothing pass."""
+
 
 def apply(
     tensors: dict[str, Tensor], weights: Mapping[str, Tensor], gates: Gate, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """Gate what is at a position of ``gates``; scores are ``gate_{position}``."""
-    changed = {}
+    """Gate what is at a position of ``gates``; scores are ``gate_{position}``.
+
+    Observed are the mean of the activated score, ``gate-score/{position}``, and the share of it
+    below :data:`SHUT`, ``gate-shut/{position}``: how sparse the gate is.
+    """
+    changed: dict[str, Tensor] = {}
     for position in gates.positions:
         if position in tensors:
             name = f"gate_{position}"
-            score = weights[name] if name in weights else tensors[name]
-            changed[position] = gate(tensors[position], score, gates.form, gates.activation)
+            score = activated(weights[name] if name in weights else tensors[name], gates.activation)
+            ranks.observe(f"gate-score/{position}", score.mean)
+            ranks.observe(f"gate-shut/{position}", partial(_share_shut, score))
+            changed[position] = gated(tensors[position], score, gates.form)
     return changed
 
 
-def gate(x: Tensor, score: Tensor, form: Form, activation: Activation) -> Tensor:
-    """``x * s`` or ``x + s``, where ``s`` is the activated score.
+def _share_shut(score: Tensor) -> Tensor:
+    return (score < SHUT).float().mean()
 
-    Computed in float32 at least, as Megatron's own gate is, and rounded once.
+
+def activated(score: Tensor, activation: Activation) -> Tensor:
+    """The activated score, in float32 at least, as Megatron's own gate is.
+
+    Args:
+        score: any shape and floating dtype.
+        activation: ``sigmoid``, ``silu``, or ``half_sigmoid``, which is ``0.5 + sigmoid / 2``.
+    """
+    score = score.to(torch.promote_types(score.dtype, torch.float32))
+    if activation == "silu":
+        return torch.nn.functional.silu(score)
+    return 0.5 + score.sigmoid() / 2 if activation == "half_sigmoid" else score.sigmoid()
+
+
+def gated(x: Tensor, score: Tensor, form: Form) -> Tensor:
+    """``x * s`` or ``x + s``, rounded once.
 
     Args:
         x: ``[..., heads, D]`` or ``[..., hidden]``, any floating dtype.
-        score: what can be broadcast to it.
+        score: activated; what can be broadcast to ``x``.
         form: ``multiply`` or ``add``.
-        activation: ``sigmoid``, ``silu``, or ``half_sigmoid``, which is ``0.5 + sigmoid / 2``.
 
     Returns:
         Shape and dtype of ``x``.
     """
-    score = score.to(torch.promote_types(score.dtype, torch.float32))
-    s = torch.nn.functional.silu(score) if activation == "silu" else torch.sigmoid(score)
-    if activation == "half_sigmoid":
-        s = 0.5 + s / 2
-    return (x * s if form == "multiply" else x + s).to(x.dtype)
+    return (x * score if form == "multiply" else x + score).to(x.dtype)

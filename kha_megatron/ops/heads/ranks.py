@@ -55,9 +55,10 @@ class Ranks:
         return carrier
 
     def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
-        """Offer a figure of this layer to whoever draws it, who calls for it or does not.
+        """Hand a figure of this layer to whoever draws it.
 
         Args:
-            name: under which it is drawn.
-            figure: gives a number, or ``[heads]`` over all heads.
+            name: ``kha-{name}/layer-L`` in TensorBoard.
+            figure: computes it, where somebody listens: one number ``[]``, a mean over the tokens
+                of this rank; or ``[heads]`` of all heads, drawn as ``kha-{name}/head-i/layer-L``.
         """
