@@ -75,7 +75,7 @@ class NormedInput:
     def __init__(self, linear: Module | None) -> None:
         self._normed: Tensor | None = None
         if hasattr(linear, "return_layernorm_output"):
-            linear.return_layernorm_output = True  # type: ignore[union-attr, assignment]
+            linear.return_layernorm_output = True  # type: ignore[union-attr]
             linear.register_forward_hook(self._caught)  # type: ignore[union-attr]
 
     def _caught(self, module: Module, inputs: Any, result: Any) -> Any:
