@@ -394,3 +394,91 @@ def latent_attention(
         output = attend(query, key, knocked(value, "value"))
         outputs.append(gate_head(output, hidden, "output", head, gate, gate_weights or {}))
     return torch.cat(outputs, dim=-1) @ w_output
+
+
+def mixed_attention(
+    hidden: Tensor,
+    w_query: Tensor,
+    w_key: Tensor,
+    w_value: Tensor,
+    w_output: Tensor,
+    *,
+    num_query_groups: int,
+    pre: Tensor | None = None,
+    post: Tensor | None = None,
+    mixing: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-5,
+    rotary_base: float | None = None,
+    rotary_dim: int | None = None,
+) -> Tensor:
+    """Causal attention with talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) and
+    with collaborative ones (Cordonnier et al. 2020, arXiv 2006.16362, section 3.2).
+
+    Talking heads: head ``k`` gives the softmax the sum over heads ``h`` of ``pre[h, k]`` times the
+    logits of ``h``, and the values the sum of ``post[h, k]`` times the softmax of ``h``. What a
+    query may not see is hidden from the softmax, after the first sum.
+
+    Collaborative heads: one query and one key of ``Dk`` features for all heads, of which head ``i``
+    multiplies each feature of the query by its own number. Norms and the rotary embedding see what
+    a head has then; the rotary embedding turns the first ``rotary_dim`` features.
+
+    Args:
+        hidden: ``[B, S, K]``.
+        w_query: ``[K, H * D]``, or ``[K, Dk]`` with ``mixing``.
+        w_key: ``[K, G * D]``, or ``[K, Dk]`` with ``mixing``.
+        w_value: ``[K, G * V]``.
+        w_output: ``[H * V, K]``.
+        num_query_groups: ``G``.
+        pre: ``[H, H]``, or None for no mixing of logits; likewise ``post`` of weights.
+        mixing: ``[H, Dk]`` of collaborative heads, or None.
+        q_norm: weight of the query RMSNorm, or None for no norm; likewise ``k_norm``.
+        rotary_base: base of the rotary embedding, or None for no position embedding.
+        rotary_dim: features of a head that it turns; None for all.
+
+    Returns:
+        ``[B, S, K]``.
+    """
+    value_dim = w_value.shape[1] // num_query_groups
+    heads = w_output.shape[0] // value_dim
+    length = hidden.shape[1]
+
+    def place(x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is not None:
+            x = rms_norm(x, norm, eps)
+        if rotary_base is None:
+            return x
+        turned = rotary_dim or x.shape[-1]
+        return torch.cat([rotate(x[..., :turned], rotary_base), x[..., turned:]], dim=-1)
+
+    def columns(weight: Tensor, head: int, of: int) -> Tensor:
+        width = weight.shape[1] // of
+        return hidden @ weight[:, head * width : (head + 1) * width]
+
+    logits, values = [], []
+    for head in range(heads):
+        group = head // (heads // num_query_groups)
+        if mixing is not None:
+            query, key = (hidden @ w_query) * mixing[head], hidden @ w_key
+        else:
+            query, key = columns(w_query, head, heads), columns(w_key, group, num_query_groups)
+        query, key = place(query, q_norm), place(key, k_norm)
+        logits.append(torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1]))
+        values.append(columns(w_value, group, num_query_groups))
+
+    def mix(of_heads: list[Tensor], weight: Tensor | None) -> list[Tensor]:
+        if weight is None:
+            return of_heads
+        return [
+            torch.stack([weight[h, k] * x for h, x in enumerate(of_heads)]).sum(0)
+            for k in range(heads)
+        ]
+
+    future = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+    weights = [x.masked_fill(future, -torch.inf).softmax(-1) for x in mix(logits, pre)]
+    outputs = [
+        torch.einsum("bqk,bkd->bqd", weight, value)
+        for weight, value in zip(mix(weights, post), values, strict=True)
+    ]
+    return torch.cat(outputs, dim=-1) @ w_output

@@ -239,10 +239,10 @@ class Mechanism(ABC):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     def said(self) -> dict[str, Any]:
-        """Of :meth:`to_dict` what is not its default."""
+        """What is not its default, of what it is and how it is run."""
         assert is_dataclass(self)
-        defaults = {f.name: f.default for f in fields(self)}
-        return {name: x for name, x in self.to_dict().items() if x != defaults[name]}
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def __str__(self) -> str:
         """Short form for logs: ``name``, or ``name(setting=value)``."""

@@ -70,6 +70,8 @@ class KnockedAttention(Attention):
             modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
             mine = mechanism.for_layer(self.layer_number - 1)
             self.mechanisms.append((mine, HeadWeights(modules)))
+            if "core" in mechanism.stages:
+                self.core_attention.act_for(*self.mechanisms[-1])
             self.input_projections += read
         stages = {stage for mechanism, _ in self.mechanisms for stage in mechanism.stages}
         self.head_ranks = HeadRanks(
@@ -115,6 +117,20 @@ class KnockedAttention(Attention):
         (output,) = self._applied("dense", dense=output)
         self._kept = {}
         return output, bias
+
+    def flash_decode_and_prefill(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Megatron's, which dynamic batching calls in place of the core attention.
+
+        Raises:
+            ConfigError: a mechanism is the core attention.
+        """
+        for mechanism, _ in self.mechanisms:
+            if "core" in mechanism.stages:
+                raise ConfigError(
+                    f"{mechanism} with dynamic batching, which attends in fused kernels: generate "
+                    "with a static batch"
+                )
+        return super().flash_decode_and_prefill(*args, **kwargs)
 
     @property
     def knockings(self) -> dict[Projection, KnockingHeads]:
@@ -235,7 +251,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             flash_decode=config.flash_decode,
         )
     )
-    if kha.collaborative or kha.talking:
+    if kha.collaborative:
         raise ConfigError(f"{kha}: described, and not in Megatron yet")
     if kha.attention or config.multi_latent_attention:
         check_family_version()

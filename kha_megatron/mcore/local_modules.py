@@ -119,7 +119,13 @@ class GatheredDotProductAttention(DotProductAttention):
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
     def _causal_mask(self, local: int, total: int) -> Tensor:
+        every = torch.arange(total, device=torch.cuda.current_device())
+        return (every > self._positions(local, total)[:, None])[None, None]
+
+    def _positions(self, local: int, total: int) -> Tensor:
+        """Where this rank's queries stand in the sequence, whose last tokens they all are."""
         rank, size = self.cp_group.rank(), self.cp_group.size()
         positions = torch.arange(total, device=torch.cuda.current_device())
-        mine = positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].reshape(local, 1)
-        return (positions > mine)[None, None]
+        if size == 1:
+            return positions[total - local :]
+        return positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].reshape(local)

@@ -49,6 +49,7 @@ with megatron_imports():
         accept_sequence_parallelism,
     )
     from kha_megatron.mcore.settings import FROM_ENVIRONMENT, named_config, publish
+    from kha_megatron.mcore.talking import TalkingAttention
 
 type Spec = ModuleSpec | TransformerBlockSubmodules
 
@@ -99,6 +100,10 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
             if isinstance(node, ModuleSpec) and (module := _knocked(node.module, kha)):
                 found = True
                 changed |= {"module": module, "params": {**node.params, "kha": kha}}
+                if kha.talking:
+                    changed["submodules"] = replace(
+                        changed["submodules"], core_attention=TalkingAttention
+                    )
                 if kha.attention == "gla":
                     changed["submodules"] = grouped(changed["submodules"], kha.latent_heads)
             rewritten[id(node)] = replace(whole, **changed)

@@ -64,6 +64,7 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
             multi_latent=bool(arguments.get("multi_latent_attention")),
             query_heads=arguments.get("num_attention_heads") or 0,
             layers=arguments.get("num_layers") or 0,
+            tokens=arguments.get("seq_length") or 0,
         )
     )
     position = arguments.get("position_embedding_type", "learned_absolute")

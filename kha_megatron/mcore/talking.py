@@ -1,0 +1,166 @@
+"""Core attention of talking heads (arXiv 2003.02436), with tensor- and context-parallel ranks.
+
+Every head needs the logits of all others, and a tensor-parallel rank has some of the heads. So the
+layout is turned: each rank takes all heads of its part of the query tokens (one all-to-all), with
+all keys and values (one all-gather), and hands the outputs back to their heads (one all-to-all). Of
+a sequence of ``L`` tokens it then holds ``H L^2 / tp`` logits, as many as those of its own heads.
+
+Shape legend: ``s`` query tokens, ``k`` keys, ``b`` microbatch, ``h`` this rank's heads, ``H`` all,
+``g`` this rank's key/value heads, ``D`` features of a head.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    get_cuda_rng_tracker,
+)
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank
+from torch import Tensor
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.heads import TalkingHeads
+from kha_megatron.mcore.local_modules import GatheredDotProductAttention
+from kha_megatron.ops.heads.talking import attend
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
+
+class TalkingAttention(GatheredDotProductAttention):
+    """Takes and returns what Megatron's ``DotProductAttention`` does, for either backend.
+
+    It holds no parameters: its attention lends it those of its mechanism (:meth:`act_for`).
+
+    Raises:
+        ConfigError: an option that only other kernels have.
+    """
+
+    talking: TalkingHeads
+    matrices: Mapping[str, Tensor]
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        for option, plain, flag in (
+            ("window_size", None, "--window-size"),
+            ("softmax_type", "vanilla", "--softmax-type"),
+            ("fp8_dot_product_attention", False, "--fp8-dot-product-attention"),
+            ("fp8_multi_head_attention", False, "--fp8-multi-head-attention"),
+        ):
+            if (found := getattr(config, option, plain)) not in (plain, False):
+                raise ConfigError(
+                    f"{option}={found} with talking heads, whose attention has no {option}: "
+                    f"remove {flag}"
+                )
+        super().__init__(config, *args, **kwargs)
+        # layers scaled by their number divide the logits by it, and multiply again behind the mask
+        self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
+
+    def act_for(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
+        """Mix as ``mechanism`` says, with the attention's ``[H, H]`` matrices by their names."""
+        self.talking, self.matrices = mechanism, matrices
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend with all heads of a part of the queries.
+
+        Args:
+            query: ``[s, b, h, D]``.
+            key: ``[k, b, g, D]``, likewise ``value``, whose features may be others.
+            attention_mask: ``[b or 1, 1, s or 1, k]``, true where a key is hidden; None for the
+                causal one.
+
+        Returns:
+            ``[s, b, h * D]``.
+
+        Raises:
+            ConfigError: packed sequences, or more tokens than ``talking.max_tokens``.
+        """
+        if kwargs.get("packed_seq_params") is not None:
+            raise ConfigError(
+                "packed sequences with talking heads, whose mask knows one sequence: remove "
+                "--sft and what packs sequences"
+            )
+        if self.cp_group.size() > 1:
+            key, value = self._gather(key), self._gather(value)
+        if why := self.talking.too_long(len(key)):
+            raise ConfigError(why)
+        mask_type = attn_mask_type or self.attn_mask_type
+        rows = self._rows(len(query))
+        mask = self._mask(attention_mask, mask_type in _CAUSAL, rows, len(query), len(key))
+        output, _ = attend(
+            self._turned(query).permute(1, 2, 0, 3),
+            self._all_heads(key).permute(1, 2, 0, 3),
+            self._all_heads(value).permute(1, 2, 0, 3),
+            *(self.matrices.get(f"talking_{mixing}") for mixing in ("pre", "post")),
+            scale=self.logit_scale,
+            mask=mask,
+            dropout=self._dropout,
+        )
+        return self._turned_back(output.permute(2, 0, 1, 3), len(query))
+
+    def _rows(self, queries: int) -> Tensor:
+        """Which queries are this rank's; the last one again where they do not divide."""
+        ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
+        each = -(-queries // ranks)
+        mine = torch.arange(each, device=torch.cuda.current_device()) + rank * each
+        return mine.clamp(max=queries - 1)
+
+    def _mask(
+        self, given: Tensor | None, causal: bool, rows: Tensor, queries: int, keys: int
+    ) -> Tensor | None:
+        """What is hidden from this rank's queries, ``[b or 1, 1, s / tp, k]``; None for nothing."""
+        if given is not None and given.shape[-2] == queries:  # it says all
+            return given[..., rows, :]
+        hidden = given
+        if causal and queries > 1:
+            positions = self._positions(queries, keys)[rows][:, None]
+            future = (torch.arange(keys, device=rows.device) > positions)[None, None]
+            hidden = future if hidden is None else hidden | future
+        return hidden
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """``[s, b, h, D]`` of this rank's heads to ``[s / tp, b, H, D]`` of its queries."""
+        ranks = self.tp_group.size()
+        if ranks == 1:
+            return x
+        batch, features = x.shape[1], x.shape[-1]
+        x = torch.nn.functional.pad(x, (0,) * 7 + (-len(x) % ranks,))
+        turned = all_to_all_hp2sp(x.flatten(0, 1).flatten(1), group=self.tp_group)
+        return turned.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
+
+    def _turned_back(self, x: Tensor, queries: int) -> Tensor:
+        """``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
+        if self.tp_group.size() == 1:
+            return x.flatten(2)
+        batch = x.shape[1]
+        turned = all_to_all_sp2hp(x.flatten(0, 1).flatten(1), group=self.tp_group)
+        return turned.unflatten(0, (-1, batch))[:queries]
+
+    def _all_heads(self, x: Tensor) -> Tensor:
+        """``[k, b, g, D]`` of every rank, its gradient summed over the ranks whose queries ask.
+
+        Ranks that share a head each bring it: there is one for as many query heads as ever.
+        """
+        if self.tp_group.size() == 1:
+            return x
+        whole = all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group=self.tp_group)
+        return whole.unflatten(-1, (-1, x.shape[-1]))
+
+    def _dropout(self, weights: Tensor) -> Tensor:
+        """Other weights on every rank, as the queries are, from the state that has its own seed."""
+        if self.config.sequence_parallel:  # Megatron has changed to it for the whole layer
+            return self.attention_dropout(weights)
+        with get_cuda_rng_tracker().fork():
+            return self.attention_dropout(weights)
