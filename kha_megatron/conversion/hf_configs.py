@@ -46,8 +46,8 @@ class Family(NamedTuple):
     """How one architecture of transformers says what an :class:`Architecture` says."""
 
     config: type[PreTrainedConfig]
-    causal_lm: str
-    """Name of its class with an output layer."""
+    causal_lm: str | None
+    """Name of its class with an output layer; None where transformers has none."""
     fields: tuple[str, ...]
     """Fields of the architecture that it leaves open."""
     always: Mapping[str, Any] = {}
@@ -186,7 +186,7 @@ FAMILIES = {name: f for name, f in _EVERY.items() if f.config is not PreTrainedC
 
 PUBLISHED = Family(
     hf_gates.PublishedConfig,
-    "Qwen3ForCausalLM",
+    None,
     (*_COMMON, "qk_layernorm"),
     {"add_qkv_bias": False},
     _WITH_OUTPUT_BIAS | {"qkv_bias": False},
@@ -496,7 +496,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         **experts,
         rope_parameters=family.rope(_write_rope(model, family), model),
     )
-    config.architectures = [family.causal_lm]
+    config.architectures = [family.causal_lm or ""]
     return config
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.hf_reader import is_hf_folder
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
-from kha_megatron.conversion.hf_configs import with_zeros
+from kha_megatron.conversion.hf_configs import family_of, with_zeros
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
 from kha_megatron.conversion.sources import MegatronSource, Source, not_finite, open_source
 from kha_megatron.conversion.table import Place
@@ -141,6 +141,12 @@ class Pair:
             CheckpointError: a tensor is damaged, or a library does not load its own model.
         """
         tensors = compare_tensors(self, workers=workers)
+        if brings_code := [p for p in self.paths if logits and not _has_class(p)]:
+            announce(
+                f"logits not verified: {brings_code[0]} brings its own code, which is never run, "
+                "and transformers has no class for it"
+            )
+            return Verification(tensors)
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
             return Verification(tensors)
         if not self.fits_in_memory:
@@ -148,6 +154,10 @@ class Pair:
             announce(f"logits not verified: both models need {needed:.1f} GB of free memory")
             return Verification(tensors)
         return Verification(tensors, compare_logits(self))
+
+
+def _has_class(path: Path) -> bool:
+    return not is_hf_folder(path) or family_of(HFCheckpoint.open(path).config).causal_lm is not None
 
 
 def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:

@@ -1,14 +1,21 @@
 """Gated attention travels: Megatron's own gate to stock classes of transformers, and back."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.verify import Pair
+from kha_megatron.errors import CheckpointError
 from tests.conversion.checkpoints import save_and_run, tokens
+from tests.conversion.models import SIZES, make
+from tests.conversion.models import tokens as ids
 from tests.versions import needs_training_package
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -49,12 +56,12 @@ def test_a_stock_class_computes_what_megatron_does(stock, tmp_path, architecture
     written = to_hf.plan(folder, architecture=architecture).write(tmp_path / "hf")
     assert written.architecture == {"auto": "qwen3_next"}.get(architecture, architecture)
     if architecture != "kha":
-        model, ids = load(tmp_path / "hf"), tokens()
+        model, words = load(tmp_path / "hf"), tokens()
         assert written.tensors == len(load_file(tmp_path / "hf" / "model.safetensors"))
         assert expected.std(dim=(0, 1)).mean() > 0.3
         with torch.no_grad():
-            at_once = model(ids).logits
-        for found in (at_once, in_two_steps(model, ids)):
+            at_once = model(words).logits
+        for found in (at_once, in_two_steps(model, words)):
             theirs = expected[..., : found.shape[-1]]
             torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
     verification = Pair.open(folder, tmp_path / "hf").verify(logits=architecture == "auto")
@@ -74,3 +81,83 @@ def test_it_comes_back_as_plain_megatron(stock, tmp_path):
     assert not [name for name in after.args if name.startswith("kha_")]
     for key, _ in before.keys().items():
         assert torch.equal(before.tensor(key), after.tensor(key)), key
+
+
+class Published(Qwen3Attention):
+    """Written after github.com/qiuzh20/gated_attention: ``q_proj`` gives for each key/value head
+    its queries, then their gates."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        width = 1 if config.headwise_attn_output_gate else config.head_dim
+        rows = config.num_attention_heads * (config.head_dim + width)
+        self.q_proj = torch.nn.Linear(config.hidden_size, rows, bias=False)
+
+    def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        """Attend without a cache, then gate."""
+        config, shape = self.config, hidden_states.shape[:-1]
+        groups, dim = config.num_key_value_heads, config.head_dim
+        mixed = self.q_proj(hidden_states).view(*shape, groups, -1)
+        query, gate = mixed.tensor_split([self.num_key_value_groups * dim], dim=-1)
+        query = self.q_norm(query.reshape(*shape, -1, dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(*shape, -1, dim)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(*shape, -1, dim).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+        gate = gate.reshape(*shape, config.num_attention_heads, -1)
+        return self.o_proj((output * gate.sigmoid()).flatten(2)), None
+
+
+SWITCHES = {
+    "element": {"elementwise_attn_output_gate": True, "headwise_attn_output_gate": False},
+    "head": {"elementwise_attn_output_gate": False, "headwise_attn_output_gate": True},
+    "none": {"elementwise_attn_output_gate": False, "headwise_attn_output_gate": False},
+}
+
+
+@pytest.fixture
+def published(request, tmp_path, monkeypatch):
+    """A folder as its authors publish it, and its logits."""
+    monkeypatch.setattr(modeling_qwen3, "Qwen3Attention", Published)
+    config = Qwen3Config(**SIZES | SWITCHES[request.param] | {"qkv_bias": False})
+    if request.param == "none":
+        monkeypatch.undo()
+    model = make(config)
+    config = model.config.to_dict() | {"model_type": "qwen3", "use_qk_norm": True}
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_qwen3.Qwen3ForCausalLM"}}
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config, default=str))
+    save_file(model.state_dict(), tmp_path / "theirs" / "model.safetensors")
+    with torch.no_grad():
+        logits = model(ids()).logits
+    monkeypatch.undo()
+    return tmp_path / "theirs", logits
+
+
+@pytest.mark.parametrize(
+    ("published", "architecture"),
+    [("element", "qwen3_next"), ("none", "qwen3")],
+    indirect=["published"],
+)
+def test_published_models_become_stock_ones(published, tmp_path, architecture):
+    folder, expected = published
+    written = to_hf.plan(folder, architecture="auto").write(tmp_path / "hf")
+    assert written.architecture == architecture
+    with torch.no_grad():
+        found = load(tmp_path / "hf")(ids()).logits
+    assert expected.std(dim=(0, 1)).mean() > 0.3
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    verification = Pair.open(folder, tmp_path / "hf").verify()
+    assert verification.tensors.agrees
+    assert verification.logits is None  # their code is never run
+
+
+@pytest.mark.parametrize("published", ["element"], indirect=True)
+def test_what_they_have_beside_gates_is_refused_by_name(published):
+    file = published[0] / "config.json"
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps(plain | {"qkv_bias": True}))
+    with pytest.raises(CheckpointError, match=r"qkv_bias=True.*only False"):
+        to_hf.plan(published[0])
