@@ -106,6 +106,7 @@ class Case:
             if f.name not in ("layout", "khas", "model", "steps") and value not in (f.default, {}):
                 words.append(f.name if value is True else f"{f.name}={value}")
         words = [word for word in words if "{" not in word]
+        words += sorted({mechanism.name for kha in self.khas for mechanism in kha.others})
         for options in (self.config, self.savings, self.ddp):
             words += [k if v is True else f"{k}={v}" for k, v in options.items()]
         return ", ".join(words)
@@ -142,7 +143,8 @@ class _Run:
         self.case = case
         self.config = _transformer_config(case)
         self.chunks = _build(self.config, case, replace(kha, fold=case.fold))
-        self.initial = [p for p in pieces(self.chunks) if ".knock_" in p.name]
+        ours = (".knock_", ".moh_")
+        self.initial = [p for p in pieces(self.chunks) if any(name in p.name for name in ours)]
         fill(self.chunks)
         wrapped = [Float16Module(self.config, c) if case.bf16 else c for c in self.chunks]
         settings = {"grad_reduce_in_fp32": True, "bucket_size": 3000} | case.ddp

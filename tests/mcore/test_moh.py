@@ -180,3 +180,95 @@ def errors(ranks, khas, tp, sp, mutate=None):
 def test_ranks_choose_weigh_and_learn_as_one(ranks, tp, sp):
     """At TP 4 there are fewer key/value heads than ranks."""
     assert errors(ranks, KINDS, tp, sp) == [{}] * len(KINDS)
+
+
+# What the comparison must catch: each rule taken out where it is needed.
+
+
+def _projected(self, hidden, weight):
+    """What a router's projection gives, with another weight."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    scores = torch.nn.functional.linear(hidden, weight)
+    if not self.config.sequence_parallel:
+        return scores
+    return gather_from_sequence_parallel_region(
+        scores, tensor_parallel_output_grad=False, group=self.tp_group
+    )
+
+
+def with_the_knocks_rule_on_the_router():
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    from kha_megatron.mcore.head_inputs import InputProjection
+
+    def forward(self, hidden):
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
+        return _projected(self, hidden, weight)
+
+    return mock.patch.object(InputProjection, "forward", forward)
+
+
+def without_the_sum_over_parts_of_the_sequence():
+    from kha_megatron.mcore.head_inputs import InputProjection
+
+    return mock.patch.object(
+        InputProjection, "forward", lambda self, hidden: _projected(self, hidden, self.weight)
+    )
+
+
+def with_whole_gradients_reduced_and_scattered():
+    from kha_megatron.mcore import head_inputs
+
+    gather = head_inputs.gather_from_sequence_parallel_region
+
+    def summing(x, tensor_parallel_output_grad=True, group=None):
+        return gather(x, tensor_parallel_output_grad=True, group=group)
+
+    return mock.patch.object(head_inputs, "gather_from_sequence_parallel_region", summing)
+
+
+def with_slices_in_place_of_scattered_weights():
+    from kha_megatron.mcore.head_ranks import HeadRanks
+
+    return mock.patch.object(
+        HeadRanks, "own_heads", lambda self, x: x.chunk(self.tp.size(), -1)[self.tp.rank()]
+    )
+
+
+def with_each_rank_choosing_of_its_own_heads():
+    from megatron.core import parallel_state
+
+    from kha_megatron.ops.heads import moh
+
+    route = moh.route
+
+    def local(scores, *settings):
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        each, rank = HEADS // ranks, parallel_state.get_tensor_model_parallel_rank()
+        mine = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        mine[rank * each : (rank + 1) * each] = True
+        mine[:3] = mine[HEADS:] = True  # shared heads and kinds are no choice
+        return route(scores.masked_fill(~mine, -1e9), *settings)
+
+    return mock.patch.object(moh, "route", local)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "routing", "tp", "sp", "caught"),
+    [
+        (with_the_knocks_rule_on_the_router, LEARNED, 2, False, {"moh_router.weight"}),
+        (without_the_sum_over_parts_of_the_sequence, LEARNED, 2, True, "replicas of moh_router"),
+        (with_whole_gradients_reduced_and_scattered, LEARNED, 2, True, {"moh_router.weight"}),
+        (with_slices_in_place_of_scattered_weights, LEARNED, 2, False, "replicas of "),
+        # at TP 2 a rank has all of the routed heads, and is right by accident
+        (with_slices_in_place_of_scattered_weights, NORMS, 4, False, {"input gradient"}),
+        (with_each_rank_choosing_of_its_own_heads, LEARNED, 2, False, {"output"}),
+    ],
+)
+def test_without_a_rule_the_comparison_fails(ranks, mutate, routing, tp, sp, caught):
+    (wrong,) = errors(ranks, [KHAConfig(moh=routing)], tp, sp, mutate)
+    if isinstance(caught, str):
+        assert str(wrong).startswith(caught), wrong
+    else:
+        assert caught <= wrong.keys(), wrong

@@ -1,0 +1,125 @@
+"""Every parallelism equals the unsharded run, with mixture-of-head attention in every layer.
+
+Tolerance and quantities are those of ``test_parallelism.py``. The weight of the load-balance loss
+is 5: at the paper's 0.01 one that counts twice moves no gradient by more than 1e-4.
+"""
+
+from unittest import mock
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.moh import MixtureOfHeads
+from tests.distributed.parallelism import train
+from tests.distributed.pieces import errors, quantities
+from tests.distributed.test_parallelism import (
+    FP32,
+    FULL,
+    OVERLAP_ALL,
+    SELECTIVE,
+    ZERO,
+    case,
+    mutated,
+    unsharded,  # noqa: F401  # a fixture
+)
+from tests.versions import needs_fsdp2
+
+MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
+"""Each layer with another number of heads, so that one in a wrong place is seen."""
+QUANTIZED = KHAConfig(
+    query="linear",
+    key="linear",
+    value="linear",
+    moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
+)
+BOTH = (MOH, QUANTIZED)
+
+
+def cases():
+    yield case(khas=BOTH, layers=4, tp=2, sp=True, pp=2, vpp=2, groups=1)
+    yield case(khas=BOTH, layers=4, cp=2, per_token_loss=True)
+    yield case(khas=BOTH, layers=4, tp=2, cp=2)
+    yield case(khas=BOTH, layers=4, dp=2, ep=2, model="moe", ddp=OVERLAP_ALL)
+    yield case(khas=BOTH, layers=4, tp=2, sp=True, savings=FULL)
+
+
+def whole_cases():
+    for fields in (
+        {"tp": 2},
+        {"tp": 2, "sp": True},
+        {"tp": 4, "groups": 2},
+        {"tp": 4, "sp": True, "groups": 2},
+        {"tp": 2, "config": {"qk_layernorm": False}},
+        {"pp": 2},
+        {"pp": 4},
+        {"tp": 2, "pp": 2},
+        {"cp": 2},
+        {"cp": 2, "savings": FULL},
+        {"dp": 2},
+        {"dp": 2, "ddp": ZERO},
+        {"dp": 2, "per_token_loss": True},
+        {"tp": 2, "sp": True, "dp": 2, "ddp": OVERLAP_ALL, "per_token_loss": True},
+        {"tp": 2, "sp": True, "ep": 2, "model": "moe"},
+        {"tp": 2, "sp": True, "savings": SELECTIVE},
+        {"savings": FULL},
+        {"dp": 2, "fsdp": "torch"},
+    ):
+        yield case(khas=BOTH, layers=4, **fields)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*cases(), *(pytest.param(c, marks=pytest.mark.whole) for c in whole_cases())],
+    ids=str,
+)
+def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, case):  # noqa: F811
+    if case.fsdp:
+        needs_fsdp2()
+    results = ranks(train, case.layout.world, case, timeout=600)
+    for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
+        found = errors(quantities(got), want)
+        where = max(found, key=found.get)
+        parallelism_table(str(case), str(kha), float(found[where]), where)
+        wrong = {name: e for name, e in found.items() if not e <= FP32}
+        assert not wrong, f"{kha}: {wrong}"
+
+
+def with_the_load_of_each_context_parallel_rank():
+    from kha_megatron.mcore.head_ranks import HeadRanks
+    from kha_megatron.ops.heads.ranks import Ranks
+
+    return mock.patch.object(HeadRanks, "token_mean", Ranks.token_mean)
+
+
+def with_megatrons_scaler_of_experts_losses():
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from kha_megatron.mcore import head_ranks
+
+    def without_scale(carrier, loss, scale):
+        return MoEAuxLossAutoScaler.apply(carrier, loss)
+
+    return mock.patch.object(head_ranks, "with_loss", without_scale)
+
+
+def with_each_sequence_counted_by_every_context_parallel_rank():
+    from kha_megatron.mcore import head_ranks
+
+    add = head_ranks.with_loss
+    return mock.patch.object(
+        head_ranks, "with_loss", lambda x, loss, scale: add(x, loss * 2, scale)
+    )
+
+
+@pytest.mark.parametrize(
+    ("mutate", "layout"),
+    [
+        (with_the_load_of_each_context_parallel_rank, {"cp": 2}),
+        (with_each_sequence_counted_by_every_context_parallel_rank, {"cp": 2}),
+        (with_megatrons_scaler_of_experts_losses, {}),
+    ],
+)
+def test_a_loss_counted_otherwise_is_seen(ranks, unsharded, mutate, layout):  # noqa: F811
+    wrong = mutated(ranks, unsharded, case(khas=(MOH,), layers=4, **layout), mutate)
+    assert "gradients decoder.layers.self_attention.moh_router.weight" in wrong, wrong
+    assert not any(name.startswith("loss") for name in wrong)
