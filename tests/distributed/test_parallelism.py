@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import TalkingHeads
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
@@ -46,6 +47,12 @@ MLA, GLA, GTA = (
 )
 LATENT = {"multi_latent_attention": True}
 TIED = {"kv_channels": 8}
+
+TALKING = KHAConfig(value="mlp", talking=TalkingHeads())
+TABLE_6 = (TALKING,)
+"""Other ways for heads to meet, beside a knock, which do not change how they are cut."""
+WIDER = {"kv_channels": 12}
+"""Enough rows for four ranks to share one value head."""
 
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True}
@@ -156,6 +163,35 @@ def whole_attention_family():
         yield case(khas=(GTA,), tp=2, sp=True, groups=groups, config=TIED)
 
 
+def other_heads():
+    yield case(khas=TABLE_6, tp=4, sp=True, groups=2, config=WIDER)
+    yield case(khas=TABLE_6, tp=2, cp=2, config=WIDER)
+
+
+def whole_other_heads():
+    for fields in (
+        {"tp": 2},
+        {"tp": 2, "sp": True, "groups": 1},
+        {"tp": 4, "groups": 1},
+        {"tp": 4, "groups": 8},
+        {"tp": 2, "config": WIDER | {"qk_layernorm": False}},
+        {"pp": 2},
+        {"pp": 2, "vpp": 2, "layers": 4},
+        {"cp": 2},
+        {"dp": 2},
+        {"dp": 2, "ddp": ZERO},
+        {"dp": 2, "fsdp": "torch"},
+        {"dp": 2, "per_token_loss": True},
+        {"tp": 2, "sp": True, "dp": 2, "ddp": OVERLAP_ALL, "per_token_loss": True},
+        {"tp": 2, "sp": True, "savings": FULL},
+        {"tp": 2, "sp": True, "savings": SELECTIVE},
+        {"dp": 2, "ep": 2, "model": "moe"},
+        {"tp": 2, "sp": True, "ep": 2, "model": "moe"},
+        {"bf16": True, "tp": 2, "sp": True},
+    ):
+        yield case(**{"khas": TABLE_6, "config": WIDER} | fields)
+
+
 def bfloat16():
     yield case(bf16=True, tp=2, sp=True, groups=2)
     yield case(bf16=True, dp=2, ddp=OVERLAP_ALL)
@@ -201,9 +237,15 @@ CASES = [
     *recompute(),
     *folded(),
     *attention_family(),
+    *other_heads(),
     *bfloat16(),
 ]
-WHOLE = [*every_number_of_groups(), *other_pairs(), *whole_attention_family()]
+WHOLE = [
+    *every_number_of_groups(),
+    *other_pairs(),
+    *whole_attention_family(),
+    *whole_other_heads(),
+]
 WHOLE = [c for c in WHOLE if str(c) not in map(str, CASES)]
 
 
