@@ -12,13 +12,24 @@
 ``kha-gate-spread/P``               its standard deviation: 0 at the start
 ``kha-head-cosine/value``           mean cosine between two heads' values, as attention uses them
 ``kha-head-cosine/value-unknocked`` the same before they are knocked
+``kha-attention-sink/head-H``       share of a head's attention that the first token gets, 0 to 1
+``kha-attention-sink/mean``         the same of all heads
+``kha-hidden-peak/value``           largest absolute value of what a layer hands on: a massive
+                                    activation where it is hundreds of times the others
+``kha-hidden-peak/feature``         in which feature it is
+``kha-NAME``                        what a head mechanism says of itself (``Ranks.observe``), such
+                                    as the gate's ``kha-gate-score`` and ``kha-gate-shut``
 ==================================  ================================================================
 
 Each name ends with ``/layer-L``, counted from 0 over all pipeline stages, as in checkpoints. Names
 that have no meaning are left out: the cosine of a single head, gates where there are none.
 
-Matrices are those with which the iteration's loss was computed. Gates and cosines are means over
-the tokens of the first microbatch of each data-parallel rank. A token's mean cosine over all pairs
+Matrices are those with which the iteration's loss was computed. Gates, cosines and what mechanisms
+say are means over the tokens of the first microbatch of each data-parallel rank, of whose first
+sequence ``ops.diagnostics.SINK_QUERIES`` tokens tell where attention goes. Fused attention does not
+say, so their scores are computed anew: of the work of all scores ``2 SINK_QUERIES / s``. It is left
+out where attention has a window, sinks of its own, packed sequences or other scores (talking
+heads). A token's mean cosine over all pairs
 of its ``n`` heads is ``(|sum_h u_h|^2 - sum_h |u_h|^2) / (n (n - 1))`` with ``u_h`` the head's
 value scaled to length 1 (a zero value stays zero, its cosine with others counts as 0), so that the
 heads of tensor-parallel ranks need one all-reduce of ``[tokens, D + 1]``. Where the projection has
@@ -28,12 +39,15 @@ Legend: ``s`` sequence, ``b`` microbatch, ``heads`` those of this rank, ``D`` fe
 ``n`` matrices of a stacked weight.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -45,7 +59,7 @@ from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.gradients import around_finalization, gradient_of
 from kha_megatron.mcore.knocking import KnockingHeads
-from kha_megatron.ops.diagnostics import measure
+from kha_megatron.ops.diagnostics import measure, sink_queries, sink_terms
 
 Model = Any
 """A pipeline stage of a GPTModel or HybridModel, or a module of one."""
@@ -54,6 +68,7 @@ Write = Callable[[dict[str, float], int], None]
 _OF_WEIGHTS = ("kha-diagonal-mean", "kha-off-diagonal-share", "kha-distance")
 _GRADIENT, _OPENNESS, _SPREAD = "kha-grad-norm", "kha-gate-openness", "kha-gate-spread"
 _USED, _UNKNOCKED = "kha-head-cosine/value", "kha-head-cosine/value-unknocked"
+_SINK, _PEAK = "kha-attention-sink", "kha-hidden-peak"
 
 
 def watch_heads(
@@ -68,11 +83,12 @@ def watch_heads(
 
     Nothing that training computes is changed. Other iterations do nothing but look at the number.
     A measured one costs, on top: for each layer the norm of the values and their all-reduce over
-    tensor-parallel ranks, one product for each gate, a few passes over the matrices, and one
-    all-reduce over all ranks of some numbers per layer.
+    tensor-parallel ranks, one product for each gate, the scores of some tokens, a pass over what
+    the layer hands on, a few passes over the matrices, and some numbers per layer reduced over all
+    ranks.
 
-    With CUDA graphs of layers, gates and cosines are left out, because a captured module must not
-    have hooks.
+    With CUDA graphs of layers only the matrices are left, because a captured module must not have
+    hooks.
 
     Args:
         models: the virtual pipeline stages of this rank, not yet wrapped for data parallelism.
@@ -109,32 +125,45 @@ class _Instruments:
 
     def __init__(self, models: Sequence[Model], kha: KHAConfig, is_due: Callable[[], bool]) -> None:
         self.config = get_model_config(models[0])
+        self.kha = kha
         self.is_due = is_due
-        self.columns = {name: i for i, name in enumerate(_names(kha))}
-        # for each layer and name a sum and of how many, the way that a mean over ranks needs
-        self.sums = torch.zeros(
-            (self.config.num_layers, len(self.columns), 2),
+        # for each name and layer a sum and of how many, the way that a mean over ranks needs
+        self.sums: dict[tuple[str, int], tuple[Tensor, float]] = {}
+        # for each layer the largest value and its feature
+        self.peaks = torch.full(
+            (self.config.num_layers, 2),
+            -1.0,
             dtype=torch.float64,
             device=torch.cuda.current_device(),
         )
         self.heard: set[tuple[int, str]] = set()
         decoders: list[Any] = [model.decoder for model in models]
-        layers = [layer for decoder in decoders for layer in decoder.layers]
+        layers = {x.layer_number - 1: x for decoder in decoders for x in decoder.layers}
         self.attentions = {
-            layer.layer_number - 1: attention
-            for layer in layers
+            number: attention
+            for number, layer in layers.items()
             if isinstance(attention := getattr(layer, "self_attention", None), Attention)
         }
         if getattr(self.config, "cuda_graph_impl", "none") == "none":
-            for layer, attention in self.attentions.items():
-                self._listen(layer, attention)
+            for number, attention in self.attentions.items():
+                layers[number].register_forward_hook(partial(self._hear_peak, number))
+                self._listen(number, attention)
 
     def _listen(self, layer: int, attention: Attention) -> None:
         def used(module: Model, inputs: tuple[Any, ...]) -> None:
+            query, key, value, *_ = inputs
             if self._is_new(module, layer, _USED):
-                self._add_cosine(layer, _USED, inputs[2], attention.tp_group)
+                self._add_cosine(layer, _USED, value, attention.tp_group)
+            if self._has_plain_scores(query) and self._is_new(module, layer, _SINK):
+                self._add_sink(layer, attention, query[:, 0], key[:, 0])
+
+        def observed(name: str, figure: Callable[[], Tensor]) -> None:
+            if self._is_new(attention, layer, name):
+                self._add_figure(layer, f"kha-{name}", figure)
 
         attention.core_attention.register_forward_pre_hook(used)
+        if hasattr(attention, "head_ranks"):
+            attention.head_ranks.listeners.append(observed)
         for projection, knocking in _knockings(attention):
             gated = "gate" in MATRICES[knocking.variant]
             if gated or projection == "value":
@@ -187,10 +216,57 @@ class _Instruments:
         self._add(layer, f"{_OPENNESS}/{projection}", total, gate.numel())
         self._add(layer, f"{_SPREAD}/{projection}", squares, gate.numel())
 
+    def _has_plain_scores(self, query: Tensor) -> bool:
+        """Whether a head's scores are ``q k`` of all tokens before, of ``[s, b, heads, D]``."""
+        window = getattr(self.config, "window_size", None)
+        softmax = getattr(self.config, "softmax_type", "vanilla")
+        plain = window is None and softmax == "vanilla" and self.kha.talking is None
+        return plain and query.dim() == 4
+
+    @torch.no_grad()
+    def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
+        """From ``[s, heads, D]`` and ``[s, groups, D]``, one sequence with this rank's heads."""
+        group = attention.pg_collection.cp
+        held = _positions(len(query), group).to(query.device)
+        at = sink_queries(len(query) * group.size(), query.device)
+        if not len(at):
+            return
+        is_here = (held == at.unsqueeze(-1)).to(query.dtype)
+        asked = torch.einsum("ns,shd->nhd", is_here, query)
+        dist.all_reduce(asked, group=group)  # each comes from the rank that has its token
+        scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
+        first, total = sink_terms(asked, key, scale or query.shape[-1] ** -0.5, at, held)
+        dist.all_reduce(first, group=group)
+        parts = [torch.empty_like(total) for _ in range(group.size())]
+        dist.all_gather(parts, total, group=group)
+        shares = (first - torch.stack(parts).logsumexp(0)).exp().mean(-1).double()
+        self._add(layer, f"{_SINK}/mean", shares.sum(), len(shares))
+        # every rank names all heads, and counts its own
+        first_head = attention.tp_group.rank() * len(shares)
+        for head in range(self.config.num_attention_heads):
+            mine = 0 <= head - first_head < len(shares)
+            share = shares[head - first_head] if mine else shares.new_zeros(())
+            self._add(layer, f"{_SINK}/head-{head}", share, float(mine))
+
+    @torch.no_grad()
+    def _hear_peak(self, layer: int, module: Model, inputs: Any, result: Any) -> None:
+        if self._is_new(module, layer, _PEAK):
+            hidden = result[0] if isinstance(result, tuple) else result
+            peak, feature = hidden.detach().abs().flatten(0, -2).amax(0).max(0)
+            self.peaks[layer, 0], self.peaks[layer, 1] = peak, feature
+
+    @torch.no_grad()
+    def _add_figure(self, layer: int, name: str, figure: Callable[[], Tensor]) -> None:
+        value = figure().double()
+        if not value.dim():
+            self._add(layer, name, value, 1)
+            return
+        for head, of_head in enumerate(value):
+            self._add(layer, f"{name}/head-{head}", of_head, 1)
+
     def _add(self, layer: int, name: str, total: Tensor, count: float) -> None:
-        place = self.sums[layer, self.columns[name]]
-        place[0] += total
-        place[1] += count
+        before, held = self.sums.get((name, layer), (self.peaks.new_zeros(()), 0.0))
+        self.sums[name, layer] = before + total, held + count
 
     @torch.no_grad()
     def read(self, chunks: Sequence[Model]) -> dict[str, float]:
@@ -209,43 +285,72 @@ class _Instruments:
                 squares, share = _squared_gradients(knocking.weight, chunks)
                 for name, square in zip(names, squares, strict=True):
                     self._add(layer, f"{_GRADIENT}/{name}", square / scale**2, share)
-        # replicas add the same number, so that its mean is itself
-        dist.all_reduce(self.sums)
-        sums = self.sums.tolist()
-        self.sums.zero_()
+        means = self._means()
+        for layer, (peak, feature) in enumerate(self._peaks()):
+            if peak >= 0:
+                means[layer] |= {f"{_PEAK}/value": peak, f"{_PEAK}/feature": feature}
         self.heard.clear()
         return {
             f"{name}/layer-{layer}": value
-            for layer, row in enumerate(sums)
-            for name, value in self._values(row).items()
+            for layer in sorted(means)
+            for name, value in means[layer].items()
         }
 
-    def _values(self, row: list[list[float]]) -> dict[str, float]:
-        means = {name: row[i][0] / row[i][1] for name, i in self.columns.items() if row[i][1] != 0}
-        for name in means:
-            kind, _, place = name.partition("/")
-            if kind == _GRADIENT:
-                means[name] **= 0.5
-            elif kind == _SPREAD:
-                variance = means[name] - means[f"{_OPENNESS}/{place}"] ** 2
-                means[name] = max(variance, 0.0) ** 0.5  # rounding may leave less than nothing
+    def _means(self) -> dict[int, dict[str, float]]:
+        """Of every layer, over all ranks; no rank keeps its sums."""
+        # ranks of one pipeline stage have the same names
+        stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
+        group = mpu.get_pipeline_model_parallel_group()
+        dist.all_gather_object(stages, list(self.sums), group=group)
+        names = list(dict.fromkeys(name for stage in stages for name in stage))
+        nothing = self.peaks.new_zeros(()), 0.0
+        totals, counts = zip(*(self.sums.get(name, nothing) for name in names), strict=True)
+        sums = torch.stack([torch.stack(totals), self.peaks.new_tensor(counts)], dim=-1)
+        # replicas add the same number, so that its mean is itself
+        dist.all_reduce(sums)
+        self.sums.clear()
+        means: dict[int, dict[str, float]] = defaultdict(dict)
+        for (name, layer), (total, count) in zip(names, sums.tolist(), strict=True):
+            if count != 0:
+                means[layer][name] = total / count
+        for layer, of_layer in means.items():
+            means[layer] = _settled(of_layer)
         return means
+
+    def _peaks(self) -> list[list[float]]:
+        """Of every layer the largest value on all ranks, and the feature where it was found."""
+        largest = self.peaks[:, 0].clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        feature = torch.where(self.peaks[:, 0] == largest, self.peaks[:, 1], -1)
+        dist.all_reduce(feature, op=dist.ReduceOp.MAX)
+        self.peaks.fill_(-1)
+        return torch.stack([largest, feature], dim=-1).tolist()
 
     def _loss_scale(self) -> Tensor | float:
         scaled = self.config.grad_scale_func
-        return 1.0 if scaled is None else scaled(torch.ones_like(self.sums[0, 0, 0])).reshape(())
+        return 1.0 if scaled is None else scaled(torch.ones_like(self.peaks[0, 0])).reshape(())
 
 
-def _names(kha: KHAConfig) -> list[str]:
-    names = [_USED]
-    for projection, variant in kha.variants.items():
-        for matrix in MATRICES[variant]:
-            names += [f"{kind}/{projection}-{matrix}" for kind in (*_OF_WEIGHTS, _GRADIENT)]
-        if "gate" in MATRICES[variant]:
-            names += [f"{_OPENNESS}/{projection}", f"{_SPREAD}/{projection}"]
-        if projection == "value":
-            names.append(_UNKNOCKED)
-    return names
+def _settled(means: dict[str, float]) -> dict[str, float]:
+    """Norms and deviations from the means of squares that they were summed as."""
+    for name in means:
+        kind, _, place = name.partition("/")
+        if kind == _GRADIENT:
+            means[name] **= 0.5
+        elif kind == _SPREAD:
+            variance = means[name] - means[f"{_OPENNESS}/{place}"] ** 2
+            means[name] = max(variance, 0.0) ** 0.5  # rounding may leave less than nothing
+    return means
+
+
+def _positions(length: int, group: dist.ProcessGroup) -> Tensor:
+    """Of this context-parallel rank's tokens: of ``2 n`` chunks it has the one from the front and
+    the one from the back that has its number."""
+    if group.size() == 1:
+        return torch.arange(length)
+    chunk = torch.arange(length // 2)
+    back = 2 * group.size() - 1 - group.rank()
+    return torch.cat([chunk + group.rank() * len(chunk), chunk + back * len(chunk)])
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:

@@ -9,6 +9,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import MATRICES
 from tests.distributed.parallelism import MICROBATCHES, Case, Layout
 from tests.distributed.test_parallelism import FOLDABLE, GLA, GTA, LATENT, MLA, TIED
@@ -95,7 +96,7 @@ def _reference(case):
     first = [r * MICROBATCHES[0] // case.layout.dp for r in range(case.layout.dp)]
     run = _start(case.twin())
     (model,) = run.chunks
-    kept = {}
+    kept, gates = {}, case.khas[0].gate.positions if case.khas[0].gate else ()
 
     def keep(what, index):
         def hook(module, inputs):
@@ -103,9 +104,23 @@ def _reference(case):
 
         return hook
 
+    def hand_on(what):
+        def hook(module, inputs, result):
+            result = result[0] if isinstance(result, tuple) else result
+            kept.setdefault(what, {})[run.microbatch] = result.detach().double()
+
+        return hook
+
     for layer in model.decoder.layers:
         attention = layer.self_attention
-        attention.core_attention.register_forward_pre_hook(keep((layer.layer_number, "used"), 2))
+        layer.register_forward_hook(hand_on((layer.layer_number, "result")))
+        for position in gates:
+            module = getattr(attention, f"gate_{position}")
+            module.register_forward_hook(hand_on((layer.layer_number, position)))
+        for index, what in enumerate(("asking", "asked", "used")):
+            attention.core_attention.register_forward_pre_hook(
+                keep((layer.layer_number, what), index)
+            )
         for p in case.khas[0].variants:
             knocking = getattr(attention, f"knock_{p}")
             knocking.register_forward_pre_hook(keep((layer.layer_number, p), 0))
@@ -119,6 +134,19 @@ def _reference(case):
         def heard(what, number=number):
             return torch.cat([kept[number, what][m].flatten(0, 1) for m in first])
 
+        sinks = torch.stack(
+            [_sinks(kept[number, "asking"][m], kept[number, "asked"][m]) for m in first]
+        )
+        for head, share in enumerate(sinks.mean(0).tolist()):
+            expected[f"kha-attention-sink/head-{head}/{end}"] = share
+        expected[f"kha-attention-sink/mean/{end}"] = sinks.mean().item()
+        for position in gates:
+            score = 1 / (1 + torch.exp(-heard(position)))
+            expected[f"kha-gate-score/{position}/{end}"] = score.mean().item()
+            expected[f"kha-gate-shut/{position}/{end}"] = (score < 0.1).double().mean().item()
+        result = heard("result").abs().amax(0)
+        expected[f"kha-hidden-peak/value/{end}"] = result.max().item()
+        expected[f"kha-hidden-peak/feature/{end}"] = result.argmax().item()
         if case.groups > 1:
             expected[f"kha-head-cosine/value/{end}"] = _cosine(heard("used"))
         for p, variant in case.khas[0].variants.items():
@@ -141,6 +169,20 @@ def _reference(case):
     return expected
 
 
+def _sinks(query, key):
+    """Of each head, the first token's mean share in the attention of all tokens behind it.
+
+    There are few enough that all are asked.
+    """
+    shares, length = [], len(query)
+    for head in range(query.shape[2]):
+        group = head // (query.shape[2] // key.shape[2])
+        logits = query[:, 0, head] @ key[:, 0, group].T / query.shape[-1] ** 0.5
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        shares.append(logits.masked_fill(~seen, -torch.inf).softmax(-1)[1:, 0].mean())
+    return torch.stack(shares)
+
+
 def _cosine(values):
     """Mean over the tokens and pairs of heads of ``[tokens, heads, D]``."""
     pairs = combinations(values.unbind(1), 2)
@@ -156,6 +198,7 @@ CASES = [
     case(dp=2, ep=2, model="moe", ddp=ZERO),
     case(KHAConfig(query="gate", key="mlp", value="linear"), tp=2, savings=FULL),
     case(dp=2, fsdp="torch"),
+    case(KHAConfig(gate=Gate(output="shared", dense="element")), tp=2, sp=True, dp=2),
     case(replace(MIXED, value="linear"), tp=2, fold="always"),
     case(MLA, tp=2, sp=True, config=LATENT),
     case(GTA, tp=4, groups=2, config=TIED),
@@ -191,7 +234,7 @@ def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
         assert value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-7), name
     # after steps of Adam nothing that training moves is where it was
     later = answers[0][0][1][1]
-    assert all(later[name] != value for name, value in values.items())
+    assert all(later[name] != value for name, value in values.items() if value % 1)
 
 
 def _at_start(bf16):
@@ -295,7 +338,12 @@ def test_what_has_no_meaning_is_left_out(ranks):
     ((silent, heard),) = ranks(_missing_and_zero, 1)
     assert "kha-grad-norm/value-proj/layer-0" not in silent
     assert silent["kha-grad-norm/value-proj/layer-1"] == 0
-    assert not any(name.startswith("kha-head-cosine") for name in silent)
+    assert {name.partition("/")[0] for name in silent} == {
+        "kha-diagonal-mean",
+        "kha-off-diagonal-share",
+        "kha-distance",
+        "kha-grad-norm",
+    }
     assert heard["kha-head-cosine/value/layer-1"] == 0
     assert heard["kha-head-cosine/value-unknocked/layer-1"] != 0
     assert all(math.isfinite(value) for value in heard.values())
@@ -334,7 +382,7 @@ def test_layers_of_a_hybrid_model_without_attention_are_left_out(ranks):
     needs_hybrid_models()
     (((values,),),) = [ranks(_hybrid, 1, "-*-*")]
     assert {name.rpartition("/")[2] for name in values} == {"layer-1", "layer-3"}
-    assert len(values) == 2 * (5 * 4 + 2 * 2 + 2)
+    assert len(values) == 2 * (5 * 4 + 2 * 2 + 2 + 2 + 1 + 8)
     assert all(values[name] != 0 for name in values if name.startswith("kha-grad-norm"))
 
 
