@@ -313,6 +313,10 @@ class KHAConfig:
         """Elements that one layer keeps of a token for the backward pass, without recomputing."""
         return sum(mechanism.saved(sizes) for mechanism in self.mechanisms)
 
+    def pair_saved(self, sizes: HeadSizes) -> int:
+        """Elements that one layer keeps of a query and a key for the backward pass."""
+        return sum(mechanism.pair_saved(sizes) for mechanism in self.mechanisms)
+
     def unfused(self, sizes: HeadSizes) -> str | None:
         """Why fused attention kernels cannot compute a layer; None where they do."""
         reasons = (mechanism.unfused(sizes) for mechanism in self.mechanisms)

@@ -8,47 +8,63 @@ import typer
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, RecipeName
-from kha_megatron.plan.counts import as_printed, count, counted, flops
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.plan.counts import Counts, as_printed, count, counted, flops
 
 
 def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Count a recipe's parameters: all, active, KHA's own; and the cache of one token.
 
     Active are those that one token passes through: all but the experts it is
-    not routed to, the tied embedding once. The paper's own counts are without
-    KHA's; they are shown beside ours in as many digits as it prints.
+    not routed to, the tied embedding once. KHA here are all mechanisms of heads,
+    each by its own name; filling are rows of zeros beside a gate's. The paper's
+    own counts are shown beside ours in as many digits as it prints; the paper on
+    KHA prints them without its matrices.
 
     \b
     Example:
       kha-megatron params moe-a0.8b-6.6b
+      kha-megatron params gated/15b-output-head
     """
     chosen = recipes.get_recipe(recipe)
     model, kha = counted(chosen.run.model), chosen.run.kha
-    counts = count(model, kha)
-    plain = {"total": counts.total - counts.kha, "active": counts.active - counts.kha}
-    paper = {n: as_printed(plain[n], str(chosen.paper[n])) for n in plain if n in chosen.paper}
+    counts, bare = count(model, kha), count(model, KHAConfig())
+    knock = counts.mechanisms.get(Knock.name, 0)
+    plain = {"total": bare.total, "active": bare.active}
+    printed = {name: str(chosen.paper[name]) for name in plain if name in chosen.paper}
+    paper = {name: as_printed(getattr(counts, name) - knock, x) for name, x in printed.items()}
     if as_json:
-        printed = {
-            name: {"paper": chosen.paper[name], "ours": ours, "how": how}
+        beside = {
+            name: {"paper": printed[name], "ours": ours, "how": how}
             for name, (ours, how) in paper.items()
         }
         data = {"recipe": recipe, "knocks": str(kha), **asdict(counts), "without_kha": plain}
-        console.print_json(data | {"printed": printed})
+        console.print_json(data | {"printed": beside})
         return
     table = console.numbers("parameters", "with KHA", "without", "paper")
     for name, own in plain.items():
         ours, how = paper.get(name, ("", ""))
-        if ours and ours != chosen.paper[name]:
-            ours, how = str(chosen.paper[name]), f"{ours}: {how}"
+        if ours and ours != printed[name]:
+            ours, how = printed[name], f"{ours}: {how}"
         note = f"{ours} ({how})" if ours else "-"
         table.add_row(name, f"{getattr(counts, name):,}", f"{own:,}", note)
     table.add_row("KHA's own", f"{counts.kha:,}", "0", "-")
+    if len(counts.mechanisms) > 1 or knock != counts.kha:
+        for name, own in counts.mechanisms.items():
+            table.add_row(f"  {name}", f"{own:,}", "0", "-")
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.out.print(table)
     console.out.print(
         f"cache: {counts.cache_bytes:,} bytes a token in bf16, {model.num_layers} layers of "
-        f"{counts.cache_per_layer:,} numbers; KHA adds none"
+        f"{counts.cache_per_layer:,} numbers; KHA adds {_added(counts, bare)}"
     )
+
+
+def _added(counts: Counts, bare: Counts) -> str:
+    """What mechanisms change of the cache, in numbers of a layer."""
+    more = counts.cache_per_layer - bare.cache_per_layer
+    return f"{more:+,} of them" if more else "none"
 
 
 def count_flops(
@@ -62,7 +78,9 @@ def count_flops(
 
     The paper's equations 10 to 12, for any number of heads and any head size:
     matrix multiplications, with scores for all pairs of positions. Backward is
-    twice forward. The paper's equations give the forward pass.
+    twice forward. The paper's equations give the forward pass. "On paper" is
+    what a forward pass would save by kernels that skip the heads which a token
+    does not have (mixture of heads): there are none, stock kernels save nothing.
 
     \b
     Example:
@@ -74,30 +92,37 @@ def count_flops(
     length = seq or chosen.run.arguments["seq_length"]
     result = flops(model, kha, length)
     shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
+    spared = {"projections": result.spared_projections, "scores": result.spared_scores}
     if as_json:
+        parts = {name: n for name, n in asdict(result).items() if not name.startswith("spared_")}
         data = {
             "recipe": recipe,
             "seq": length,
-            "forward": asdict(result) | {"total": result.forward},
+            "forward": parts | {"total": result.forward},
             "backward": {"total": 2 * result.forward, "kha": 2 * result.kha},
             "training": {"total": 3 * result.forward, "kha": 3 * result.kha},
             "kha_share_of": shares,
+            "spared_on_paper": {"forward": spared},
         }
         console.print_json(data)
         return
-    table = console.numbers(f"TFLOPs of {length:,} tokens", "forward", "backward", "training")
-    parts = {
-        "attention projections": result.projections,
-        "attention scores": result.scores,
-        "MLP or routed experts": result.mlp,
-        "router": result.router,
-        "KHA": result.kha,
-        "output layer": result.logits,
-        "all": result.forward,
+    saves = any(spared.values())
+    columns = ("forward", "backward", "training", *(["on paper"] if saves else []))
+    table = console.numbers(f"TFLOPs of {length:,} tokens", *columns)
+    named = {
+        "attention projections": (result.projections, spared["projections"]),
+        "attention scores": (result.scores, spared["scores"]),
+        "MLP or routed experts": (result.mlp, 0),
+        "router": (result.router, 0),
+        "KHA": (result.kha, 0),
+        "output layer": (result.logits, 0),
+        "all": (result.forward, sum(spared.values())),
     }
-    for name, forward in parts.items():
+    for name, (forward, less) in named.items():
         if forward:
-            table.add_row(name, *(f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)))
+            row = [f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)]
+            row += [f"-{less / 1e12:,.4f}" if less else "-"] if saves else []
+            table.add_row(name, *row)
     console.out.print(f"{chosen.name}: {chosen.description}; knocks {kha}", markup=False)
     console.out.print(table)
     console.out.print(

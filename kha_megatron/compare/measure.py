@@ -32,20 +32,24 @@ def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
 
     Returns:
         ``total``, ``active``, ``kha`` parameters, ``flops`` (forward and backward) and
-        ``kha_flops`` of one token; or ``uncounted`` with the reason.
+        ``kha_flops`` of one token, ``spared_flops`` of it on paper; or ``uncounted`` with the
+        reason. ``unfused``: why fused attention kernels cannot compute it, or None.
     """
+    model = replace(run, vocab_size=vocab_size).model
+    kernels = {"unfused": model and run.kha.unfused(model.head_sizes)}
     try:
-        model = counted(replace(run, vocab_size=vocab_size).model)
+        model = counted(model)
     except ConfigError as error:
-        return {"uncounted": str(error)}
+        return kernels | {"uncounted": str(error)}
     length = run.arguments["seq_length"]
     counts, work = count(model, run.kha), flops(model, run.kha, length)
-    return {
+    return kernels | {
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
         "flops": 3 * work.forward / length,
         "kha_flops": 3 * work.kha / length,
+        "spared_flops": 3 * (work.spared_projections + work.spared_scores) / length,
     }
 
 

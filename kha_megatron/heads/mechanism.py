@@ -172,6 +172,11 @@ class Mechanism(ABC):
         """What it has in the projection of queries, keys and values, in the order of the rows."""
         return ()
 
+    def parameters(self, sizes: HeadSizes) -> int:
+        """How many one layer has of it, over all ranks."""
+        rows = sum(row.size(sizes) for row in self.rows(sizes))
+        return sum(tensor.size for tensor in self.tensors(sizes)) + rows
+
     def flops(self, sizes: HeadSizes) -> int:
         """FLOPs of its matrix products for one token in one layer, forward."""
         return 0
@@ -188,6 +193,10 @@ class Mechanism(ABC):
             for one query and one key. Stock kernels compute every head and save none.
         """
         return 0, 0
+
+    def pair_saved(self, sizes: HeadSizes) -> int:
+        """Elements for one query and one key that one layer keeps for the backward pass."""
+        return 0
 
     def unfused(self, sizes: HeadSizes) -> str | None:
         """Why fused attention kernels cannot compute its layer; None where they do."""

@@ -171,6 +171,15 @@ class MixtureOfHeads(Mechanism):
         """Those of the router; norms and weights are products of elements, which are left out."""
         return 2 * sum(tensor.size for tensor in self.tensors(sizes))
 
+    def spared(self, sizes: HeadSizes) -> tuple[int, int]:
+        """Of each head that a token does not have, its rows of the output projection, its logits
+        and its part of the values' sum; its query too where the router does not read it."""
+        heads, hidden = sizes.query_heads, sizes.hidden_size
+        idle = heads - self.shared_heads(heads) - self.active_heads(heads)
+        query, value = sizes.dim("query"), sizes.dim("value")
+        projected = value + (query if self.router == "learned" else 0)
+        return 2 * idle * hidden * projected, 2 * idle * (query + value)
+
     def saved(self, sizes: HeadSizes) -> int:
         """What attention gives and its weights, and what the weights are made of: of each head a
         probability, and whether a token has it. The query too, where its norm is the score."""

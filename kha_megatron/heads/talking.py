@@ -90,6 +90,10 @@ class TalkingHeads(Mechanism):
         """``2 H^2`` for each mixing of what the heads have for one query and one key."""
         return 2 * sizes.query_heads**2 * len(self.mixings)
 
+    def pair_saved(self, sizes: HeadSizes) -> int:
+        """In 16 bits: what each mixing reads, the softmax in float32, and what meets the values."""
+        return sizes.query_heads * (3 + len(self.mixings))
+
     def unfused(self, sizes: HeadSizes) -> str | None:
         """Why fused attention kernels cannot compute it."""
         return "heads mix their logits, of which fused kernels never hold more than one head's"

@@ -9,8 +9,9 @@ reduce-scatter sends ``(n - 1) / n * S``, an all-reduce twice as much, an all-to
   weight gradient; without sequence parallelism an all-reduce each way. With fewer key/value heads
   than ranks, the QKV is gathered as well. Embedding, logits and loss; gradients of the norms of
   queries and keys and, with sequence parallelism, of the other norms and the routers.
-- **KHA**: one all-reduce of the shared matrices' gradient for each knocked tensor, layer and
-  microbatch.
+- **KHA**: one all-reduce of the gradient for each matrix that all heads share, layer and
+  microbatch; of a gate that all heads share and of a router also what they compute for each token.
+  What ranks exchange to mix heads, and the weights of heads in backward, are left out.
 - **context**: keys and values pass round the ring once in forward, and they and their gradients in
   backward (Transformer Engine's ``p2p``).
 - **pipeline**: Narayanan et al. 2021, section 2.2: the activations of a stage's border for each
@@ -71,7 +72,7 @@ def communication(rank: Rank) -> Communication:
     a_parameter = 4 + rank.width if setup.distributed_optimizer else 8
     return Communication(
         tensor=tensor,
-        kha=microbatches * reduced * rank.width * counts.kha,
+        kha=microbatches * (reduced * rank.width * counts.kha_summed + len(layers) * _scores(rank)),
         context=microbatches * len(layers) * _context(rank),
         pipeline=_pipeline(rank),
         expert=microbatches * moe * _experts(rank),
@@ -94,6 +95,20 @@ def _attention(rank: Rank) -> float:
     if rank.model.num_query_groups < tp:
         size = rank.tokens * rank.model.qkv.rows * rank.width
         sent += ring(tp) * size * (rank.forwards + 1)
+    return sent
+
+
+def _scores(rank: Rank) -> float:
+    """What projections of the input that all heads meet, or all ranks compute, hand over."""
+    sent, once = 0.0, ring(rank.layout.tp)
+    for tensor in rank.setup.kha.tensors(rank.model.head_sizes):
+        if not tensor.reads_input or tensor.per_head or tensor.gradient == "tokens":
+            continue
+        size = rank.tokens * tensor.shape[0] * rank.width
+        if rank.layout.sequence_parallel:
+            sent += once * size * (rank.forwards + (tensor.gradient == "heads"))
+        elif tensor.gradient == "heads":
+            sent += 2 * once * size
     return sent
 
 

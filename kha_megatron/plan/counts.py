@@ -3,17 +3,24 @@
 *Active* are the parameters that one token passes through: everything but the experts that it is not
 routed to, with the embedding (tied to the output layer) counted once, and the router, the norms and
 KHA included. This reading gives what the paper prints: 880M in Table 3, 1.01B in section 4.1.
+Heads that a token skips count as active, as the paper on mixture-of-head attention counts them.
+
+KHA here are all mechanisms of heads. What they have in the projection of queries, keys and values
+is counted with them, Megatron's own output gate too, and the rows that fill up their groups.
 
 Shapes: ``d`` hidden size, ``n`` query heads, ``g`` key/value heads, ``D`` features of a head.
 Multi-head and multi-query attention are grouped-query attention with ``g = n`` and ``g = 1``.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadTensor
+from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 
@@ -23,7 +30,7 @@ _UNITS = {"M": 10**6, "B": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One layer without what KHA adds."""
+    """One layer without the tensors and FLOPs of KHA."""
 
     weights: int
     """Parameters of its linear layers; each costs one multiply-add a token."""
@@ -40,26 +47,36 @@ class Attention:
         return self.weights + self.norms
 
 
-def attention_of(model: Model) -> Attention:
-    """The attention of one layer."""
-    return latent(model) if model.multi_latent_attention else grouped(model)
+def attention_of(model: Model, kha: KHAConfig | None = None) -> Attention:
+    """The attention of one layer, around what mechanisms add to it or make in its place."""
+    return latent(model) if model.multi_latent_attention else grouped(model, kha or KHAConfig())
 
 
-def grouped(model: Model) -> Attention:
+def grouped(model: Model, kha: KHAConfig) -> Attention:
     """MHA, MQA and GQA: q, k and v from one projection, ``2 g D`` numbers cached.
 
     In GTA (Zadouri et al. 2025, section 3.3.1) one state of ``D`` a group is its value and half of
-    its key; the rotary half of all keys is one projection of ``D / 2``.
+    its key; the rotary half of all keys is one projection of ``D / 2``. Queries and keys that a
+    mechanism makes are as wide as its tensors: one head, which all share.
     """
-    d, head = model.hidden_size, model.kv_channels
-    n, g = model.num_attention_heads, model.num_query_groups
-    states = len(model.qkv.parts.keys() & {"key", "value"})
-    rotary = head // 2 if model.qkv.tied else 0
+    d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
+    tied = model.kha_attention == "gta"
+    made = {
+        tensor.heads: tensor.shape[0]
+        for mechanism in kha.mechanisms
+        for tensor in mechanism.tensors(sizes)
+        if tensor.reads_input and tensor.heads in mechanism.makes
+    }
+    states = [p for p in PROJECTIONS if p not in made and not (tied and p == "key")]
+    rows = head * sum(sizes.heads(projection) for projection in states)
+    rotary = head // 2 if tied else 0
+    normed = sum(made.get(projection, head) for projection in ("query", "key"))
+    cached = head * sum(sizes.kv_heads for projection in states if projection != "query")
     return Attention(
-        weights=d * (model.qkv.rows + rotary + n * head),
-        norms=2 * head * model.norm_parameters if model.qk_layernorm else 0,
-        pair=2 * n * head,
-        cache=states * g * head + rotary,
+        weights=d * (rows + rotary + sizes.query_heads * head),
+        norms=normed * model.norm_parameters if model.qk_layernorm else 0,
+        pair=2 * sizes.query_heads * head,
+        cache=cached + made.get("key", 0) + rotary,
     )
 
 
@@ -90,8 +107,13 @@ class Parameters:
     """All but the experts', KHA's included."""
     experts: int
     kha: int
+    """All of the mechanisms, and what fills up their rows."""
+    kha_rows: int
+    """Those of ``kha`` in the projection of queries, keys and values, which ranks cut."""
+    kha_summed: int
+    """Those of ``kha`` whose gradient tensor-parallel ranks sum after each microbatch."""
     linear: int
-    """Those of linear layers, experts included: what FP8 computes with."""
+    """Those of linear layers, experts included and KHA's not: what FP8 computes with."""
     embedding: int
     """Those of the embedding and of the projection to logits."""
 
@@ -107,9 +129,12 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     Tensor parallelism must leave other attention than grouped-query whole.
     """
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
-    attention = attention_of(model)
+    attention = attention_of(model, kha)
     matrices = 3 if model.swiglu else 2
-    knocking = kha.parameters(model.head_sizes, tp)
+    tensors = kha.tensors(model.head_sizes)
+    rows = sum(row.size(model.head_sizes) for row in kha.rows(model.head_sizes)) // tp
+    knocking = sum(t.size // t.ranks(tp) for t in tensors) + rows
+    summed = sum(t.size for t in tensors if _is_summed(t, layout))
     norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0
@@ -129,8 +154,21 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     table *= first + (last and not (first and model.tied_embeddings))
     dense = linear + router + count * (norms + knocking) + table + last * norm * hidden
     return Parameters(
-        dense=dense, experts=expert, kha=count * knocking, linear=linear + expert, embedding=table
+        dense=dense,
+        experts=expert,
+        kha=count * knocking,
+        kha_rows=count * rows,
+        kha_summed=count * summed,
+        linear=linear + expert,
+        embedding=table,
     )
+
+
+def _is_summed(tensor: HeadTensor, layout: Layout) -> bool:
+    """Whether tensor-parallel ranks have parts of its gradient (``HeadTensor.gradient``)."""
+    if layout.tp == tensor.ranks(layout.tp):
+        return False
+    return layout.sequence_parallel if tensor.reads_input else tensor.gradient == "heads"
 
 
 def active_parameters(model: Model, kha: KHAConfig) -> int:
@@ -150,7 +188,9 @@ class Counts:
     active: int
     """Those that one token passes through, KHA's included."""
     kha: int
-    """KHA's own; the paper prints its counts without them."""
+    """KHA's own; the paper on it prints its counts without them."""
+    mechanisms: Mapping[str, int]
+    """What ``kha`` consists of, by mechanism, and ``filling``: rows of zeros that nothing reads."""
     cache_per_layer: int
     """Numbers that one layer keeps of one token (Table 3's cache)."""
     cache_bytes: int
@@ -173,6 +213,10 @@ class Flops:
     kha: int
     """Matrices applied to activations: linear ones that are folded away cost none."""
     logits: int
+    spared_projections: int = 0
+    """Of ``projections``, what kernels that skip a token's idle heads would save: on paper."""
+    spared_scores: int = 0
+    """The same of ``scores``."""
 
     @property
     def attention(self) -> int:
@@ -223,11 +267,16 @@ def counted(model: Model | None) -> Model:
 
 def count(model: Model, kha: KHAConfig) -> Counts:
     """Parameters and cache of the whole model."""
-    whole, cache = parameters(model, kha, Layout()), attention_of(model).cache
+    whole, cache = parameters(model, kha, Layout()), attention_of(model, kha).cache
+    sizes = model.head_sizes
+    own = {m.name: model.layers * m.parameters(sizes) for m in kha.mechanisms}
+    if filling := whole.kha - sum(own.values()):
+        own["filling"] = filling
     return Counts(
         total=whole.total,
         active=active_parameters(model, kha),
         kha=whole.kha,
+        mechanisms=own,
         cache_per_layer=cache,
         cache_bytes=_CACHE_BYTES * cache * model.layers,
     )
@@ -240,7 +289,7 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
     member of the attention family; with ``g = n``, ``D = d / n`` and a dense MLP of ``3 d`` they
     are the paper's own.
     """
-    attention = attention_of(model)
+    attention = attention_of(model, kha)
     layers, hidden = model.layers, model.hidden_size
     matrices = 3 if model.swiglu else 2
     width = router = 0
@@ -251,13 +300,18 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
         width += model.moe_router_topk * model.expert_width
         width += model.shared_width
         router += model.experts
+    sizes = model.head_sizes
+    a_token = kha.flops(sizes)
+    spared = [m.for_layer(layer).spared(sizes) for m in kha.mechanisms for layer in range(layers)]
     return Flops(
         projections=2 * length * layers * attention.weights,
         scores=2 * length**2 * layers * attention.pair,
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
-        kha=length * layers * kha.flops(model.head_sizes),
+        kha=length * layers * (a_token + length * kha.pair_flops(sizes)),
         logits=2 * length * hidden * model.padded_vocab(1),
+        spared_projections=length * sum(projections for projections, _ in spared),
+        spared_scores=length**2 * sum(scores for _, scores in spared),
     )
 
 

@@ -45,19 +45,19 @@ def memory(rank: Rank) -> tuple[Memory, Memory]:
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     activations, of_kha = _activations(rank)
     states = 8 if setup.precision == "fp32" else 12
+    copies = 2 if setup.precision == "fp8" else 0
     # the distributed optimizer splits its states over the ranks that hold the same weights
     split = setup.distributed_optimizer
     replicas = layout.dp * layout.cp if split else 1
     expert_replicas = layout.expert_dp if split else 1
     dense = counts.dense - counts.kha
     return Memory(
-        weights=setup.width * (dense + counts.experts)
-        + (2 * counts.linear if setup.precision == "fp8" else 0),
+        weights=setup.width * (dense + counts.experts) + copies * counts.linear,
         gradients=4 * (dense + counts.experts),
         optimizer=states * (dense / replicas + counts.experts / expert_replicas),
         activations=activations,
     ), Memory(
-        weights=setup.width * counts.kha,
+        weights=setup.width * counts.kha + copies * counts.kha_rows,
         gradients=4 * counts.kha,
         optimizer=states * counts.kha / replicas,
         activations=of_kha,
@@ -101,7 +101,9 @@ def _activations(rank: Rank) -> tuple[float, float]:
 
 def knocking_activations(rank: Rank) -> float:
     """Bytes that autograd keeps for KHA in one layer and microbatch."""
-    return rank.tokens * rank.setup.kha.saved(rank.heads) * rank.width
+    kha, keys = rank.setup.kha, rank.setup.batch.seq_length
+    elements = kha.saved(rank.heads) + keys * kha.pair_saved(rank.heads)
+    return rank.tokens * elements * rank.width
 
 
 def layer_activations(rank: Rank, moe: bool) -> float:
@@ -118,8 +120,6 @@ def layer_activations(rank: Rank, moe: bool) -> float:
     kept += tokens * (2 * queries + 2 * groups) * features * width  # q, k, v and the output
     if setup.precision == "fp8":
         kept += tokens * queries * features
-    if model.attention_output_gate:
-        kept += 2 * tokens * queries * features * width
     if setup.recompute != "selective":
         kept += 4 * tokens * queries  # flash attention's log-sum-exp
 

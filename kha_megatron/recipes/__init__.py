@@ -15,6 +15,7 @@ from kha_megatron.recipes.gated import GATED
 from kha_megatron.recipes.interactive import INTERACTIVE
 from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
 from kha_megatron.recipes.logs import Failure
+from kha_megatron.recipes.moh import MOH
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
 from kha_megatron.recipes.quickstart import QUICKSTART
 from kha_megatron.recipes.recipe import Recipe
@@ -46,7 +47,7 @@ __all__ = [
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
-        for recipe in (QUICKSTART, *PAPER, EQUATION_12, *TABLES, *INTERACTIVE, *GATED)
+        for recipe in (QUICKSTART, *PAPER, EQUATION_12, *TABLES, *INTERACTIVE, *MOH, *GATED)
     }
 )
 """Every recipe by name."""

@@ -1,7 +1,9 @@
 """Table 6 of the paper on KHA: the attentions whose heads interact, side by side.
 
-The table is qualitative. Here each is a model of Table 3, of ``table3/mha`` or ``table3/gqa4``, and
-trained as those are; ``kha-megatron compare`` gives the table's columns as numbers.
+The table is qualitative, and prints no sizes of the other three: collaborative heads here are as
+wide as fused kernels allow, and half of the mixture's active heads are shared. Each is a model of
+Table 3, of ``table3/mha`` or ``table3/gqa4``, and trained as those are; ``kha-megatron compare``
+gives the table's columns as numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +17,16 @@ _ATTENTIONS = {
 }
 
 _INTERACTIONS: Mapping[str, tuple[str, str]] = {
+    "talking": ("talking", "talking heads"),
+    "collaborative": ("collaborative", "queries and keys of 256 features that all heads share"),
+    "moh": ("moh_75", "75 % of the heads for each token"),
     "kha_mlp": ("kha_mlp", "KHA-MLP on v"),
     "kha_linear": ("kha_linear", "KHA-Linear on q, k and v"),
 }
 """Preset and words."""
+
+_LONGER = f"talking.max_tokens={EXPLORATION.length}"
+"""Talking heads hold logits of every pair of tokens, and refuse so many unless they are told."""
 
 
 def _table_6() -> Iterator[Recipe]:
@@ -31,6 +39,7 @@ def _table_6() -> Iterator[Recipe]:
                 EXPLORATION,
                 preset=preset,
                 attention=arguments,
+                heads={"kha_heads": (_LONGER,)} if name == "talking" else None,
             )
 
 

@@ -88,8 +88,9 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
-    """FLOPs that KHA adds to one attention layer (``KHAConfig.flops``)."""
-    return _kha(args).flops(_sizes(args))
+    """FLOPs that KHA adds to one attention layer; of pairs the causal half, as Megatron counts."""
+    kha, sizes = _kha(args), _sizes(args)
+    return kha.flops(sizes) + args.seq_length * kha.pair_flops(sizes) // 2
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
@@ -99,7 +100,8 @@ def parameters_per_layer(args: argparse.Namespace) -> int:
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activations that KHA keeps in one layer of one rank for one microbatch, in 16-bit numbers."""
-    elements = _kha(args).saved(_sizes(args).on_rank(args.tensor_model_parallel_size))
+    kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
+    elements = kha.saved(sizes) + args.seq_length * kha.pair_saved(sizes)
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 

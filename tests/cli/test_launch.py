@@ -13,6 +13,7 @@ from kha_megatron.errors import ConfigError, DataError
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.gated import GATED
 from kha_megatron.recipes.interactive import INTERACTIVE
+from kha_megatron.recipes.moh import MOH
 from tests.recipes.conftest import data, nemorun_home, scripted  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--dry-run"]
@@ -63,7 +64,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert list((nemorun_home / "experiments" / "quickstart").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [r.name for r in (*INTERACTIVE, *GATED)])
+@pytest.mark.parametrize("name", [r.name for r in (*INTERACTIVE, *MOH, *GATED)])
 def test_dry_run_of_every_recipe_with_other_heads(name, nemorun_home):  # noqa: F811
     text = run("launch", name, "--dry-run", "--", "--mock-data").stdout
     assert all(word in text for word in get_recipe(name).run.words())

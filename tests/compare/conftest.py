@@ -39,7 +39,7 @@ def result(variant, seed: int, *, gain: float = 0.0) -> dict:
         "seed": seed,
         "losses": losses,
         "seconds_per_step": 0.5 + gain,
-        "cost": COST,
+        "cost": dict(COST),
         "device": "CPU, 2 cores",
         "starts": 1,
         "matrices": matrices,

@@ -84,8 +84,8 @@ def test_the_tables_hold_the_numbers(made):
     assert loss[1][1].startswith(f"{sum(finals) / 3:.3f} ± ")
 
     assert report.tables["Cost"][1][1:6] == ["1,800,000", "900,000", "12,288", "6.5 M", "1.00 %"]
-    assert report.tables["Cost"][1][-2:] == ["0.5 s", "–"]
-    assert report.tables["Cost"][2][-1] == "+10.4 %"
+    assert report.tables["Cost"][1][-3:] == ["0.5 s", "–", "yes"]
+    assert report.tables["Cost"][2][-2] == "+10.4 %"
     assert [row[1] for row in report.tables["Loss spikes"][1:]] == ["0", "0", "0"]
     assert len(report.tables["Learnt matrices"]) == 1 + 1 + 3
     assert report.tables["Learnt matrices"][1] == [
@@ -104,6 +104,14 @@ def test_the_tables_hold_the_numbers(made):
     assert report.count("img") == 4
     assert "of 9 runs" not in report.text
     assert "kha-megatron compare" in report.text
+
+
+def test_what_fused_kernels_cannot_do_is_said(made):
+    made.report["variants"][1]["cost"] |= {"unfused": "heads <mix>", "spared_flops": 2.5e6}
+    parsed = Parsed(page(made.report, {}))
+    assert [row[-1] for row in parsed.tables["Cost"][1:]] == ["yes", "no", "yes"]
+    assert "Not kha_mlp: heads <mix>." in parsed.text
+    assert "would save 2.5 M of kha_mlp’s FLOPs" in parsed.text
 
 
 def test_an_unfinished_comparison_says_so(made):

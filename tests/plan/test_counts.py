@@ -12,7 +12,7 @@ from kha_megatron.model.model import Model
 from kha_megatron.plan.counts import as_printed, attention_of, count, flops, latent
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
-from tests.recipes.built import EXPERTS, MIXED
+from tests.recipes.built import EXPERTS, MIXED, OTHERS
 
 
 def test_the_papers_worked_example():
@@ -102,7 +102,7 @@ def ran(kha, experts):
 
 
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("kha", [KHAConfig(), MIXED], ids=["baseline", "mixed"])
+@pytest.mark.parametrize("kha", [KHAConfig(), MIXED, *OTHERS], ids=str)
 def test_flops_are_what_torch_counts(kha, experts, ranks):
     """Head size 6 of 40 / 8, 4 of 8 heads, and a share for backward of twice forward."""
     forward, training, model, length, batch = ranks(ran, 1, kha, experts)[0]

@@ -19,7 +19,7 @@ from kha_megatron.model.model import Model
 from kha_megatron.plan.counts import active_parameters, parameters
 from kha_megatron.plan.memory import knocking_activations, memory, passes_in_flight
 from kha_megatron.plan.rank import Rank, Setup
-from tests.recipes.built import EXPERTS, MIXED, built
+from tests.recipes.built import EXPERTS, MIXED, OTHERS, built
 
 MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
 
@@ -113,6 +113,32 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
         model = answers[0][1]
         rest, of_kha = memory(Rank.of(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
         assert sum(states) == pytest.approx(len(states) * (rest.optimizer + of_kha.optimizer))
+
+
+def held(layout, overrides):
+    """Parameters of this rank with each of several mechanisms, and what the plan says of them."""
+    found = []
+    for kha in OTHERS:
+        chunks, _, model, stage = built(layout, kha, **overrides)
+        has = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        found.append((str(kha), has, parameters(model, kha, layout, stage).total))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "overrides"),
+    [
+        (1, Layout(), {}),
+        (4, Layout(tp=4, sequence_parallel=True), {"num_query_groups": 2}),
+    ],
+    ids=["one rank", "4 ranks of 2 groups"],
+)
+def test_other_heads_are_counted(ranks, world, layout, overrides):
+    """Rows in the projection of queries, keys and values, what fills them up, own projections."""
+    layout = replace(layout, world_size=world)
+    for rank in ranks(held, world, layout, overrides):
+        for kha, has, planned in rank:
+            assert planned == has, kha
 
 
 def kept_by_autograd(layout, kha, dtype, qk_norm):

@@ -10,6 +10,11 @@ from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+OTHERS = (
+    KHAConfig.combined(["kha_linear", "moh_75"]),
+    KHAConfig.from_preset("talking"),
+)
+"""Mechanisms beside the knock, whose tensors, rows and FLOPs the counts must know."""
 
 EXPERTS = {
     "num_moe_experts": 4,

@@ -15,6 +15,7 @@ from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.gated import GATED
 from kha_megatron.recipes.interactive import INTERACTIVE
+from kha_megatron.recipes.moh import MOH
 from kha_megatron.recipes.paper import PAPER
 from kha_megatron.recipes.tables import TABLES
 
@@ -33,7 +34,7 @@ PRINTED = {  # section 4.1 and Table 5, for the baseline: billions, and the last
 def _different():
     """Of all recipes of tables, one for each model that Megatron builds differently."""
     seen = {}
-    for recipe in (*TABLES, *INTERACTIVE, *GATED):
+    for recipe in (*TABLES, *INTERACTIVE, *MOH, *GATED):
         sizes = [recipe.run.flags.get(flag) for flag in MODEL_FLAGS]
         seen.setdefault((*sizes, recipe.run.kha), recipe.name)
     return [

@@ -117,7 +117,58 @@ def test_table_6_is_table_3_with_other_heads():
     for recipe in INTERACTIVE:
         _, attention = recipe.name.rsplit("-", 1)
         base = arguments(f"table3/{attention}-baseline")
-        assert recipe.run.flags | {"--kha-preset": ("baseline",)} == base, recipe.name
+        own = dict(recipe.run.flags) | {"--kha-preset": ("baseline",)}
+        own.pop("--heads", None)
+        assert own == base, recipe.name
+    assert {str(recipe.run.kha) for recipe in INTERACTIVE} == {
+        *("talking", "collaborative", "moh(share=0.75)"),
+        *("value=mlp", "query=linear key=linear value=linear"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "training"),
+    [
+        ("s", ("12", "768", "2048", "12", "64"), (23842, "0.0003", "3e-05", "2000")),
+        ("b", ("24", "1536", "4096", "16", "96"), (23842, "0.0005", "5e-05", "500")),
+    ],
+)
+def test_table_4_of_mixture_of_heads(name, shape, training):
+    """Sizes of Table A and training of Table C: 100B tokens in steps of 2,048 x 2,048."""
+    flags = ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads")
+    plain = arguments(f"moh/table4-{name}-baseline")
+    assert tuple(plain[flag][0] for flag in (*flags, "--kv-channels")) == shape
+    iterations, *rates = training
+    assert int(plain["--train-iters"][0]) == iterations == -(-100 * 10**9 // 2048**2)
+    for flag, word in zip(("--lr", "--min-lr", "--lr-warmup-iters"), rates, strict=True):
+        assert plain[flag] == (word,)
+    assert plain["--lr-warmup-init"] == ("1e-07",)
+    assert "--qk-layernorm" not in plain
+    for active in ("75", "50"):
+        recipe = get_recipe(f"moh/table4-{name}-{active}")
+        assert recipe.run.flags | {"--kha-preset": ("baseline",)} == plain
+        moh, heads = recipe.run.kha.moh, int(shape[3])
+        shared = moh.shared_heads(heads)
+        assert shared + moh.active_heads(heads) == heads * int(active) // 100
+        assert shared == heads * int(active) // 200
+
+
+def test_the_second_stage_of_llama3():
+    """Section 4.4 and Table D."""
+    recipe = get_recipe("moh/llama3-8b-stage2")
+    moh = recipe.run.kha.moh
+    assert (moh.shared, moh.active, moh.router, moh.quantized) == (16, 8, "query_norm", True)
+    given = recipe.run.flags
+    for flag, word in {
+        "--lr": "2e-05",
+        "--min-lr": "1e-06",
+        "--lr-warmup-iters": "50",
+        "--seq-length": "8192",
+        "--global-batch-size": "2048",
+        "--pipeline-model-parallel-size": "8",
+    }.items():
+        assert given[flag] == (word,)
+    assert recipe.run.vocab_size == 160896
 
 
 def test_the_papers_losses_are_there():

@@ -35,6 +35,7 @@ LATENT = {
     "--qk-pos-emb-head-dim": "4",
     "--v-head-dim": "6",
 }
+WHOLE = {"--pipeline-model-parallel-size": "1"}
 QUICK = ("dense-0.6b", "table1/linear-kv1", "table3/mla-linear", "table3/gta-mlp")
 EVERY = dict.fromkeys([*NAMES, *(param.values[0] for param in DIFFERENT)])
 EVERY = [name for name in EVERY if "1.7b-48" not in name]  # small, those of 28 layers
@@ -48,6 +49,7 @@ def test_three_steps(name):
     recipe = get_recipe(name)
     small = SMALL | (EXPERTS if "--num-experts" in recipe.run.flags else {})
     small |= LATENT if "--multi-latent-attention" in recipe.run.flags else {}
+    small |= WHOLE if "--pipeline-model-parallel-size" in recipe.run.flags else {}
     words = [word for item in small.items() for word in item]
     run = start(recipe.run_for([*words, "--sequence-parallel", "--mock-data"]).words(), ranks=2)
     assert run.codes == [0, 0], run.output[-3000:]
@@ -55,4 +57,4 @@ def test_three_steps(name):
     assert len(losses) == 3
     assert 5.4 < losses[0] < 5.7  # 90 entries are padded to 256: log 256 = 5.55 at first
     assert re.search(r"iteration +3/ +3 ", run.output)
-    assert ("in 2 of 2 layers" in run.knocks) == bool(recipe.run.kha.variants)
+    assert ("in 2 of 2 layers" in run.knocks) == bool(recipe.run.kha.mechanisms)
