@@ -36,7 +36,7 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.conversion.dialects import Dialect
-from kha_megatron.conversion.hf_experts import ExpertFields, refused, unsupported
+from kha_megatron.conversion.hf_experts import ExpertFields
 from kha_megatron.conversion.hf_gates import OutputGate
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.hf import KHAModelConfig
@@ -279,7 +279,10 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
     fields |= _read_latent(family, config)
     if fields.get("kv_channels") is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
-    fields |= family.experts.of(config) if family.experts else {}
+    if family.experts:
+        if problem := next(family.experts.unreadable(config), None):
+            raise unsupported(*problem)
+        fields |= family.experts.of(config)
     for name, value in fields.items():
         is_none = isinstance(value, bool | float | str) or (value is None and name in family.fields)
         if name in HF_KEYS and ROWS[name].kind is int and is_none:
@@ -301,6 +304,13 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
         kha=kha,
     )
+
+
+def unsupported(name: str, value: Any, why: str) -> CheckpointError:
+    """The error of a field of ``config.json`` that Megatron cannot compute."""
+    said = repr(value)
+    said = said if len(said) < 300 else f"{said[:300]}..."
+    return CheckpointError(f"config.json has {name}={said}, which cannot be expressed ({why})")
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -479,7 +489,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         raise CheckpointError(
             f"unknown architecture {model_type!r}: choose one of {', '.join(FAMILIES)}"
         )
-    family = FAMILIES[model_type]
+    family, model = FAMILIES[model_type], expressed(model, model_type)
     _check_expressible(model, model_type, family)
     names = [*family.fields, *(LATENT if model.multi_latent_attention else ())]
     if model.multi_latent_attention:
@@ -490,19 +500,16 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         recorded = model.kha.to_dict(start=False)
         fields |= {f"kha_{name}": value for name, value in recorded.items()}
     fields |= family.gate.to(model.kha.gate) | family.rest(model)
-    experts = family.experts.to(expressed(model, model_type), model_type) if family.experts else {}
-    config = family.config(
-        **fields,
-        **experts,
-        rope_parameters=family.rope(_write_rope(model, family), model),
-    )
+    fields |= family.experts.to(model) if family.experts else {}
+    rope = family.rope(_write_rope(model, family), model)
+    config = family.config(**fields, rope_parameters=rope)
     config.architectures = [family.causal_lm or ""]
     return config
 
 
 def _check_expressible(model: Architecture, model_type: str, family: Family) -> None:
-    def refuse(what: str, *remedy: str) -> None:
-        raise refused(model_type, what, *remedy)
+    def refuse(what: str, remedy: str = "choose another --architecture") -> None:
+        raise CheckpointError(f"{model_type} cannot express {what}: {remedy}")
 
     own = replace(model.kha, gate=None) if model.kha.gate in family.gate.known else model.kha
     if model_type != "kha" and own.variants:
@@ -515,6 +522,8 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
         refuse(f"kha_attention={model.kha.attention!r}", "no stock architecture can: choose kha")
     if model.num_experts and family.experts is None:
         refuse("mixture-of-experts layers")
+    for what in family.experts.beyond(model) if family.experts else ():
+        refuse(what)
     if model.multi_latent_attention not in family.latent:
         refuse(
             "multi-latent attention" if model.multi_latent_attention else "grouped-query attention"

@@ -1,12 +1,14 @@
-"""Mixture-of-experts fields of Hugging Face configurations, each way; see ``hf_configs``."""
+"""Mixture-of-experts fields of Hugging Face configurations, each way.
 
-from collections.abc import Callable, Mapping
+What has no way is said here and refused by ``hf_configs``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from kha_megatron.conversion.architecture import HF_KEYS, Architecture
-from kha_megatron.errors import CheckpointError
 
 _OFF = {
     "moe_router_topk_scaling_factor": 1.0,
@@ -36,6 +38,10 @@ class ExpertFields(NamedTuple):
     """Configuration fields that may be there, with the one value that they may have."""
     dense: Callable[[Architecture], dict[str, Any]] | None = None
     """The configuration fields of a model without experts."""
+    unreadable: Callable[[PreTrainedConfig], Iterator[tuple[str, Any, str]]] = lambda _: iter(())
+    """Configuration fields with a value that Megatron cannot compute: name, value and why."""
+    unwritable: Callable[[Architecture], Iterator[str]] = lambda _: iter(())
+    """What ``only`` does not say of a model with experts that the architecture cannot compute."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -44,11 +50,7 @@ class ExpertFields(NamedTuple):
         return own | {name: HF_KEYS[name] for name in self.fields}
 
     def of(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Fields of :class:`Architecture` from a configuration; none if no layer has experts.
-
-        Raises:
-            CheckpointError: Megatron cannot express them; the message names the field.
-        """
+        """Fields of :class:`Architecture` from a configuration; none if no layer has experts."""
         rest = self.read(config)
         if not any(rest["moe_layer_freq"]):
             return {}
@@ -61,36 +63,24 @@ class ExpertFields(NamedTuple):
             given["moe_router_group_topk"] = None
         return given
 
-    def to(self, model: Architecture, model_type: str) -> dict[str, Any]:
-        """The configuration fields of a model.
-
-        Raises:
-            CheckpointError: the architecture cannot compute what the model does.
-        """
+    def beyond(self, model: Architecture) -> Iterator[str]:
+        """What of a model its architecture cannot compute."""
         if not model.num_experts:
             if self.dense is None:
-                raise refused(model_type, "a dense model")
-            return self.dense(model)
+                yield "a dense model"
+            return
         for name, value in self.only.items():
             if (found := getattr(model, name)) != value:
-                raise refused(model_type, f"{name}={found!r}, only {value!r}")
+                yield f"{name}={found!r}, only {value!r}"
+        yield from self.unwritable(model)
+
+    def to(self, model: Architecture) -> dict[str, Any]:
+        """The configuration fields of a model, of which nothing is ``beyond`` the architecture."""
+        if not model.num_experts:
+            return self.dense(model) if self.dense else {}
         values = {ours: getattr(model, ours) for ours in self.keys}
         given = {self.keys[k]: _OFF.get(k) if v is None else v for k, v in values.items()}
         return given | self.write(model)
-
-
-def refused(
-    model_type: str, what: str, remedy: str = "choose another --architecture"
-) -> CheckpointError:
-    """The error of an architecture of transformers that cannot compute what a model does."""
-    return CheckpointError(f"{model_type} cannot express {what}: {remedy}")
-
-
-def unsupported(name: str, value: Any, why: str) -> CheckpointError:
-    """The error of a field of ``config.json`` that Megatron cannot compute."""
-    said = repr(value)
-    said = said if len(said) < 300 else f"{said[:300]}..."
-    return CheckpointError(f"config.json has {name}={said}, which cannot be expressed ({why})")
 
 
 _COMMON = ("moe_router_topk", "moe_ffn_hidden_size")
@@ -125,40 +115,49 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
     if not any(freq):
         return {"moe_layer_freq": freq}
+    shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
+    return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
+
+
+def _unreadable_deepseek(config: PreTrainedConfig) -> Iterator[tuple[str, Any, str]]:
+    if config.first_k_dense_replace >= config.num_hidden_layers:
+        return
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
     size, rest = divmod(config.n_routed_experts, groups)
     if size < 2 or rest:
-        raise unsupported(
+        yield (
             f"n_group={groups} with n_routed_experts",
             config.n_routed_experts,
             "every group needs as many experts, and two of them",
         )
     if groups > 1 and per_token != 2 * config.topk_group:
-        raise unsupported(
+        yield (
             f"n_group={groups} with topk_group={config.topk_group} and num_experts_per_tok",
             per_token,
             "Megatron ranks a group by its best num_experts_per_tok / topk_group experts, "
             "transformers by two",
         )
-    shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
-    return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
 
 
 def _write_deepseek(model: Architecture) -> dict[str, Any]:
-    dense, size = model.moe_layer_freq.index(1), model.moe_ffn_hidden_size
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return {
+        "n_shared_experts": shared // model.moe_ffn_hidden_size,
+        "first_k_dense_replace": model.moe_layer_freq.index(1),
+    }
+
+
+def _unwritable_deepseek(model: Architecture) -> Iterator[str]:
+    freq, size = model.moe_layer_freq, model.moe_ffn_hidden_size
     shared, groups = model.moe_shared_expert_intermediate_size or 0, model.moe_router_group_topk
-    for wrong, what in (
-        (not all(model.moe_layer_freq[dense:]), "a dense layer behind one with experts"),
-        (shared % size != 0, f"a shared expert of {shared} features, no multiple of {size}"),
-        (model.num_experts < 2, "a single expert"),
-        (
-            groups is not None and model.moe_router_topk != 2 * groups,
-            f"moe_router_group_topk={groups} of {model.moe_router_topk} experts",
-        ),
-    ):
-        if wrong:
-            raise refused("sigmoid routing of transformers (glm4_moe, deepseek_v3)", what)
-    return {"n_shared_experts": shared // size, "first_k_dense_replace": dense}
+    if not all(freq[freq.index(1) :]):
+        yield "a dense layer behind one with experts"
+    if shared % size:
+        yield f"a shared expert of {shared} features, no multiple of {size}"
+    if model.num_experts < 2:
+        yield "a single expert"
+    if groups is not None and model.moe_router_topk != 2 * groups:
+        yield f"moe_router_group_topk={groups} of {model.moe_router_topk} experts"
 
 
 KHA = ExpertFields(
@@ -222,5 +221,7 @@ DEEPSEEK = ExpertFields(
     },
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     dense=lambda model: {"first_k_dense_replace": model.num_layers},
+    unreadable=_unreadable_deepseek,
+    unwritable=_unwritable_deepseek,
 )
 """Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""
