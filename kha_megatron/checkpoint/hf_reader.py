@@ -54,18 +54,17 @@ class HFCheckpoint:
         path = Path(path)
         if not is_hf_folder(path):
             raise CheckpointError(f"{path} has no {CONFIG}: name a Hugging Face model folder")
-        config = _json_object(path / CONFIG)
-        if (path / INDEX).is_file():
-            return cls(path, config, _indexed(path))
-        if (path / WEIGHTS).is_file():
-            places = _header(path, WEIGHTS)
-            return cls(path, config, {key: (path / WEIGHTS, at) for key, at in places.items()})
-        pickles = ", ".join(sorted(file.name for file in path.glob("*.bin")))
-        raise CheckpointError(
-            f"{path} has neither {WEIGHTS} nor {INDEX}"
-            + (f" ({pickles} can execute code and is not read)" if pickles else "")
-            + ": save the model with safetensors"
-        )
+        config, weight_map = _json_object(path / CONFIG), _weight_map(path)
+        names = dict.fromkeys(weight_map.values()) or (WEIGHTS,)
+        headers = {name: _header(path, name) for name in names}
+        for key, name in weight_map.items():
+            if key not in headers[name]:
+                raise CheckpointError(
+                    f"{path / name} does not hold {key}, which {INDEX} says it does"
+                )
+        # transformers loads what the files hold, listed or not
+        files = {key: name for name in names for key in headers[name]} | weight_map
+        return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
         """Which model this is, for the manifest of what is made from it.
@@ -155,23 +154,26 @@ def _listed(path: Path, tensors: dict[str, tuple[Path, Stored]]) -> dict[str, st
     return {key: entry["sha256"] for key, entry in listed.items()}
 
 
-def _indexed(path: Path) -> dict[str, tuple[Path, Stored]]:
-    weight_map = _json_object(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX} has no weight_map")
-    held: dict[str, dict[str, Stored]] = {}
-    for key, name in weight_map.items():
-        if not _is_file_name(name):
-            raise CheckpointError(
-                f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
-            )
-        if name not in held:
-            held[name] = _header(path, name)
-        if key not in held[name]:
-            raise CheckpointError(f"{path / name} does not hold {key}, which {INDEX} says it does")
-    # transformers loads what the files hold, listed or not
-    every = {key: (path / name, place) for name in held for key, place in held[name].items()}
-    return every | {key: (path / name, held[name][key]) for key, name in weight_map.items()}
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, as the index has it; nothing for a model in one file."""
+    if (path / INDEX).is_file():
+        weight_map = _json_object(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path / INDEX} has no weight_map")
+        for name in weight_map.values():
+            if not _is_file_name(name):
+                raise CheckpointError(
+                    f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
+                )
+        return weight_map
+    if (path / WEIGHTS).is_file():
+        return {}
+    pickles = ", ".join(sorted(file.name for file in path.glob("*.bin")))
+    raise CheckpointError(
+        f"{path} has neither {WEIGHTS} nor {INDEX}"
+        + (f" ({pickles} can execute code and is not read)" if pickles else "")
+        + ": save the model with safetensors"
+    )
 
 
 def _is_file_name(name: Any) -> bool:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.reading import read_json, regular
@@ -89,13 +90,22 @@ def check_file(file: Path, digest: str) -> None:
 class FileChecks:
     """The hashes of a folder's files, each compared once. Safe to use from several threads."""
 
-    def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, digests: Mapping[str, str] = MappingProxyType({})) -> None:
         self._folder = folder
         self._digests = digests
         self._pool = ThreadPoolExecutor(_THREADS_TO_VERIFY)
         self._lock = threading.Lock()
         self._checks: dict[str, Future[None]] = {}
         self._wait = True
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """By the folder's own list; nothing is compared if the checkpoint was saved without.
+
+        Raises:
+            CheckpointError: the list is damaged.
+        """
+        return cls(folder, read_hashes(folder) or {})
 
     def check(self, name: str) -> None:
         """Call it before a file is read from; returns at once for a file that is not listed.

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kha_megatron.checkpoint.integrity import check_file, read_hashes
+from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.reading import read_bytes, read_json
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
@@ -68,9 +68,9 @@ class MegatronCheckpoint:
             raise CheckpointError(
                 f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"
             )
-        digests = (read_hashes(path) or {}) if verify else {}
-        for name in {COMMIT_MARK, METADATA, LEGACY_COMMON} & set(digests):
-            check_file(path / name, digests[name])
+        checks = FileChecks.of(path) if verify else FileChecks(path)
+        for name in (COMMIT_MARK, METADATA, LEGACY_COMMON):
+            checks.check(name)
         try:
             backend = read_json(mark)["sharded_backend"]
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -80,7 +80,7 @@ class MegatronCheckpoint:
                 f"{mark} names the format {backend!r}, and only torch_dist can be read: save with "
                 "--ckpt-format torch_dist"
             )
-        return cls(path, TorchDistFolder.open(path, digests))
+        return cls(path, TorchDistFolder.open(path, checks))
 
     def verifying(self) -> AbstractContextManager[None]:
         """Around reading many tensors: shards are hashed beside the reading, not before it.

@@ -12,11 +12,10 @@ import math
 import os
 import reprlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -129,13 +128,12 @@ class TorchDistFolder:
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
 
     @classmethod
-    def open(cls, path: Path, digests: Mapping[str, str] = MappingProxyType({})) -> Self:
+    def open(cls, path: Path, checks: FileChecks | None = None) -> Self:
         """Read the index of a folder and compare it with the shards, without loading them.
 
         Args:
             path: the folder.
-            digests: SHA-256 by shard, checked before a shard is first read from
-                (:class:`~kha_megatron.checkpoint.integrity.FileChecks` can do it beside).
+            checks: of the folder: a shard is compared before it is first read from.
 
         Raises:
             CheckpointError: ``.metadata`` is missing, damaged or hostile, or a shard is missing or
@@ -144,7 +142,7 @@ class TorchDistFolder:
         file = path / METADATA
         try:
             metadata = InertUnpickler(read_bytes(file), _METADATA_NAMES).load()
-            folder = cls(path, *_index(metadata), FileChecks(path, digests))
+            folder = cls(path, *_index(metadata), checks or FileChecks(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path} has no {METADATA}: the save never completed") from None
         except OSError as error:

@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ class Companions:
     """The folder that the tokenizer comes from; None if there is none that can be saved."""
     loaded: PreTrainedTokenizerBase | None = None
     """The tokenizer of a Megatron run."""
-    folder: Path | None = None
-    """The Hugging Face folder to copy from."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Of a Hugging Face folder, what is copied as it is: by name, of the tokenizer and
+    ``generation_config.json``."""
 
     @classmethod
     def of_megatron(cls, args: Mapping[str, Any], override: Path | None) -> "Companions":
@@ -87,10 +88,9 @@ class Companions:
         if override is not None and not override.is_dir():
             raise ConfigError(f"no tokenizer: {override} is not a folder")
         folder = override or path
-        has_file(path, _GENERATION)
-        has_one = not _files(folder).isdisjoint(_TOKENIZER[:4])
-        ids = {name: config.get(name) for name in _TOKEN_IDS}
-        return cls(ids, str(folder) if has_one else None, folder=folder)
+        files = _files(folder)
+        origin = None if files.keys().isdisjoint(_TOKENIZER[:4]) else str(folder)
+        return cls({name: config.get(name) for name in _TOKEN_IDS}, origin, files=files)
 
     def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
         """Rows of a Megatron embedding without its padding; all if padding does not explain them.
@@ -123,25 +123,24 @@ class Companions:
         if self.loaded is not None:
             self.loaded.save_pretrained(target)
             return True
-        assert self.folder is not None
-        for name in _files(self.folder):
+        for name in self.files.keys() - {_GENERATION}:
             (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(self.folder / name, target / name)
+            shutil.copyfile(self.files[name], target / name)
         return True
 
     def write(self, target: Path) -> None:
         """Write everything into a Hugging Face folder."""
         self.write_tokenizer(target)
-        if self.folder is not None and has_file(self.folder, _GENERATION):
-            shutil.copyfile(self.folder / _GENERATION, target / _GENERATION)
+        if _GENERATION in self.files:
+            shutil.copyfile(self.files[_GENERATION], target / _GENERATION)
         else:
             GenerationConfig(**self.token_ids).save_pretrained(target)
 
 
-def _files(folder: Path) -> set[str]:
-    """The files of a folder's tokenizer, and templates that are loaded with it."""
+def _files(folder: Path) -> dict[str, Path]:
+    """A folder's tokenizer, templates that are loaded with it, and its generation settings."""
     more = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
-    return {name for name in (*_TOKENIZER, *more) if has_file(folder, name)}
+    return {n: folder / n for n in (*_TOKENIZER, *more, _GENERATION) if has_file(folder, n)}
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:
