@@ -16,14 +16,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kha_megatron.checkpoint.staging import check_output_folder
-from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, option_of, parse_size, with_options
 from kha_megatron.cli.running import Commands
-from kha_megatron.cli.verify import facts, judge, not_finite, plain, report
+from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError, OutputError
+from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
 
 app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
-
-_HF_MARK = "config.json"
 
 Source = Annotated[
     Path,
@@ -82,6 +78,16 @@ class Writing:
     ] = False
     as_json: AsJSON = False
 
+    def __post_init__(self) -> None:
+        if self.verify:  # which needs a Megatron that can, and had better be said before the work
+            check_training_version()
+
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """What a plan must know of it."""
+        names = "dtype", "allow_overflow", "tokenizer"
+        return {name: getattr(self, name) for name in names}
+
 
 def _writing(command: Callable[..., None]) -> Callable[..., None]:
     kinds = get_type_hints(Writing, include_extras=True)
@@ -125,8 +131,9 @@ def to_hf(
     from kha_megatron.conversion import to_hf
 
     size = parse_size("--max-shard-size", max_shard_size)
-    settings = {"architecture": architecture, "max_shard_bytes": size}
-    _finish(_write(to_hf.plan, checkpoint, out, how, settings), how.as_json)
+    settings = how.of_plan | {"architecture": architecture, "max_shard_bytes": size}
+    plan = to_hf.plan(checkpoint, **settings)
+    _carry_out(plan, out, how)
 
 
 @app.command("to-megatron")
@@ -151,8 +158,9 @@ def to_megatron(
     """
     from kha_megatron.conversion import to_megatron
 
-    settings = {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
-    _finish(_write(to_megatron.plan, model, out, how, settings), how.as_json)
+    settings = how.of_plan | {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
+    plan = to_megatron.plan(model, **settings)
+    _carry_out(plan, out, how)
 
 
 @app.command()
@@ -180,8 +188,9 @@ def fold(
     from kha_megatron.conversion import to_hf
 
     size = parse_size("--max-shard-size", max_shard_size)
-    settings = {"architecture": architecture, "fold": True, "max_shard_bytes": size}
-    _finish(_write(to_hf.plan, checkpoint, out, how, settings), how.as_json)
+    settings = how.of_plan | {"architecture": architecture, "max_shard_bytes": size}
+    plan = to_hf.plan(checkpoint, fold=True, **settings)
+    _carry_out(plan, out, how)
 
 
 @app.command()
@@ -225,14 +234,14 @@ def upcycle(
         )
     from kha_megatron.conversion import to_hf, to_megatron
 
-    settings: dict[str, Any] = {"upcycle": kha}
+    plan: Plan
     if to == "hf":
-        settings |= {"max_shard_bytes": parse_size("--max-shard-size", max_shard_size)}
-        result = _write(to_hf.plan, model, out, how, settings)
+        size = parse_size("--max-shard-size", max_shard_size)
+        plan = to_hf.plan(model, upcycle=kha, max_shard_bytes=size, **how.of_plan)
     else:
-        settings |= {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
-        result = _write(to_megatron.plan, model, out, how, settings)
-    _finish(result, how.as_json)
+        sizes = {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
+        plan = to_megatron.plan(model, upcycle=kha, **how.of_plan | sizes)
+    _carry_out(plan, out, how)
 
 
 def convert(
@@ -241,24 +250,19 @@ def convert(
     """What ``to-hf`` does by itself, for other commands."""
     from kha_megatron.conversion import to_hf
 
-    return _write(to_hf.plan, checkpoint, out, Writing(overwrite=overwrite), {})
+    return _write(to_hf.plan(checkpoint), out, Writing(overwrite=overwrite))
 
 
-def _write(
-    plan: "Callable[..., Plan]", source: Path, out: Path, how: Writing, settings: dict[str, Any]
-) -> "tuple[Conversion, Verification | None]":
-    """Plan, write under a bar of bytes, with rate and time left, then verify."""
-    mark = TRACKER if plan.__module__.endswith("to_megatron") else _HF_MARK
-    check_output_folder(out, overwrite=how.overwrite, mark=mark)
-    if mark == TRACKER and (last := newest(out)) and last.name != RELEASE:
-        raise OutputError(
-            f"{out} holds {last.name} of a training, which --overwrite would delete: name another "
-            "folder"
-        )
-    if how.verify:
-        check_training_version()
-    settings |= {"dtype": how.dtype, "allow_overflow": how.allow_overflow}
-    planned = plan(source, tokenizer=how.tokenizer, **settings)
+def _carry_out(plan: "Plan", out: Path, how: Writing) -> None:
+    """Write, verify and report; exit with 1 when the two models disagree by more than rounding."""
+    written, verification = _write(plan, out, how)
+    values = asdict(written) | {"path": str(written.path)}
+    conclude(verification, how.as_json, facts=_facts(written), values=values)
+
+
+def _write(plan: "Plan", out: Path, how: Writing) -> "tuple[Conversion, Verification | None]":
+    """Write under a bar of bytes, with rate and time left, then verify."""
+    plan.check_target(out, overwrite=how.overwrite)
     columns = (
         TextColumn("converting"),
         BarColumn(),
@@ -268,34 +272,23 @@ def _write(
     )
     log = console.log
     with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
-        task = progress.add_task("", total=planned.size)
+        task = progress.add_task("", total=plan.size)
         advance = partial(progress.advance, task)
-        written = planned.write(out, workers=how.workers, on_bytes=advance)
-    companions, rows = planned.source.companions, planned.source.model.vocab_size
+        written = plan.write(out, workers=how.workers, on_bytes=advance)
+    companions, rows = plan.source.companions, plan.source.model.vocab_size
     if companions.origin is None:
         console.log.print("no tokenizer written: there is none of Hugging Face")
-    elif companions.loaded is None or planned.source.padding_arguments:
+    elif companions.loaded is None or plan.source.padding_arguments:
         pass  # either nothing is known, or the padding is kept on purpose
     elif rows > (entries := len(companions.loaded)):
         console.log.print(
             f"all {rows} rows of the embedding are kept: padding does not explain that the "
             f"tokenizer has only {entries} entries"
         )
-    return written, report(source, out, how.workers) if how.verify else None
+    return written, report(plan.source.path, out, how.workers) if how.verify else None
 
 
-def _finish(result: "tuple[Conversion, Verification | None]", as_json: bool) -> None:
-    """Print the report; exit with 1 when the two models disagree by more than rounding."""
-    written, verification = result
-    if as_json:
-        values = asdict(written) | {"path": str(written.path)}
-        console.print_json(values | {"verification": plain(verification)})
-    else:
-        console.print_facts(_facts(written, verification))
-    judge(verification)
-
-
-def _facts(written: "Conversion", verification: "Verification | None") -> dict[str, str]:
+def _facts(written: "Conversion") -> dict[str, str]:
     rows = {
         "written": str(written.path),
         "architecture": written.architecture,
@@ -306,6 +299,4 @@ def _facts(written: "Conversion", verification: "Verification | None") -> dict[s
     }
     if written.architecture == "megatron":
         rows["train on with"] = " ".join(written.arguments)
-    if verification is None:
-        return rows | not_finite(written.not_finite) | {"verified": "no"}
-    return rows | facts(verification)
+    return rows | not_finite(written.not_finite)

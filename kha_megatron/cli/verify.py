@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,12 +39,7 @@ def verify(
         from kha_megatron.mcore.compat import check_training_version
 
         check_training_version()
-    verification = report(one, other, workers, logits=logits)
-    if as_json:
-        console.print_json(plain(verification))
-    else:
-        console.print_facts(facts(verification))
-    judge(verification)
+    conclude(report(one, other, workers, logits=logits), as_json)
 
 
 def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) -> "Verification":
@@ -54,15 +50,32 @@ def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) 
         return comparison.Pair.open(one, other).verify(logits=logits, workers=workers)
 
 
-def plain(verification: "Verification | None") -> dict[str, Any] | None:
-    """For the report as JSON."""
+def conclude(
+    verification: "Verification | None",
+    as_json: bool,
+    *,
+    facts: Mapping[str, str] = MappingProxyType({}),
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Print the result; exit with 1 when the two models disagree by more than rounding.
+
+    Args:
+        verification: None where the user asked for none.
+        as_json: instead of two columns.
+        facts: what else there is to say, for the columns.
+        values: the same as JSON, of which the verification is then one.
+    """
+    told = verification and asdict(verification) | {"agrees": verification.agrees}
+    if as_json:
+        console.print_json({**values, "verification": told} if values else told)
+    else:
+        console.print_facts({**facts, **_facts(verification)})
+    _judge(verification)
+
+
+def _facts(verification: "Verification | None") -> dict[str, str]:
     if verification is None:
-        return None
-    return asdict(verification) | {"agrees": verification.agrees}
-
-
-def facts(verification: "Verification") -> dict[str, str]:
-    """The comparison, in words by what it is about."""
+        return {"verified": "no"}
     tensors, logits = verification.tensors, verification.logits
     how = "" if tensors.remark == "as they are" else f", {tensors.remark}"
     rows = {"tensors compared": f"{tensors.tensors}{how}"}
@@ -85,15 +98,14 @@ def facts(verification: "Verification") -> dict[str, str]:
 
 
 def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
-    """Where there is NaN or infinity and how much, if anywhere, as in :func:`facts`."""
+    """Where there is NaN or infinity and how much, if anywhere, for the columns."""
     listed = [f"{name} {count:,}" for name, count in tensors.items()]
     if not listed:
         return {}
     return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
 
 
-def judge(verification: "Verification | None") -> None:
-    """Exit with 1 when the two models disagree by more than rounding."""
+def _judge(verification: "Verification | None") -> None:
     if verification is None or verification.agrees:
         return
     tensors, logits = verification.tensors, verification.logits

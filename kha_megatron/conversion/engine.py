@@ -11,11 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import give_back_freed_memory
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
+from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.conversion.sources import Source, not_finite
 from kha_megatron.conversion.table import Place
 
@@ -55,6 +57,9 @@ class Plan(ABC):
 
     source: Source
 
+    mark: ClassVar[str]
+    """The file by which a folder that it writes is known."""
+
     @property
     def entries(self) -> list[TensorEntry]:
         """What will be written, in the order of the model."""
@@ -64,6 +69,15 @@ class Plan(ABC):
     def size(self) -> int:
         """Bytes of the tensors to write."""
         return sum(entry.nbytes for entry in self.entries)
+
+    def check_target(self, target: Path, *, overwrite: bool) -> None:
+        """Refuse a folder that :meth:`write` must not replace.
+
+        Raises:
+            OutputError: it holds what would be lost, or is no converted model and ``overwrite``
+                is to delete it.
+        """
+        check_output_folder(target, overwrite=overwrite, mark=self.mark)
 
     @abstractmethod
     def write(

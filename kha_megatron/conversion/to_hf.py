@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.hf_reader import CONFIG
 from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
@@ -34,6 +35,8 @@ class HFPlan(Plan):
 
     config: PreTrainedConfig
     max_shard_bytes: int
+
+    mark = CONFIG
 
     @property
     def dialect(self) -> Dialect:

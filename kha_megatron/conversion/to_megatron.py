@@ -18,14 +18,14 @@ from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
-from kha_megatron.checkpoint.tracker import RELEASE, TRACKER
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import command_line, to_arguments
 from kha_megatron.conversion.sources import Source, open_source, parse_dtype
 from kha_megatron.conversion.table import Place, Row, places
 from kha_megatron.conversion.transforms import Cast, Padded, Upcycled
-from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 
 DIVISIBLE_BY = 128
 """Megatron's own default of ``--make-vocab-size-divisible-by``."""
@@ -38,6 +38,17 @@ class MegatronPlan(Plan):
     """A model with the arguments that Megatron would have saved."""
 
     args: dict[str, Any]
+
+    mark = TRACKER
+
+    def check_target(self, target: Path, *, overwrite: bool) -> None:
+        """See ``Plan``; the iterations of a training are never replaced."""
+        super().check_target(target, overwrite=overwrite)
+        if (last := newest(target)) and last.name != RELEASE:
+            raise OutputError(
+                f"{target} holds {last.name} of a training, which --overwrite would delete: name "
+                "another folder"
+            )
 
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
