@@ -1,7 +1,7 @@
 """The ``kha-megatron`` command: thin commands over the other rooms.
 
 Exit codes: 0 success, 1 the work failed, 2 bad input (one line on stderr, nothing half-written),
-130 interrupted, 143 terminated.
+130 interrupted, 143 terminated, 129 without its terminal.
 """
 
 import sys

@@ -1,11 +1,10 @@
 """Running a command: what it is given, and how it ends whatever happens.
 
-Exit codes: a :class:`KHAError`'s own, 2 for other bad input, 130 and 143 for a command that was
-interrupted or terminated, 1 for the rest, whose traceback goes to a file.
+Exit codes: a :class:`KHAError`'s own, 2 for other bad input, 130, 143 and 129 for a command that
+was interrupted, terminated or lost its terminal, 1 for the rest, whose traceback goes to a file.
 """
 
 import os
-import signal
 import sys
 import tempfile
 import traceback
@@ -20,6 +19,7 @@ from typer.core import TyperCommand
 from kha_megatron import __version__
 from kha_megatron.cli import console
 from kha_megatron.errors import ConfigError, KHAError, in_one_line
+from kha_megatron.recipes.processes import interruptible
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 """Bytes, on Linux."""
@@ -71,7 +71,9 @@ def run(app: typer.Typer) -> int:
     """Run the command line of this process, print at most one line about an error, and give the
     exit code."""
     try:
-        return _terminable(app)
+        with interruptible() as received:
+            code = app(standalone_mode=False) or 0
+        return 128 + received[0] if received else code
     except KHAError as error:
         console.error(str(error))
         return error.exit_code
@@ -102,25 +104,6 @@ def _print_usage_error(error: Any) -> None:
     value = f" (given: {', '.join(given)})" if given else ""
     about = f"; see `{context.command_path} --help`" if context else ""
     console.error(error.format_message().rstrip(".") + value + about)
-
-
-def _terminable(app: typer.Typer) -> int:
-    """The command's exit code; SIGTERM ends it as Ctrl-C does, with everything cleaned up."""
-    received = []
-
-    def terminate(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would cut the cleaning up short
-        received.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGTERM)
-    if before is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
-    try:
-        code = app(standalone_mode=False) or 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return 128 + received[0] if received else code
 
 
 def _report(error: Exception) -> int:

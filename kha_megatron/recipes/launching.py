@@ -6,9 +6,7 @@ NeMo-Run exits 0 whatever becomes of its jobs, so the outcome is read from the e
 import os
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.checks import check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, find_failure
-from kha_megatron.recipes.processes import MARK, guarded, marked
+from kha_megatron.recipes.processes import MARK, guarded, interruptible, marked
 from kha_megatron.recipes.recipe import Recipe
 
 _TASK = "train"
@@ -218,7 +216,7 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
     mark = uuid.uuid4().hex
     last_step = None
     # the guard is inside: leaving the experiment waits for the ranks
-    with _interruptible(), _experiment(job, mark=mark) as experiment, guarded(mark):
+    with interruptible(), _experiment(job, mark=mark) as experiment, guarded(mark):
         start = time.monotonic()
         experiment.run()
         info = experiment.status(return_dict=True)[_TASK]
@@ -334,22 +332,3 @@ def _status(experiment: Any, mark: str) -> str:
     if state not in (*_FINISHED, "RUNNING") and not marked(mark):
         return "UNKNOWN"
     return state
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the other signals that end a command, to stop the ranks."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # under nohup it is ignored: leave it
-                previous[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 MARK = "KHA_MEGATRON_LAUNCH"
 """Environment variable that every process of one launch carries, with a value of its own."""
@@ -38,6 +40,35 @@ def guarded(mark: str) -> Iterator[None]:
         except KeyboardInterrupt:  # a second Ctrl-C: at once
             end(mark, grace=0)
             raise
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Inside of the block SIGTERM and SIGHUP end the work as Ctrl-C does; yields those that came.
+
+    A second one is ignored: it would cut the cleaning up short. What somebody handles already, or
+    ignores as nohup does, stays so, as does everything in a thread that is not the main one.
+
+    Raises:
+        KeyboardInterrupt: at the first signal.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end(mark: str, grace: float = _GRACE_SECONDS) -> None:

@@ -162,7 +162,9 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
 def test_a_terminated_command_leaves_nothing(tmp_path, number, code):
     process = subprocess.Popen(
         [sys.executable, "-c", TERMINATED, "data", "show", tmp_path / "out"],
