@@ -121,7 +121,7 @@ def test_table_6_is_table_3_with_other_heads():
         own.pop("--heads", None)
         assert own == base, recipe.name
     assert {str(recipe.run.kha) for recipe in INTERACTIVE} == {
-        *("talking", "collaborative", "moh(share=0.75)"),
+        *("talking(max_tokens=4096)", "collaborative", "moh(share=0.75)"),
         *("value=mlp", "query=linear key=linear value=linear"),
     }
 
