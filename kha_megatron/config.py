@@ -212,20 +212,67 @@ class KHAConfig:
                 a preset by the name of its ``spec`` instead.
 
         Returns:
-            None when it names no mechanism: it was not written with KHA in mind.
+            None when it names no mechanism: it was not written with KHA in mind. Megatron's own
+            output gate is named by Megatron's own ``attention_output_gate``.
 
         Raises:
             ConfigError: a variant or an init that does not exist.
         """
+        gated = entries.get("attention_output_gate") is True
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
         values = {name: entries[entry] for entry, name in names.items() if entry in entries}
         if not values.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
             module, name = (*(entries.get("spec") or ()), None, None)[:2]
             is_preset = module == "kha_megatron.mcore.specs" and name in PRESETS
-            return cls.from_preset(name) if is_preset else None
+            if not (is_preset or gated):
+                return None
+            return cls.from_preset(name if is_preset else "baseline").with_output_gate(gated)
         for projection in PROJECTIONS:
             values[projection] = parse_variant(values.get(projection))
-        return cls.from_dict(values)
+        return cls.from_dict(values).with_output_gate(gated)
+
+    def recording(self, *, multi_latent: bool = False) -> dict[str, Any]:
+        """Megatron's arguments, by name, of which :meth:`recorded` makes it again.
+
+        Args:
+            multi_latent: whether attention is, for which Megatron has no output gate.
+        """
+        entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
+        if self.has_output_gate and not multi_latent:
+            entries["attention_output_gate"] = True
+        return entries
+
+    @property
+    def has_output_gate(self) -> bool:
+        """Whether it has the gate that is Megatron's own, ``--attention-output-gate``."""
+        return self.gate is not None and self.gate.is_stock
+
+    def with_output_gate(self, asked: bool) -> Self:
+        """What it is together with ``--attention-output-gate``, if that was asked for.
+
+        Kinds of attention that have no such gate (GTA, GLA) refuse the flag by themselves.
+
+        Raises:
+            ConfigError: its gates are of another form, or the output has another.
+        """
+        if not asked or self.has_output_gate or self.attention is not None:
+            return self
+        gate = Gate(output="element") if self.gate is None else self.gate
+        if gate.output is None:
+            gate = replace(gate, output="element")
+        if not gate.is_stock:
+            raise ConfigError(
+                "--attention-output-gate multiplies by the sigmoid of gate.output=element, and "
+                f"{self.gate} asks for another: remove one"
+            )
+        return replace(self, gate=gate)
+
+    def without_output_gate(self) -> Self:
+        """What is left of it for us where Megatron applies its own gate."""
+        if self.gate is None or not self.gate.is_stock:
+            return self
+        others = len(self.gate.positions) > 1
+        return replace(self, gate=replace(self.gate, output=None) if others else None)
 
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
         """What the model is, as plain JSON values: all fields but ``fold``, and of the mechanisms
@@ -418,5 +465,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         for name, mechanism in mechanism_types().items()
         for preset, settings in mechanism.presets.items()
     }
+    | {
+        "kha_mlp_gate_output": {"value": "mlp", "gate": {"output": "element"}},
+        "kha_linear_gate_output": dict.fromkeys(PROJECTIONS, "linear")
+        | {"gate": {"output": "element"}},
+    }
 )
-"""Named configurations, of every mechanism."""
+"""Named configurations: of every mechanism, and of those that go together."""

@@ -7,12 +7,11 @@ None and False stand for what a model has not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadFacts, HeadTensor
 from kha_megatron.model.fields import Field, rows, said
 from kha_megatron.model.model import Model
@@ -94,9 +93,9 @@ class Architecture(Model):
     """Groups of experts that a token's experts are chosen from (DeepSeek-V3)."""
     moe_router_group_topk: int | None = said("--moe-router-group-topk", None, hf="topk_group")
     moe_shared_expert_gate: bool = said("--moe-shared-expert-gate", False, hf="shared_expert_gate")
-    kha: KHAConfig = field(default_factory=KHAConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         latent = self.multi_latent_attention
         self.kha.check(
             HeadFacts(
@@ -108,8 +107,6 @@ class Architecture(Model):
         )
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
-        gate = self.kha.gate
-        object.__setattr__(self, "attention_output_gate", gate is not None and gate.is_stock)
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:

@@ -1,7 +1,6 @@
 """Megatron's saved arguments as an architecture, and back to arguments and command line."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from kha_megatron.config import KHAConfig
@@ -107,8 +106,6 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
     for name, allowed in REPRESENTED.items():
         if args.get(name) not in allowed:
             raise _refused(name, args.get(name), f"only {allowed[0]!r}")
-    if args.get("attention_output_gate"):
-        kha = _with_output_gate(kha)
     try:
         return _architecture(args, kha, padded_vocab_size)
     except KeyError as error:
@@ -116,17 +113,6 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
             f"the checkpoint's training arguments lack {error.args[0]}: it was not saved by a "
             "supported version of Megatron's training loop"
         ) from error
-
-
-def _with_output_gate(kha: KHAConfig) -> KHAConfig:
-    """A configuration with Megatron's own gate, which it may name itself."""
-    if kha.gate is None:
-        return replace(kha, gate=_OUTPUT_GATE.gate)
-    if not kha.gate.is_stock:
-        raise _refused(
-            "attention_output_gate", True, f"kha_gate={kha.gate.to_dict()} is another: one of both"
-        )
-    return kha
 
 
 def hybrid_layers(args: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -269,8 +255,9 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
             "q_lora_rank=None with a norm of the latent: Megatron would normalise what queries are "
             "projected from as well: compress queries, or do without the norm"
         )
-    if (model.kha.mechanisms or model.kha.attention is not None) and model.kha != _OUTPUT_GATE:
-        args |= {f"kha_{name}": value for name, value in model.kha.to_dict().items()}
+    said = model.attention_output_gate and model.kha == _OUTPUT_GATE
+    if (model.kha.mechanisms or model.kha.attention is not None) and not said:
+        args |= model.kha.recording(multi_latent=model.multi_latent_attention)
     return args
 
 

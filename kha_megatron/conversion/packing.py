@@ -61,19 +61,21 @@ class QKVRows(Packing):
 
     def names(self, model: Architecture) -> tuple[str, ...]:
         """One for each part of a group's heads."""
-        return tuple(self.name.format(module) for module in model.qkv.hf_modules)
+        return tuple(self.name.format(part.hf) for part in model.qkv.parts.values())
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """``[H * D, ...]``, then ``[G * D, ...]`` each."""
-        blocks = tensor.view(model.qkv.groups, -1, model.qkv.head_dim, *tensor.shape[1:])
-        parts = blocks.split(list(model.qkv.parts.values()), dim=1)
-        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+        """``[heads * rows of one, ...]`` each, without what only fills a group up."""
+        groups = tensor.unflatten(0, (model.qkv.groups, -1))
+        return [groups[:, part.rows].flatten(0, 1) for part in model.qkv.parts.values()]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """One block, the heads of all parts interleaved again."""
-        rest = parts[0].shape[1:]
-        blocks = [part.view(model.qkv.groups, -1, model.qkv.head_dim, *rest) for part in parts]
-        return [torch.cat(blocks, dim=1).view(-1, *rest)]
+        """One block, the heads of all parts interleaved again, and zeros filled in."""
+        layout = model.qkv
+        blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
+        if filling := layout.padding.stop - layout.padding.start:
+            zeros = blocks[0].new_zeros(layout.groups, filling, *parts[0].shape[1:])
+            blocks.insert(1 + len(layout.extra), zeros)
+        return [torch.cat(blocks, dim=1).flatten(0, 1)]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kha_megatron.conversion.packing import (
     Vocabulary,
 )
 from kha_megatron.heads import HeadTensor, Projection
+from kha_megatron.heads.knock import PROJECTIONS
 
 Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
@@ -130,7 +131,8 @@ def _key_value_rows(model: Architecture) -> int:
 
 def _whole_heads(model: Architecture) -> list[list[Knocked]]:
     return [
-        [Knocked(part, model.kv_channels)] if part != "gate" else [] for part in model.qkv.parts
+        [Knocked(projection, model.kv_channels) for projection in PROJECTIONS if projection == part]
+        for part in model.qkv.parts
     ]
 
 

@@ -123,18 +123,31 @@ class Gate(Mechanism):
         here = self.output, self.form, self.activation, self.reads_input
         return here == ("element", "multiply", "sigmoid", True)
 
+    def acts_at(self, stage: Stage) -> bool:
+        """``qkv`` only with a gate on queries, keys or values."""
+        at: Mapping[Position, Stage] = {"output": "output", "dense": "dense"}
+        return stage in {at.get(position, "qkv") for position in self.positions}
+
+    @property
+    def is_exact_at_start(self) -> bool:
+        """A sigmoid starts at one half; what reads the input starts at random."""
+        return (self.form, self.activation, self.reads_input) == ("add", "silu", False)
+
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Those that score every head by itself; latent attention has no projection for them."""
+        """Those that score every head by itself, the output's first, where Megatron has its own;
+        latent attention has no projection for them."""
         if not self.reads_input or sizes.latent:
             return ()
+        order = sorted(self.positions.items(), key=lambda item: item[0] != "output")
         return tuple(
             HeadRows(
                 name=_name(position),
                 heads=_heads(position),
                 features=sizes.dim(_features(position)) if granularity == "element" else 1,
                 hf=_name(position),
+                is_stock=position == "output" and self.is_stock,
             )
-            for position, granularity in self.positions.items()
+            for position, granularity in order
             if position != "dense" and granularity != "shared"
         )
 

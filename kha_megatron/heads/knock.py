@@ -145,6 +145,11 @@ class Knock(Mechanism):
         """Linear matrices do: QK-norm and RoPE come after the knock (eq. 8)."""
         return set(self.variants.values()) <= {"linear"}
 
+    @property
+    def is_exact_at_start(self) -> bool:
+        """At the identity it is (section 3.3)."""
+        return self.init == "identity"
+
     def refusal(self, facts: HeadFacts) -> str | None:
         """What latent attention (MLA, GLA) cannot carry, with the paper's reason (4.2.3)."""
         if not facts.multi_latent:

@@ -135,6 +135,8 @@ class HeadRows:
     """Rows of one head."""
     hf: str
     """Module below ``self_attn`` of our transformers class: ``[heads * features, hidden]``."""
+    is_stock: bool = False
+    """Whether Megatron has the same rows in the same place, as ``--attention-output-gate``."""
 
     def size(self, sizes: HeadSizes) -> int:
         """How many numbers they hold, over all ranks."""
@@ -163,6 +165,10 @@ class Mechanism(ABC):
     def for_layer(self, layer: int) -> Self:
         """As the layer, counted from 0, has it, where settings differ between layers."""
         return self
+
+    def acts_at(self, stage: Stage) -> bool:
+        """Whether it changes something there, with these settings."""
+        return stage in self.stages
 
     @abstractmethod
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
@@ -214,6 +220,11 @@ class Mechanism(ABC):
     @property
     def folds(self) -> bool:
         """Whether it can be folded into the projections, leaving a stock model."""
+        return False
+
+    @property
+    def is_exact_at_start(self) -> bool:
+        """Whether a trained model that gains it computes what it did, bit for bit."""
         return False
 
     def refusal(self, facts: HeadFacts) -> str | None:

@@ -5,19 +5,21 @@ Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core
 section 4.5.2 for the place before QK-norm, which is what lets KHA-Linear fold into the projection).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.nn import Module
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor, Mechanism, Projection
+from kha_megatron.heads import HeadFacts, HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage
 from kha_megatron.mcore.compat import check_family_version
@@ -29,6 +31,7 @@ from kha_megatron.mcore.knocking import HeadWeight, HeadWeights, KnockingHeads
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
+from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rules import check_layout
 from kha_megatron.ops.heads import applied
 
@@ -61,7 +64,7 @@ class KnockedAttention(Attention):
             setattr(self, tensor.name, KnockingHeads(config, tensor, variant=variant, **common))
         self.mechanisms: list[tuple[Mechanism, HeadWeights]] = []
         self.input_projections: list[str] = []
-        for mechanism in kha.others:
+        for mechanism in _left_to_us(kha, config).others:
             tensors = mechanism.tensors(sizes)
             for tensor in tensors:
                 kind = InputProjection if tensor.reads_input else HeadWeight
@@ -73,7 +76,6 @@ class KnockedAttention(Attention):
             if "core" in mechanism.stages:
                 self.core_attention.act_for(*self.mechanisms[-1])
             self.input_projections += read
-        stages = {stage for mechanism, _ in self.mechanisms for stage in mechanism.stages}
         self.head_ranks = HeadRanks(
             config,
             self.layer_number,
@@ -83,11 +85,18 @@ class KnockedAttention(Attention):
         )
         self._kept: dict[str, Tensor] = {}  # from the input and each stage to the next
         if self.input_projections:
-            self.normed_input = NormedInput(getattr(self, "linear_qkv", None))
-        if "output" in stages:
+            self.normed_input = NormedInput(self._first_projection())
+        if self._acts_at("output"):
             self.linear_proj.register_forward_pre_hook(self._before_projection)
-        if "dense" in stages:
+        if self.mechanisms:
             self.register_forward_hook(self._after_projection)
+
+    def _first_projection(self) -> Module | None:
+        """What the input goes through, norm and all if one is inside."""
+        return getattr(self, "linear_qkv", None)
+
+    def _acts_at(self, stage: Stage) -> bool:
+        return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
 
     def _read_input(self, hidden_states: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Begin a pass: what the mechanisms see of the input ``[s, b, h]`` of this rank's tokens.
@@ -112,10 +121,11 @@ class KnockedAttention(Attention):
 
     def _after_projection(self, attention: Module, inputs: Any, result: Any) -> Any:
         output, bias = result
-        if bias is not None:  # of the projection, which Megatron adds later: it is gated too
-            output, bias = output + bias, None
-        (output,) = self._applied("dense", dense=output)
-        self._kept = {}
+        if self._acts_at("dense"):
+            if bias is not None:  # of the projection, which Megatron adds later: it is gated too
+                output, bias = output + bias, None
+            (output,) = self._applied("dense", dense=output)
+        self._kept = {}  # or the pass would live until the next
         return output, bias
 
     def flash_decode_and_prefill(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -143,6 +153,11 @@ class KnockedAttention(Attention):
         return x if name is None else getattr(self, name)(x)
 
 
+def _left_to_us(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
+    """All but the output gate that Megatron applies, where its configuration has one."""
+    return kha.without_output_gate() if config.attention_output_gate else kha
+
+
 class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
     """Self-attention whose heads knock on each other before the scaled dot product.
 
@@ -165,11 +180,16 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         kha: KHAConfig,
         **kwargs: Any,
     ) -> None:
+        kha = kha.with_output_gate(config.attention_output_gate)
         check_config(config, kha, layers=config.num_layers)
+        layout = Model.from_config(config, kha).qkv
+        if not _is_stock(layout, config):
+            submodules = replace(submodules, linear_qkv=_of_rows(submodules.linear_qkv, layout))
         super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.linear_qkv_out_dim = layout.rows
         self._add_knocking(kha)
-        self.split = QKVSplit(Model.from_config(config, kha).qkv, self.tp_group)
-        self.folding = Folding(self, kha, self.split.layout, self.knockings)
+        self.split = QKVSplit(layout, self.tp_group)
+        self.folding = Folding(self, kha, layout, self.knockings)
 
     def get_query_key_value_tensors(
         self,
@@ -193,9 +213,11 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             mixed, _ = self.linear_qkv(hidden_states)
             groups = self.split.groups(mixed)
             if self.is_fused:
+                self._read_input(hidden_states, {})
                 return self.run_fused(groups)
             parts = self.split(groups)
-            self._read_input(hidden_states, {})
+            layout = self.split.layout
+            self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
             query, key, value = self._applied(
                 "qkv", **{p: self._knocked(p, parts[p]) for p in PROJECTIONS}
             )
@@ -203,11 +225,41 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             key = self._normed(self.k_layernorm, key)
         if self.config.test_mode:
             self.run_realtime_tests()
-        return (query, key, value, *([parts["gate"]] if output_gate else []))
+        if not output_gate:
+            return query, key, value
+        assert layout.stock_gate is not None, "a gate that the configuration has not asked for"
+        return query, key, value, parts[layout.stock_gate]
 
     @staticmethod
     def _normed(norm: Any, x: Tensor) -> Tensor:
         return x if norm is None else norm(x)
+
+
+def _is_stock(layout: QKVLayout, config: TransformerConfig) -> bool:
+    """Whether Megatron makes ``linear_qkv`` of these rows by itself."""
+    gates = [row.is_stock for row in layout.extra]
+    return not layout.tied and gates == [True] * config.attention_output_gate
+
+
+def _of_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
+    """What makes a ``linear_qkv`` of the rows of a layout, zeros where they only fill it up."""
+
+    def built(inputs: int, outputs: int, *, init_method: Any, tp_group: Any, **options: Any) -> Any:
+        def initialised(weight: Tensor) -> None:
+            init_method(weight)
+            rows, first = len(weight), 0
+            if rows < layout.rows:  # this rank's, where they are not cut from a whole
+                first = get_pg_rank(tp_group) * rows
+            for group in range(layout.groups):
+                before = group * layout.group_rows - first
+                begin, end = before + layout.padding.start, before + layout.padding.stop
+                with torch.no_grad():
+                    weight[max(0, begin) : max(0, end)] = 0
+
+        options |= {"init_method": initialised, "tp_group": tp_group}
+        return build(inputs, layout.rows, **options)
+
+    return built
 
 
 _UNSPLIT = (
@@ -228,8 +280,8 @@ def refuse_other_rows(split_qkv: bool, head_wise_gate: bool) -> None:
         raise ConfigError(_UNSPLIT)
     if head_wise_gate:
         raise ConfigError(
-            "head_wise_gate=True: linear_qkv has no rows for a gate of one number a head with KHA: "
-            "use --attention-output-gate, or no gate"
+            "head_wise_gate=True: Megatron's gate of one number a head lies behind all other rows: "
+            "use --heads gate.output=head, or --attention-output-gate"
         )
 
 
@@ -245,7 +297,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     kha.check(
         HeadFacts(
             multi_latent=config.multi_latent_attention,
-            qk_norm=config.qk_layernorm,
+            qk_norm=config.qk_layernorm or config.qk_l2_norm,
             query_heads=config.num_attention_heads,
             layers=layers,
             flash_decode=config.flash_decode,
@@ -283,15 +335,8 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
     attentions = [attention for attention in every if isinstance(attention, KnockedAttention)]
-    sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # which no name depends on
-    wanted = _kinds(kha.tensors(sizes))
-    wrong = sum(
-        _kinds(m.tensor for m in _weights(attention)) != wanted
-        or getattr(attention, "kind", None) != kha.attention
-        or getattr(attention, "kha", KHAConfig()).others != kha.others
-        for attention in every
-    )
-    added = sum(weight.tensor.size for attention in attentions for weight in _weights(attention))
+    wrong = sum(not _is_as_asked(attention, kha) for attention in every)
+    added = sum(_added(attention) for attention in attentions)
     totals = torch.tensor(
         [len(attentions) if kha.mechanisms else 0, len(every), added, wrong],
         dtype=torch.int64,
@@ -311,6 +356,26 @@ def _weights(attention: Attention) -> list[HeadWeight]:
     return [module for module in attention.children() if isinstance(module, HeadWeight)]
 
 
-def _kinds(tensors: Iterable[HeadTensor]) -> set[tuple[str, ...]]:
-    """What tells the tensors of one configuration from those of another."""
-    return {(tensor.name, *tensor.matrices) for tensor in tensors}
+def _is_as_asked(attention: Attention, kha: KHAConfig) -> bool:
+    if attention.config.attention_output_gate:  # which any attention of Megatron's has
+        kha = kha.with_output_gate(True)
+    if not isinstance(attention, KnockedAttention):
+        return not (_left_to_us(kha, attention.config).mechanisms or kha.attention)
+    sizes = Model.from_config(attention.config, kha).head_sizes
+    built = {_kind(weight.tensor) for weight in _weights(attention)}
+    return (
+        built == {_kind(tensor) for tensor in kha.tensors(sizes)}
+        and attention.kha.rows(sizes) == kha.rows(sizes)
+        and attention.kind == kha.attention
+    )
+
+
+def _kind(tensor: HeadTensor) -> tuple[str, ...]:
+    """What tells a tensor of one configuration from that of another."""
+    return (tensor.name, *tensor.matrices)
+
+
+def _added(attention: KnockedAttention) -> int:
+    sizes = Model.from_config(attention.config, attention.kha).head_sizes
+    rows = sum(row.size(sizes) for row in attention.kha.rows(sizes))
+    return rows + sum(weight.tensor.size for weight in _weights(attention))

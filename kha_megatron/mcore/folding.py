@@ -206,6 +206,8 @@ class Folding:
                 return why
         if getattr(config, "cuda_graph_impl", "none") != "none":
             return "folding was never captured in a CUDA graph"
+        if not self.heads:
+            return "gates have rows between the heads of queries, keys and values"
         if len(self.heads) % self.attention.tp_group.size():
             return (
                 f"the {len(self.heads)} heads of queries, keys and values cannot be divided over "

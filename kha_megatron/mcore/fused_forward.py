@@ -102,7 +102,7 @@ class FusedPrologue(Attention):
         """Query, key and value of the running fused forward: knocked, normalised and turned.
 
         Args:
-            qkv: whole groups ``[s, b, g, n * D]`` (:meth:`kha_megatron.mcore.qkv.QKVSplit.groups`).
+            qkv: whole groups ``[s, b, g, n]`` (:meth:`kha_megatron.mcore.qkv.QKVSplit.groups`).
         """
         settings = self._settings
         heads = settings.places(qkv)
@@ -141,10 +141,16 @@ class FusedPrologue(Attention):
     @functools.cached_property
     def _settings(self) -> PrologueSettings:
         norm = next((norm for norm in self._norms() if norm is not None), None)
-        wanted = self.split.wanted
+        parts = self.split.layout.parts
+
+        def places(projection: str) -> tuple[int, int]:
+            mine, before = self.split.wanted[projection], parts[projection].first
+            first = before // self.hidden_size_per_attention_head
+            return first + mine.start, first + mine.stop
+
         return PrologueSettings(
             head_dim=self.hidden_size_per_attention_head,
-            heads={p: (wanted[p].start, wanted[p].stop) for p in PROJECTIONS if p in wanted},
+            heads={p: places(p) for p in PROJECTIONS if p in parts},
             eps=getattr(norm, "eps", 0.0),
             zero_centred=self.config.layernorm_zero_centered_gamma,
         )
@@ -174,8 +180,8 @@ class FusedPrologue(Attention):
                 return f"{option}, {why}"
         if self.kind is not None:
             return f"attention={self.kind}"
-        if any("qkv" in mechanism.stages for mechanism, _ in self.mechanisms):
-            return f"other mechanisms than the knock act on queries, keys or values of {self.kha}"
+        if self._acts_at("qkv") or self.split.layout.extra:
+            return f"{self.kha} has more than the knock between projection and norm"
         if getattr(self, "offload_qkv_linear", False):
             return "offload_modules has qkv_linear"
         norms = [norm for norm in self._norms() if norm is not None]

@@ -33,7 +33,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.attention import KHASelfAttention, refuse_other_rows
 from kha_megatron.mcore.knocking import parameter_device
-from kha_megatron.model.model import Model
 
 _FUSED_NORM = "input_layernorm."
 
@@ -94,14 +93,7 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         **kwargs: Any,
     ) -> None:
         check_tied(config)
-        rows = Model.from_config(config, kha).qkv.rows
-
-        def without_keys(inputs: int, outputs: int, **options: Any) -> torch.nn.Module:
-            return submodules.linear_qkv(inputs, rows, **options)
-
-        tied = replace(submodules, linear_qkv=without_keys)
-        super().__init__(config, tied, layer_number, *args, kha=kha, **kwargs)
-        self.linear_qkv_out_dim = rows
+        super().__init__(config, submodules, layer_number, *args, kha=kha, **kwargs)
         self.linear_k_rope = RotaryKeyProjection(config, self.tp_group)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

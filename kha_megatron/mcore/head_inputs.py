@@ -41,10 +41,10 @@ class InputProjection(HeadWeight):
             return super().forward()
         group, parted = self.tp_group, self.config.sequence_parallel
         if self.tensor.per_head:
-            hidden = self._met_by_heads(hidden)
-            flat = torch.nn.functional.linear(hidden, self.weight.flatten(0, 1))
-            return flat.unflatten(-1, self.weight.shape[:2])
-        weight: Tensor = self.weight
+            weight = super().forward()
+            score = torch.nn.functional.linear(self._met_by_heads(hidden), weight.flatten(0, 1))
+            return score.unflatten(-1, weight.shape[:2])
+        weight = self.weight
         if parted:
             weight = copy_to_tensor_model_parallel_region(weight, group=group)
         score = torch.nn.functional.linear(hidden, weight)

@@ -64,6 +64,7 @@ class KHAHybridStack(HybridStack):
         **kwargs: Any,
     ) -> None:
         name, kha = (kha, named_config(kha)) if isinstance(kha, str) else (None, kha)
+        kha = kha.with_output_gate(config.attention_output_gate)
         if config.mtp_num_layers:
             raise ConfigError(
                 f"mtp_num_layers={config.mtp_num_layers}: {_NO_MTP}: remove --mtp-num-layers"

@@ -122,7 +122,7 @@ class HeadWeight(MegatronModule):
         )
 
     def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
-        """Each row of FSDP2's part by itself, so that any other layout can load them.
+        """FSDP2's part for any other layout to load: each row by itself where parts differ.
 
         FSDP2 cuts three matrices into two and one, or none, and Megatron stores equal parts only.
         """
@@ -131,6 +131,7 @@ class HeadWeight(MegatronModule):
             held = weight.to_local()
         mesh, rows = weight.device_mesh, len(weight)
         each, ranks, rank = -(-rows // mesh.size()), 1, 0
+        step = each if rows % mesh.size() == 0 else 1
         if self.tensor_model_parallel:
             ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
         first = rank * rows + min(mesh.get_local_rank() * each, rows - 1)
@@ -147,11 +148,11 @@ class HeadWeight(MegatronModule):
                     key,
                     row,
                     *offsets,
-                    (len(offsets), first + i, ranks * rows),
+                    (len(offsets), first // step + i, ranks * rows // step),
                     replica_id=replica,
                     prepend_axis_num=len(offsets),
                 )
-                for i, row in enumerate(part.split(1))
+                for i, row in enumerate(part.split(step))
             ]
 
         def joined(loaded: list[Tensor]) -> Tensor:

@@ -183,6 +183,17 @@ class _KnockedLatentAttention(KnockedAttention):
             self.linear_kv_up_proj.register_forward_hook(self._knock_key_value_heads)
         self._count_query_norm_once()
 
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Megatron's; what mechanisms read of the input is read beside it."""
+        found = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        self._read_input(hidden_states, {})
+        return found
+
+    def _first_projection(self) -> torch.nn.Module | None:
+        return getattr(self, "linear_qkv_down_proj", None)  # of the fused class; else none norms
+
     def _knock_query_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
         nope, position = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1

@@ -4,7 +4,7 @@ Ours, not Megatron's, because Megatron splits and normalises in one method and K
 the two. What lies where is :class:`kha_megatron.model.qkv.QKVLayout`.
 
 Legend: ``s`` sequence, ``b`` microbatch, ``g`` key/value heads that this rank works with, ``n``
-heads of a group of all parts, ``D`` features of a head.
+rows of a group, ``D`` features of a head of a part.
 """
 
 import torch
@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SplitAlongDim
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from kha_megatron.model.qkv import Part, QKVLayout
+from kha_megatron.model.qkv import QKVLayout
 
 
 class QKVSplit:
@@ -32,7 +32,7 @@ class QKVSplit:
         self.wanted = layout.wanted(rank, ranks)
 
     def groups(self, mixed: Tensor) -> Tensor:
-        """Whole groups ``[s, b, g, n * D]`` from the rank's rows ``[s, b, rows / ranks]``.
+        """Whole groups ``[s, b, g, n]`` from the rank's rows ``[s, b, rows / ranks]``.
 
         Ranks that share a group gather all rows first. The backward pass hands every rank the sum
         of what they make of its rows.
@@ -40,26 +40,27 @@ class QKVSplit:
         if self.is_shared:
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
             mixed = mixed.chunk(self.layout.groups, dim=-1)[self.group]
-        return mixed.unflatten(-1, (-1, self.layout.group_heads * self.layout.head_dim))
+        return mixed.unflatten(-1, (-1, self.layout.group_rows))
 
-    def __call__(self, groups: Tensor) -> dict[Part, Tensor]:
+    def __call__(self, groups: Tensor) -> dict[str, Tensor]:
         """The parts of :meth:`groups`, in the order of their rows.
 
         Returns:
-            queries (and gates) ``[s, b, heads of this rank, D]``; keys and values ``[s, b, g, D]``,
-            which ranks that share a group all have.
+            by the names of ``layout.parts``: what goes with query heads ``[s, b, heads of this
+            rank, D]``; the rest ``[s, b, g, D]``, which ranks that share a group all have.
         """
-        sizes = {part: heads * self.layout.head_dim for part, heads in self.layout.parts.items()}
+        sizes = {name: part.heads * part.features for name, part in self.layout.parts.items()}
+        filling = self.layout.padding.stop - self.layout.padding.start
+        cut = list(sizes.values())
+        if filling:
+            cut.insert(1 + len(self.layout.extra), filling)
         # Transformer Engine's, where it is: its backward pass need not copy the gradients together
-        split = SplitAlongDim or torch.split
-        pieces = split(groups, list(sizes.values()), 3)
-        found, first = {}, 0
-        for (part, heads), x in zip(self.layout.parts.items(), pieces, strict=True):
-            if heads > 1:
-                x = x.reshape(*x.shape[:2], -1, self.layout.head_dim)
-            if self.is_shared:
-                mine = self.wanted[part]
-                x = x[:, :, mine.start - first : mine.stop - first]
-            found[part] = x
-            first += heads
+        pieces = list((SplitAlongDim or torch.split)(groups, cut, 3))
+        if filling:
+            del pieces[1 + len(self.layout.extra)]
+        found = {}
+        for (name, part), x in zip(self.layout.parts.items(), pieces, strict=True):
+            if part.heads > 1:
+                x = x.reshape(*x.shape[:2], -1, part.features)
+            found[name] = x[:, :, self.wanted[name]] if self.is_shared else x
         return found

@@ -90,7 +90,14 @@ def _read(text: str) -> dict[str, Any]:
     return {key: None if value == "none" else value for key, value in given.items()}
 
 
-def publish(name: str, kha: KHAConfig, groups: ProcessGroupCollection, *, speak: bool) -> None:
+def publish(
+    name: str,
+    kha: KHAConfig,
+    groups: ProcessGroupCollection,
+    *,
+    multi_latent: bool = False,
+    speak: bool,
+) -> None:
     """Check a named spec's configuration against the other ranks', store it, and print it.
 
     It is stored among the arguments of Megatron's training loop, if that is what runs, so that
@@ -98,14 +105,15 @@ def publish(name: str, kha: KHAConfig, groups: ProcessGroupCollection, *, speak:
 
     Args:
         groups: of the model being built.
+        multi_latent: whether its attention is.
         speak: whether this pipeline stage prints; its first rank does.
 
     Raises:
         ConfigError: another rank has another configuration.
     """
     _check_same_everywhere(name, kha)
-    for field, value in kha.to_dict().items():
-        setattr(training_arguments(), f"kha_{field}", value)
+    for argument, value in kha.recording(multi_latent=multi_latent).items():
+        setattr(training_arguments(), argument, value)
     if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
         # Megatron answers a --spec that it cannot import with plain attention, so this one speaks
         announce(f"spec {name} knocks {kha}")

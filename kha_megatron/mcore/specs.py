@@ -214,7 +214,7 @@ class KHATransformerLayer(BaseTransformerLayer):
         Raises:
             ConfigError: see :func:`kha_layer_spec` and ``settings.named_config``.
         """
-        kha = named_config(spec_name)
+        kha = named_config(spec_name).with_output_gate(config.attention_output_gate)
         pp_rank = get_pg_rank(pg_collection.pp) if pg_collection else None
         block = kha_layer_spec(config, kha, vp_stage, pp_rank)
         layer = build_module(
@@ -226,7 +226,13 @@ class KHATransformerLayer(BaseTransformerLayer):
             **kwargs,
         )
         if layer_number == 1:
-            publish(spec_name, kha, layer.pg_collection, speak=layer.layer_number == 1)
+            publish(
+                spec_name,
+                kha,
+                layer.pg_collection,
+                multi_latent=config.multi_latent_attention,
+                speak=layer.layer_number == 1,
+            )
         return layer
 
 

@@ -3,7 +3,7 @@
 import ast
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from kha_megatron.config import AttentionKind, KHAConfig
@@ -140,9 +140,18 @@ class Model:
 
     kha_attention: AttentionKind | None = said("--kha-attention", None, attribute=None)
     kha_latent_heads: int = said("--kha-latent-heads", KHAConfig.latent_heads, attribute=None)
+    kha: KHAConfig = field(default_factory=KHAConfig)
+    """What its heads have, as far as it is known. Its stock gate on the output is there if
+    ``attention_output_gate`` is, whichever of the two was asked for."""
+
+    def __post_init__(self) -> None:
+        kha = self.kha.with_output_gate(self.attention_output_gate)
+        gated = kha.has_output_gate and not self.multi_latent_attention
+        object.__setattr__(self, "kha", kha)
+        object.__setattr__(self, "attention_output_gate", gated)
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self | None:
+    def of(cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None) -> Self | None:
         """The model that Megatron's arguments ask for; None where they leave its sizes open.
 
         A hybrid model's depth and dense width follow from its pattern, and are left open.
@@ -150,6 +159,7 @@ class Model:
         Args:
             arguments: by name, from a command line, a parser or a checkpoint. What Megatron fills
                 in later may be missing.
+            kha: what its heads have, if that is known.
 
         Raises:
             ConfigError: text that is no value.
@@ -174,7 +184,7 @@ class Model:
         given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
         if hybrid:
             given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
-        return cls(**given)
+        return cls(**given, kha=kha or KHAConfig())
 
     @classmethod
     def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
@@ -186,7 +196,8 @@ class Model:
         """
         given = attributes(cls, config)
         if kha is not None:
-            given |= {"kha_attention": kha.attention, "kha_latent_heads": kha.latent_heads}
+            given |= {"kha": kha, "kha_attention": kha.attention}
+            given["kha_latent_heads"] = kha.latent_heads
         if config.is_hybrid_model:
             given |= {"num_layers": None, "ffn_hidden_size": None}
         if config.pipeline_model_parallel_layout is not None:
@@ -279,7 +290,7 @@ class Model:
             groups=self.num_query_groups,
             queries=self.num_attention_heads // self.num_query_groups,
             head_dim=self.head_dim,
-            gated=self.attention_output_gate,
+            extra=self.kha.rows(self.head_sizes),
             tied=self.kha_attention == "gta",
         )
 

@@ -4,6 +4,7 @@ A checkpoint is anything with what the protocols name: reading files is ``kha_me
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,8 @@ from kha_megatron.heads.knock import PROJECTIONS
 
 _LAYERS = "decoder.layers."
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
-"""Neither a tensor's name nor how many matrices are stacked in it depends on the sizes."""
+"""Neither a tensor's name nor how many matrices are stacked in it depends on the sizes, but which
+there are may depend on the kind of attention."""
 
 
 class _Megatron(Protocol):
@@ -55,7 +57,8 @@ def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
     if isinstance(checkpoint, _HuggingFace):
         return KHAConfig.recorded(checkpoint.config)
     kha = KHAConfig.recorded(checkpoint.args)
-    wanted = stacked(kha or KHAConfig())
+    latent = bool(checkpoint.args.get("multi_latent_attention"))
+    wanted = stacked(kha or KHAConfig(), multi_latent=latent)
     stored: dict[str, set[int]] = {}
     for key, count in matrices_stored({k: i.shape for k, i in checkpoint.keys().items()}).items():
         stored.setdefault(key[key.index("self_attention.") :], set()).add(count)
@@ -69,10 +72,10 @@ def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
     return kha
 
 
-def stacked(kha: KHAConfig) -> dict[str, int]:
+def stacked(kha: KHAConfig, *, multi_latent: bool) -> dict[str, int]:
     """Names of a layer's tensors, below ``decoder.layers.{layer}.``, and how many matrices each
     stacks (0 for what is no stack of matrices)."""
-    return {t.key: len(t.matrices) for t in kha.tensors(_ANY)}
+    return {t.key: len(t.matrices) for t in kha.tensors(replace(_ANY, latent=multi_latent))}
 
 
 def matrices_stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -29,7 +29,9 @@ _ELSEWHERE = (
 """Arguments after which a model's sizes are not those of the command line."""
 
 
-def check_arguments(arguments: Mapping[str, Any], world_size: int | None) -> None:
+def check_arguments(
+    arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
+) -> None:
     """Refuse what Megatron's arguments cannot make, before Megatron looks at them.
 
     What comes from elsewhere (``--use-checkpoint-args``, a heterogeneous model's file), and sizes
@@ -38,11 +40,12 @@ def check_arguments(arguments: Mapping[str, Any], world_size: int | None) -> Non
     Args:
         arguments: by name, all or only some.
         world_size: ranks in all.
+        kha: what the model's heads have, where that is known.
 
     Raises:
         ConfigError: see :func:`check_layout` and :func:`check_sharding`.
     """
-    model = Model.of(arguments)
+    model = Model.of(arguments, kha)
     if model is None or any(arguments.get(name) for name in _ELSEWHERE):
         return
     layout = Layout.of(arguments, world_size)
@@ -59,9 +62,16 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     Raises:
         ConfigError: naming the arguments to change.
     """
+    latent = bool(arguments.get("multi_latent_attention"))
+    if latent and arguments.get("attention_output_gate"):
+        raise ConfigError(
+            "--attention-output-gate on multi-latent attention, for which Megatron has none: use "
+            "--heads gate.output=element"
+        )
     kha.check(
         HeadFacts(
-            multi_latent=bool(arguments.get("multi_latent_attention")),
+            multi_latent=latent,
+            qk_norm=bool(arguments.get("qk_layernorm") or arguments.get("qk_l2_norm")),
             query_heads=arguments.get("num_attention_heads") or 0,
             layers=arguments.get("num_layers") or 0,
             tokens=arguments.get("seq_length") or 0,
@@ -430,6 +440,18 @@ def _check_fp8(model: Model, layout: Layout) -> None:
                 f"{flag} {size} is no multiple of {what}, which FP8 needs: use "
                 f"{_multiples(size, multiple)}, or train in bf16"
             )
+    if model.multi_latent_attention or not model.qkv.extra:
+        return
+    rows, tp = model.qkv.rows, layout.tp
+    if rows % (unit * tp):
+        legal = [n for n in divisors(model.num_attention_heads) if rows % (unit * n) == 0]
+        fewer = (
+            f"use --tensor-model-parallel-size {_either(_near(legal, tp))}, or " if legal else ""
+        )
+        raise ConfigError(
+            f"the {rows} rows of the QKV projection with {model.kha} over {tp} tensor-parallel "
+            f"ranks are no multiple of {unit} on each, which FP8 needs: {fewer}train in bf16"
+        )
 
 
 def _near(legal: Iterable[int], value: int) -> list[int]:

@@ -135,7 +135,7 @@ class Run:
     def model(self) -> Model | None:
         """Its model; None where the sizes come from elsewhere."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
-        return Model.of(self.arguments | sizes)
+        return Model.of(self.arguments | sizes, self.kha)
 
     def layout(self, ranks: int) -> Layout:
         """Its parallel sizes on so many ranks.
@@ -177,4 +177,5 @@ def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
         ConfigError: a name or a value is unknown.
     """
     names = {row.argument: row.argument.removeprefix("kha_") for row in OF_HEADS}
-    return KHAConfig.asked({setting: arguments.get(name) for name, setting in names.items()})
+    kha = KHAConfig.asked({setting: arguments.get(name) for name, setting in names.items()})
+    return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

@@ -62,7 +62,7 @@ def check_layout(run: Run, ranks: int) -> None:
     device = run.training.device
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"unknown device {device!r}: choose cuda or cpu")
-    check_arguments(run.arguments, ranks)
+    check_arguments(run.arguments, ranks, run.kha)
 
 
 def check_folders(run: Run, output: Path | None, *, resume: bool) -> None:

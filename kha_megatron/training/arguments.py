@@ -214,7 +214,7 @@ def check_args(args: argparse.Namespace) -> None:
             "--use-torch-fsdp2, or remove it"
         )
     _check_log_interval(args)
-    check_arguments(vars(args), args.world_size)
+    check_arguments(vars(args), args.world_size, kha_asked(vars(args)))
     check_data(vars(args))
 
 

@@ -103,8 +103,8 @@ def run(program_start: float) -> None:
         args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
     args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
     # resolved values, so that the checkpoint's own arguments say what was trained
-    for name, value in kha.to_dict().items():
-        setattr(args, f"kha_{name}", value)
+    for name, value in kha.recording(multi_latent=args.multi_latent_attention).items():
+        setattr(args, name, value)
 
     with refusals_of_megatron():
         model_config = _model_config(args, kha)

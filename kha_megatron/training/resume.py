@@ -121,7 +121,7 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
             remedy += ", or start a new run from it with --kha-upcycle"
         raise CheckpointError(
             f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
-            f"{_differences(shapes, kha)}: {remedy}"
+            f"{_differences(shapes, kha, bool(args.multi_latent_attention))}: {remedy}"
         )
     _check_optimizer_moves(path, saved_args, args)
 
@@ -161,13 +161,13 @@ def _stored(
     return kha_of(checkpoint), shapes, checkpoint.args
 
 
-def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig) -> str:
+def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool) -> str:
     """The tensors by which a checkpoint differs from a model of this configuration."""
     wanted = {
         key.removesuffix(_ATTENTION) + name: matrices
         for key in shapes
         if key.endswith(_ATTENTION)
-        for name, matrices in stacked(kha).items()
+        for name, matrices in stacked(kha, multi_latent=latent).items()
     }
     stored = matrices_stored(shapes)
     kinds = {

@@ -57,8 +57,8 @@ def use_arguments(args: argparse.Namespace) -> None:
         )
     kha = kha_from_args(args)
     check_attention(vars(args), kha)
-    for name, value in kha.to_dict().items():
-        setattr(args, f"kha_{name}", value)
+    for name, value in kha.recording(multi_latent=args.multi_latent_attention).items():
+        setattr(args, name, value)
     args.spec = SPEC
 
 
@@ -106,7 +106,8 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
-    return KHAConfig.recorded(vars(args)) or KHAConfig()
+    """Without the output gate, which Megatron's own reports count."""
+    return (KHAConfig.recorded(vars(args)) or KHAConfig()).without_output_gate()
 
 
 def _sizes(args: argparse.Namespace) -> HeadSizes:

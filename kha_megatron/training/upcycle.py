@@ -37,19 +37,22 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     if not args.kha_upcycle:
         return None
     _check_restart(args)
-    if not kha.mechanisms or kha.init != "identity":
+    added = kha.without_output_gate()
+    if not added.mechanisms or not all(m.is_exact_at_start for m in added.mechanisms):
         raise ConfigError(
-            f"--kha-upcycle with KHA on {kha}: the matrices that it adds start at the identity: "
-            "choose another --kha-preset, and no --kha-init random"
+            f"--kha-upcycle with KHA on {kha}: only what computes nothing at first can be added to "
+            "a trained model, such as shared matrices at the identity: choose another "
+            "--kha-preset, and no --kha-init random (gates: kha-megatron convert upcycle)"
         )
     if not starts_from_pretrained(args):
         return None
     path = checkpoint_to_load(args)
     assert path is not None  # the pretrained one at least
-    found = kha_of(MegatronCheckpoint.open(path))
-    if found and found.mechanisms:
+    found = kha_of(MegatronCheckpoint.open(path)) or KHAConfig()
+    if found.without_output_gate().mechanisms or found.has_output_gate != kha.has_output_gate:
         raise CheckpointError(
-            f"{path} was trained with KHA on {found} already: remove --kha-upcycle"
+            f"{path} was trained with KHA on {found}, and the command line asks for {kha}: "
+            "--kha-upcycle adds to a model that has none of it: remove --kha-upcycle"
         )
     return path
 

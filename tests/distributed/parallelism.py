@@ -143,7 +143,7 @@ class _Run:
         self.case = case
         self.config = _transformer_config(case)
         self.chunks = _build(self.config, case, replace(kha, fold=case.fold))
-        ours = (".knock_", ".moh_")
+        ours = (".knock_", ".moh_", ".self_attention.gate_")
         self.initial = [p for p in pieces(self.chunks) if any(name in p.name for name in ours)]
         fill(self.chunks)
         wrapped = [Float16Module(self.config, c) if case.bf16 else c for c in self.chunks]

@@ -1,33 +1,60 @@
 """The rows of ``linear_qkv`` as data, and the one split of them, against Megatron's own."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.model.qkv import QKVLayout
 from tests.mcore.test_attention import HEAD_DIM, HEADS, HIDDEN, attention_layer
 
+STOCK = Gate(output="element")
+
+
+def laid_out(gate, **sizes):
+    heads = HeadSizes(query_heads=1, kv_heads=1, head_dim=sizes["head_dim"])
+    return QKVLayout(extra=gate.rows(heads), **sizes)
+
 
 def test_heads_stand_group_by_group():
-    layout = QKVLayout(groups=2, queries=2, head_dim=5, gated=True)
-    group = ("query", "query", "gate", "gate", "key", "value")
+    layout = laid_out(STOCK, groups=2, queries=2, head_dim=5)
+    group = ("query", "query", "gate_output", "gate_output", "key", "value")
     assert layout.heads == group * 2
     assert layout.rows == 60
+    assert layout.stock_gate == "gate_output"
     tied = QKVLayout(groups=2, queries=2, head_dim=5, tied=True)
     assert tied.heads == ("query", "query", "value") * 2
     assert "key" not in tied.wanted(0, 1)
 
 
+def test_other_rows_of_a_group_are_filled_up_to_a_multiple_of_16():
+    """Megatron's own stay where they are: 2 queries, 2 gates of 5; then 1 + 2 + 5 = 8 of ours."""
+    gate = replace(STOCK, value="head", query="head", key="element")
+    layout = laid_out(gate, groups=2, queries=2, head_dim=5)
+    places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
+    assert places == {
+        "query": (0, 10),
+        "gate_output": (10, 20),
+        "gate_query": (20, 22),
+        "gate_key": (22, 27),
+        "gate_value": (27, 28),
+        "key": (36, 41),
+        "value": (41, 46),
+    }
+    assert (layout.padding, layout.rows, layout.heads) == (slice(28, 36), 92, ())
+
+
 def test_ranks_that_share_a_group_divide_its_queries_and_gates():
-    layout = QKVLayout(groups=2, queries=6, head_dim=5, gated=True)
+    layout = laid_out(replace(STOCK, key="head"), groups=2, queries=6, head_dim=5)
     wanted = [layout.wanted(rank, 4) for rank in range(4)]
     assert [layout.group_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
     assert [w["query"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
-    assert [w["gate"] for w in wanted] == [slice(6, 9), slice(9, 12)] * 2
-    assert {(w["key"].start, w["value"].stop) for w in wanted} == {(12, 14)}
+    assert [w["gate_output"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
+    assert all(w[part] == slice(0, 1) for w in wanted for part in ("gate_key", "key", "value"))
     whole = layout.wanted(1, 2)
     assert whole["query"] == slice(0, 6)
 

@@ -58,7 +58,7 @@ def applied(
     """
     names = list(tensors)
     for mechanism, weights in mechanisms:
-        if stage in mechanism.stages:
+        if mechanism.acts_at(stage):
             changed = FUNCTIONS[mechanism.name](tensors | kept, weights, mechanism, ranks)
             tensors = tensors | {name: x for name, x in changed.items() if name in names}
             kept |= {name: x for name, x in changed.items() if name not in names}

@@ -1,0 +1,210 @@
+"""Gated attention against the float64 oracle, on one rank and on several, and its refusals.
+
+Each comparison is of the output, the gradient of the input and that of every weight, in float64;
+1e-6 is the rounding of Megatron's rotary frequencies, which are float32.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate, HeadFacts, HeadSizes
+from kha_megatron.model.qkv import QKVLayout
+from tests import oracle
+from tests.distributed.pieces import as_array, assemble, fill, pieces
+
+HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 8, 2, 6, 28, 12, 2
+BOUND = 1e-6
+
+GRANULARITIES = ("element", "head", "shared")
+OUTPUT = KHAConfig(gate=Gate(output="element"))
+FORMS = [*product(("multiply", "add"), ("sigmoid", "silu", "half_sigmoid"), (True, False))]
+PLACES = [*product(("output", "value", "key", "query"), GRANULARITIES), ("dense", "element")]
+
+
+def in_every_form(places):
+    """Gates at these places, in each form."""
+    return [
+        KHAConfig(gate=Gate(**dict(places), form=form, activation=activation, reads_input=reads))
+        for form, activation, reads in FORMS
+    ]
+
+
+EVERYWHERE = KHAConfig(
+    query="linear",
+    value="mlp",
+    gate=Gate(output="element", value="head", key="shared", query="element", dense="element"),
+)
+"""Megatron's own rows beside ours, and all rules of gradients."""
+HEADS_ALONE = KHAConfig(gate=Gate(output="head", value="element", key="element", form="add"))
+SHARED = KHAConfig(value="mlp", gate=Gate(output="shared", value="shared", query="shared"))
+UNREAD = KHAConfig(
+    gate=Gate(output="head", value="element", key="shared", dense="element", reads_input=False)
+)
+ON_RANKS = [
+    OUTPUT,
+    replace(OUTPUT, value="mlp"),
+    EVERYWHERE,
+    HEADS_ALONE,
+    SHARED,
+    UNREAD,
+]
+
+
+def passes(khas, size=1, sp=False, mutate=None, **overrides):
+    """Of this rank, for each configuration: output and input gradient of all tokens that it has,
+    and the pieces of weights and gradients."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.spec_utils import build_module
+
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+
+    if mutate is not None:
+        mutate()
+    models.initialize(tensor_model_parallel_size=size)
+    rank = torch.distributed.get_rank()
+    settings = {
+        "num_attention_heads": HEADS,
+        "num_query_groups": GROUPS,
+        "kv_channels": HEAD_DIM,
+        "hidden_size": HIDDEN,
+        "tensor_model_parallel_size": size,
+        "sequence_parallel": sp,
+        "params_dtype": torch.float64,
+    }
+    config = models.transformer_config(**settings | overrides)
+    rotary = RotaryEmbedding(HEAD_DIM, 1.0, rotary_base=10000, use_cpu_initialization=True)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None]
+    options = {} if config.multi_latent_attention else {"rotary_pos_emb": rotary(TOKENS).double()}
+
+    def mine(x):
+        return x.chunk(size)[rank] if sp else x
+
+    found = []
+    for kha in khas:
+        spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
+        layer = build_module(spec, config=config, layer_number=1).double()
+        fill([layer])
+        hidden, upstream = inputs()
+        hidden = mine(hidden).requires_grad_()
+        output, _ = layer(hidden, mask, **options)
+        output.backward(mine(upstream))
+        for name, parameter in layer.named_parameters():
+            if "layernorm" in name and size > 1:  # as Megatron's finalize_model_grads does
+                torch.distributed.all_reduce(parameter.grad)
+        gradients = list(pieces([layer], lambda p: p.grad))
+        found.append(
+            (as_array(output.detach()), as_array(hidden.grad), list(pieces([layer])), gradients)
+        )
+    return found
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    shape = (TOKENS, BATCH, HIDDEN)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2)]
+
+
+def whole(ranks, sp):
+    """The passes of all ranks, as one process would hold them."""
+    for of_ranks in zip(*ranks, strict=True):
+        outputs, hiddens, filled, gradients = zip(*of_ranks, strict=True)
+        if sp:
+            yield (
+                np.concatenate(outputs),
+                np.concatenate(hiddens),
+                *map(assemble, (filled, gradients)),
+            )
+            continue
+        for replicas in (outputs, hiddens):
+            assert all(np.array_equal(x, replicas[0]) for x in replicas)
+        yield outputs[0], hiddens[0], *map(assemble, (filled, gradients))
+
+
+def reference(kha, filled):
+    """Output, input gradient and gradients of the oracle on the weights of a layer."""
+    weights = {n: torch.from_numpy(x).double().requires_grad_() for n, x in filled.items()}
+    hidden, upstream = inputs()
+    hidden.requires_grad_()
+    sizes = HeadSizes(query_heads=HEADS, kv_heads=GROUPS, head_dim=HEAD_DIM, hidden_size=HIDDEN)
+    layout = QKVLayout(
+        groups=GROUPS, queries=HEADS // GROUPS, head_dim=HEAD_DIM, extra=kha.rows(sizes)
+    )
+    rows = weights["linear_qkv.weight"].unflatten(0, (GROUPS, -1))
+    parts = {name: rows[:, part.rows].flatten(0, 1) for name, part in layout.parts.items()}
+    gates = {
+        row.name.removeprefix("gate_"): parts[row.name].unflatten(0, (-1, row.features))
+        for row in layout.extra
+    }
+    own = [n.removesuffix(".weight") for n in weights if n.startswith("gate_")]
+    gates |= {name.removeprefix("gate_"): weights[f"{name}.weight"] for name in own}
+    output = oracle.attention(
+        hidden.transpose(0, 1),
+        *(parts[name].T for name in ("query", "key", "value")),
+        weights["linear_proj.weight"].T,
+        kha,
+        {p: list(weights[f"knock_{p}.weight"]) for p in kha.variants},
+        num_query_groups=GROUPS,
+        head_dim=HEAD_DIM,
+        q_norm=weights.get("q_layernorm.weight"),
+        k_norm=weights.get("k_layernorm.weight"),
+        rotary_base=10000.0,
+        gate=kha.gate,
+        gate_weights=gates,
+    ).transpose(0, 1)
+    output.backward(upstream)
+    return output.detach(), hidden.grad, {name: x.grad for name, x in weights.items()}
+
+
+def wrong(kha, found, expected=reference):
+    """The quantities that differ by more than rounding."""
+    output, hidden, filled, gradients = found
+    want, want_hidden, want_gradients = expected(kha, filled)
+    pairs = {"output": (output, want), "input gradient": (hidden, want_hidden)}
+    assert gradients.keys() == want_gradients.keys()
+    pairs |= {name: (gradients[name], want_gradients[name]) for name in gradients}
+    errors = {
+        n: float(np.linalg.norm(a - b.numpy()) / np.linalg.norm(b)) for n, (a, b) in pairs.items()
+    }
+    return {name: error for name, error in errors.items() if not error < BOUND}
+
+
+def normed_and_not(khas):
+    """Those that QK-norm leaves something of, and those that it does not."""
+    refused = [bool(kha.gate.refusal(HeadFacts(qk_norm=True))) for kha in khas]
+    for normed in (True, False):
+        yield (
+            normed,
+            [k for k, is_refused in zip(khas, refused, strict=True) if is_refused != normed],
+        )
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_gates_at_every_position_are_the_oracles(ranks, granularity):
+    places = [place for place in PLACES if place[1] == granularity or place[0] == "dense"]
+    for normed, khas in normed_and_not(in_every_form(places)):
+        found = ranks(passes, 1, khas, qk_layernorm=normed)
+        for kha, one in zip(khas, whole(found, False), strict=True):
+            assert not wrong(kha, one), kha
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_every_gate_alone_is_the_oracles(ranks, place):
+    for normed, khas in normed_and_not(in_every_form([place])):
+        found = ranks(passes, 1, khas, qk_layernorm=normed)
+        for kha, one in zip(khas, whole(found, False), strict=True):
+            assert not wrong(kha, one), kha
+
+
+@pytest.mark.parametrize(("size", "sp"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
+def test_together_and_beside_knocking_heads_on_any_number_of_ranks(ranks, size, sp):
+    """Four ranks share two key/value heads."""
+    found = ranks(passes, size, ON_RANKS, size, sp)
+    for kha, one in zip(ON_RANKS, whole(found, sp), strict=True):
+        assert not wrong(kha, one), kha
