@@ -40,9 +40,9 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     added = kha.without_output_gate()
     if not added.mechanisms or not all(m.is_exact_at_start for m in added.mechanisms):
         raise ConfigError(
-            f"--kha-upcycle with KHA on {kha}: only what computes nothing at first can be added to "
-            "a trained model, such as shared matrices at the identity: choose another "
-            "--kha-preset, and no --kha-init random (gates: kha-megatron convert upcycle)"
+            f"--kha-upcycle with KHA on {kha}: what it adds must start at the identity, as shared "
+            "matrices do: choose another --kha-preset, and no --kha-init random (for gates: "
+            "kha-megatron convert upcycle)"
         )
     if not starts_from_pretrained(args):
         return None
