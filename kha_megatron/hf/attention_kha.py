@@ -1,4 +1,5 @@
-"""The attention family with knocking heads: MHA, MQA and GQA, then GTA, then MLA and GLA.
+"""The attention family with knocking heads: MHA, MQA and GQA, with talking and collaborative heads
+too, then GTA, then MLA and GLA.
 
 Each class projects, knocks, norms, rotates, attends and projects, in this order, and caches no more
 numbers a token than its definition needs.
@@ -8,6 +9,7 @@ Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, `
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +27,14 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     rotate_half,
 )
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadTensor, Mechanism
 from kha_megatron.heads.knock import PROJECTIONS, Variant
 from kha_megatron.heads.mechanism import Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.hf.head_ranks import ModelRanks
 from kha_megatron.ops.heads import applied
+from kha_megatron.ops.heads.talking import attend as talk
 
 CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
@@ -132,6 +136,7 @@ class KHAHeads:
         }
         for projection in PROJECTIONS:
             setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
+        self.talking = kha.talking
         self.mechanisms: list[tuple[Mechanism, list[HeadTensor]]] = []
         self.scores: list[_Score] = []
         for everywhere in kha.others:
@@ -199,6 +204,8 @@ def _attend(
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, eager_attention_forward
     )
+    if module.talking is not None:
+        attend = _talk
     output, weights = attend(
         module,
         query,
@@ -214,6 +221,35 @@ def _attend(
     result = module.o_proj(heads.flatten(-2).contiguous())
     (result,) = module._applied("dense", kept, dense=result)
     return result, weights
+
+
+def _talk(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention whose heads mix logits and weights (arXiv 2003.02436), as a backend."""
+    if (asked := module.config._attn_implementation) != "eager":
+        raise ConfigError(needs_eager(asked))
+    mixings = module.talking.mixings
+    pre = module.talking_pre() if "pre" in mixings else None
+    post = module.talking_post() if "post" in mixings else None
+    drop = partial(nn.functional.dropout, p=dropout) if dropout else None
+    output, weights = talk(query, key, value, pre, post, scale=scaling, mask=mask, dropout=drop)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def needs_eager(asked: str) -> str:
+    """Why talking heads cannot have an attention implementation, with the remedy."""
+    return (
+        f"attn_implementation={asked!r} with talking heads, whose logits are mixed over all heads "
+        "and no fused kernel mixes them: use attn_implementation='eager'"
+    )
 
 
 class KHAAttention(KHAHeads, Glm4MoeAttention):
@@ -253,6 +289,55 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         key = _rotate_first(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
+
+
+class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
+    """Attention whose heads share one query and one key (Cordonnier et al. 2020, arXiv 2006.16362),
+    ``dim`` features wide, which each head weighs by a vector of its own.
+
+    The cache holds the one key and the values of all heads side by side, ``dim + G D`` numbers a
+    token.
+    """
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        del self.q_proj, self.k_proj
+        collaborative = config.kha.collaborative
+        assert collaborative is not None
+        self.scaling = collaborative.dim**-0.5
+        if self.use_qk_norm:
+            self.q_norm = Glm4MoeRMSNorm(collaborative.dim, eps=config.rms_norm_eps)
+            self.k_norm = Glm4MoeRMSNorm(collaborative.dim, eps=config.rms_norm_eps)
+        self._add_heads(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: CosSin,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`KHAAttention.forward`."""
+        input_shape, kept = hidden_states.shape[:-1], self._read_input(hidden_states)
+        heads = (*input_shape, -1, self.head_dim)
+        query, key, value = self._applied(
+            "qkv",
+            kept,
+            query=kept["collaborative_query"],
+            key=kept["collaborative_key"],
+            value=self.v_knock(self.v_proj(hidden_states).view(heads)),
+        )
+        if self.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = _rotate_first(query.transpose(1, 2), *position_embeddings)
+        key = _rotate_first(key.transpose(1, 2), *position_embeddings)
+        value = value.flatten(-2)[:, None]
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        value = value.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        key = key.expand(-1, value.shape[1], -1, -1)
         return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
 
 
@@ -422,4 +507,6 @@ def attention_class(config: KHAModelConfig) -> type[nn.Module]:
     """The attention of a model, for each of its layers."""
     if config.kv_lora_rank is not None:
         return KHALatentAttention
+    if config.kha.collaborative is not None:
+        return KHACollaborativeAttention
     return KHATiedAttention if config.kha_attention == "gta" else KHAAttention

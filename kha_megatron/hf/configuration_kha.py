@@ -254,10 +254,14 @@ class KHAModelConfig(PreTrainedConfig):
     def _attention_tp_plan(self) -> dict[str, str]:
         kind = self.kha_attention or ("gqa" if self.kv_lora_rank is None else "mla")
         rules = dict(_TP_PLANS[kind])
+        kha, sizes = self.kha, self.head_sizes
         if kind == "mla":
             del rules["q_proj" if self.q_lora_rank is not None else "q_b_proj"]
+        for made in (projection for mechanism in kha.others for projection in mechanism.makes):
+            del rules[f"{made[0]}_proj"]
+        if kha.talking is not None:  # which need the logits of all heads
+            rules.clear()
         if rules:  # else every rank has all heads
-            kha, sizes = self.kha, self.head_sizes
             rules |= {row.hf: "colwise" for row in kha.rows(sizes)}
             for tensor in kha.tensors(sizes):
                 rule = _SHARED_BY_HEADS
@@ -320,14 +324,28 @@ def _attention_problems(config: Any) -> Iterator[str]:
         )
     if config.kha_attention == "gta" and config.attention_bias:
         yield "attention_bias=True with kha_attention='gta', which has no biases: remove one"
-    config.kha.check(HeadFacts(qk_norm=config.use_qk_norm))
+    facts = HeadFacts(
+        qk_norm=config.use_qk_norm, query_heads=heads, layers=config.num_hidden_layers
+    )
+    config.kha.check(facts)
+    collaborative = config.kha.collaborative
+    turned = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) * config.head_dim
+    if collaborative is not None and int(turned) > collaborative.dim:
+        yield (
+            f"collaborative dim={collaborative.dim} and {int(turned)} rotary features: give "
+            f"{int(turned)} or more, or a smaller partial_rotary_factor"
+        )
+    if collaborative is not None and config.attention_bias:
+        yield "attention_bias=True with collaborative heads, which have no biases: remove one"
 
 
 def _latent_problems(config: Any) -> Iterator[str]:
     heads, groups = config.num_attention_heads, config.num_latent_heads
     if config.kha_attention == "gta":
         yield "kha_attention='gta' with kv_lora_rank are two kinds of attention: remove one"
-    config.kha.check(HeadFacts(multi_latent=True))
+    config.kha.check(
+        HeadFacts(multi_latent=True, query_heads=heads, layers=config.num_hidden_layers)
+    )
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         if (getattr(config, name) or 0) < 1:
             yield f"{name}={getattr(config, name)} with kv_lora_rank: it must be at least 1"

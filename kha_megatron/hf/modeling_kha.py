@@ -34,16 +34,20 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.utils.output_capturing import OutputRecorder
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.hf.attention_kha import (
     HeadSharedLinear,
     HeadWeight,
     InputLinear,
     KHAAttention,
+    KHACollaborativeAttention,
     KHALatentAttention,
     KHATiedAttention,
     attention_class,
+    needs_eager,
 )
 from kha_megatron.hf.configuration_kha import KHAModelConfig
+from kha_megatron.ops.heads import initial_weight
 
 # Experts are 3-D in memory and one tensor per expert and matrix on disk, as in qwen3_moe files.
 register_checkpoint_conversion_mapping(
@@ -163,11 +167,39 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     _no_split_modules = ["KHADecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": KHADecoderLayer,
-        "attentions": [KHAAttention, KHATiedAttention, KHALatentAttention],
+        "attentions": [
+            KHAAttention,
+            KHACollaborativeAttention,
+            KHATiedAttention,
+            KHALatentAttention,
+        ],
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
     # The parent drops the extra layers of its own releases; here that would lose layers in silence.
     _keys_to_ignore_on_load_unexpected = None
+
+    def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
+        """Whether torch's fused attention, which transformers prefers, computes this model.
+
+        Raises:
+            ValueError: it does not, so that eager attention is taken where none was asked for.
+        """
+        self._refuse_fused("sdpa")
+        return super()._sdpa_can_dispatch(is_init_check)
+
+    def _flex_attn_can_dispatch(self, is_init_check: bool = False) -> bool:
+        self._refuse_fused("flex_attention")
+        return super()._flex_attn_can_dispatch(is_init_check)
+
+    def _flash_attn_can_dispatch(
+        self, flash_attn_version: int, is_init_check: bool = False
+    ) -> bool:
+        self._refuse_fused(f"flash_attention_{flash_attn_version}")
+        return super()._flash_attn_can_dispatch(flash_attn_version, is_init_check)
+
+    def _refuse_fused(self, asked: str) -> None:
+        if self.config.kha.talking is not None:
+            raise ConfigError(needs_eager(asked))
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -194,6 +226,10 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, HeadSharedLinear | HeadWeight | InputLinear):
             fill = {"zeros": init.zeros_, "ones": init.ones_, "identity": init.eye_}
+            if module.start == "blocks":
+                blocks = initial_weight(torch.empty_like(module.weight)[None], ("blocks",))
+                init.copy_(module.weight, blocks[0])
+                return
             fill.get(module.start, partial(init.normal_, mean=0.0, std=std))(module.weight)
             return
         super()._init_weights(module)

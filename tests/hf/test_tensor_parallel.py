@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tests.hf.conftest import FAMILY, MOE, every_projection, make_config, make_model, tokens
+from tests.hf.conftest import FAMILY, LINEAR, MOE, every_projection, make_config, make_model, tokens
 from tests.hf.sharded import SEEN, run_ranks
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
@@ -21,6 +21,29 @@ CASES = {
     "gta, no norm": (FAMILY["gta, no norm"][0], HEADS | FAMILY["gta, no norm"][1], TP2),
     "mla": (FAMILY["mla"][0], HEADS | FAMILY["mla"][1], TP2),
     "gla": (FAMILY["gla"][0], HEADS | FAMILY["gla"][1], TP2),
+    "gates": (
+        {"value": "mlp"},
+        HEADS | {"kha_gate": {"output": "head", "query": "shared", "value": "element"}},
+        TP2,
+    ),
+    "gates without input": (
+        {},
+        HEADS | {"kha_gate": {"output": "head", "value": "shared", "reads_input": False}},
+        TP2,
+    ),
+    "gated mla": (LINEAR, HEADS | FAMILY["mla"][1] | {"kha_gate": {"output": "element"}}, TP2),
+    "moh": (
+        {"query": "linear"},
+        HEADS | {"kha_moh": {"shared": 2, "active": 2}, "kha_gate": {"dense": "element"}},
+        TP2,
+    ),
+    "moh by norms": (
+        {},
+        HEADS | {"kha_moh": {"share": 0.5, "router": "query_norm", "quantized": True}},
+        TP2,
+    ),
+    "collaborative": ({"value": "mlp"}, HEADS | {"kha_collaborative": {"dim": 12}}, TP2),
+    "talking": ({}, HEADS | {"kha_talking": {}}, TP2),
 }
 
 
@@ -29,6 +52,10 @@ SPLIT = {
     "gta, no norm": {"q_proj", "kv_proj", "o_proj"},
     "mla": {"q_b_proj", "kv_b_proj", "o_proj"},
     "gla": set(),
+    "gates": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_output", "gate_value"},
+    "gated mla": {"q_b_proj", "kv_b_proj", "o_proj", "gate_output"},
+    "collaborative": {"v_proj", "o_proj"},
+    "talking": set(),
 }
 """The layers of the attention that are split, where it is no grouped-query attention."""
 
@@ -40,7 +67,8 @@ def runs(tmp_path_factory):
     root, ids = tmp_path_factory.mktemp("sharded"), tokens()
     models, jobs = {}, []
     for name, (kha, settings, plan) in CASES.items():
-        models[name] = make_model(kha, **settings)
+        attention = "eager" if "kha_talking" in settings else "sdpa"
+        models[name] = make_model(kha, attention=attention, **settings)
         models[name].save_pretrained(root / name)
         jobs.append((root / name, plan))
     run_ranks(jobs, ids, root / "store")
