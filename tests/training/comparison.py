@@ -37,6 +37,7 @@ COMMAND_LINE = {
     "async_strategy",
     "exit_interval",
     "iteration",
+    "kha_heads",
     "kha_preset",
     "load",
     "num_floating_point_operations_so_far",
