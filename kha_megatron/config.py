@@ -319,6 +319,11 @@ class KHAConfig:
         return tuple(mechanism for mechanism in found if mechanism is not None)
 
     @property
+    def makes(self) -> tuple[Projection, ...]:
+        """What mechanisms make of the layer's input themselves, in place of its projection."""
+        return tuple(projection for m in self.mechanisms for projection in m.makes)
+
+    @property
     def variants(self) -> dict[Projection, Variant]:
         """The knocked projections and their variants; empty without a knock."""
         return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}

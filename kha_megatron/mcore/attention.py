@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
@@ -218,6 +219,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             parts = self.split(groups)
             layout = self.split.layout
             self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
+            parts |= self._made(parts["value"].shape[2])
             query, key, value = self._applied(
                 "qkv", **{p: self._knocked(p, parts[p]) for p in PROJECTIONS}
             )
@@ -230,6 +232,16 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         assert layout.stock_gate is not None, "a gate that the configuration has not asked for"
         return query, key, value, parts[layout.stock_gate]
 
+    def _made(self, groups: int) -> dict[str, Tensor]:
+        """What mechanisms have made of the input themselves: queries of one head, and keys of one
+        for each of ``groups``."""
+        made: dict[str, Tensor] = {
+            p: self._kept[f"{m.name}_{p}"] for m, _ in self.mechanisms for p in m.makes
+        }
+        if "key" in made:
+            made["key"] = made["key"].expand(-1, -1, groups, -1)
+        return made
+
     @staticmethod
     def _normed(norm: Any, x: Tensor) -> Tensor:
         return x if norm is None else norm(x)
@@ -238,7 +250,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
 def _is_stock(layout: QKVLayout, config: TransformerConfig) -> bool:
     """Whether Megatron makes ``linear_qkv`` of these rows by itself."""
     gates = [row.is_stock for row in layout.extra]
-    return not layout.tied and gates == [True] * config.attention_output_gate
+    return not (layout.tied or layout.elsewhere) and gates == [True] * config.attention_output_gate
 
 
 def _of_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
@@ -301,11 +313,11 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             query_heads=config.num_attention_heads,
             layers=layers,
             flash_decode=config.flash_decode,
+            fused_attention=config.transformer_impl == "transformer_engine"
+            and config.attention_backend not in (AttnBackend.unfused, AttnBackend.local),
         )
     )
-    if kha.collaborative:
-        raise ConfigError(f"{kha}: described, and not in Megatron yet")
-    if kha.attention or config.multi_latent_attention:
+    if kha.attention or kha.collaborative or config.multi_latent_attention:
         check_family_version()
     check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)
     if config.fused_single_qkv_rope:

@@ -95,7 +95,8 @@ def check_version() -> str:
 
 
 def check_family_version() -> None:
-    """Refuse MLA, GLA and GTA where the Megatron classes that they stand on were never tried.
+    """Refuse MLA, GLA, GTA and collaborative heads where the Megatron classes that they stand on
+    were never tried.
 
     Raises:
         VersionError: the installed version is older than :data:`FAMILY`.
@@ -103,8 +104,8 @@ def check_family_version() -> None:
     found = check_version()
     if release(found) < FAMILY:
         raise VersionError(
-            f"KHA in multi-latent, grouped-latent and grouped-tied attention needs megatron-core "
-            f"{_dotted(FAMILY)}, and this is {found}: `{install(FAMILY)}`"
+            "multi-latent, grouped-latent and grouped-tied attention with KHA, and collaborative "
+            f"heads, need megatron-core {_dotted(FAMILY)}, and this is {found}: `{install(FAMILY)}`"
         )
 
 

@@ -36,6 +36,7 @@ with megatron_imports():
     from megatron.core.utils import get_pg_rank
 
     from kha_megatron.mcore.attention import KHASelfAttention, check_config
+    from kha_megatron.mcore.collaborative import KHACollaborativeAttention
     from kha_megatron.mcore.gta import KHAGroupedTiedAttention, check_tied, tied_layer
     from kha_megatron.mcore.latent import (
         KHAFusedMLASelfAttention,
@@ -122,6 +123,8 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
     """What takes the place of an attention; None for other modules, and where ``kha`` forbids."""
     if module is SelfAttention and kha.attention != "gla":
+        if kha.collaborative:
+            return KHACollaborativeAttention
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None
 

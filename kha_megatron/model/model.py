@@ -292,6 +292,7 @@ class Model:
             head_dim=self.head_dim,
             extra=self.kha.rows(self.head_sizes),
             tied=self.kha_attention == "gta",
+            elsewhere=self.kha.makes,
         )
 
     def padded_vocab(self, tp: int) -> int:

@@ -15,7 +15,7 @@ checkpoint is of the same tensors under every layout.
 from dataclasses import dataclass
 from functools import cached_property
 
-from kha_megatron.heads import HeadRows
+from kha_megatron.heads import HeadRows, Projection
 
 UNIT = 16
 """What the rows of mechanisms that Megatron has not itself are filled up to, in each group."""
@@ -56,6 +56,8 @@ class QKVLayout:
     """What mechanisms have beside queries, keys and values, in the order of the rows."""
     tied: bool = False
     """Whether keys have no rows of their own (grouped-tied attention)."""
+    elsewhere: tuple[Projection, ...] = ()
+    """Of queries and keys those that a mechanism makes itself (``Mechanism.makes``)."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
@@ -71,11 +73,12 @@ class QKVLayout:
             )
             first = found[name].rows.stop
 
-        add("query", "q_proj", self.head_dim, True)
+        if "query" not in self.elsewhere:
+            add("query", "q_proj", self.head_dim, True)
         for row in self.extra:
             add(row.name, row.hf, row.features, row.heads == "query")
         first = self.padding.stop
-        if not self.tied:
+        if not self.tied and "key" not in self.elsewhere:
             add("key", "k_proj", self.head_dim, False)
         add("value", "kv_proj" if self.tied else "v_proj", self.head_dim, False)
         return found
@@ -84,7 +87,8 @@ class QKVLayout:
     def padding(self) -> slice:
         """Rows of a group that fill it up, before its key."""
         size = {r: r.features * (self.queries if r.heads == "query" else 1) for r in self.extra}
-        first = self.queries * self.head_dim + sum(size.values())
+        queries = 0 if "query" in self.elsewhere else self.queries
+        first = queries * self.head_dim + sum(size.values())
         ours = sum(rows for row, rows in size.items() if not row.is_stock)
         return slice(first, first + -ours % UNIT)
 

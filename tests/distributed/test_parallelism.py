@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
@@ -49,7 +49,8 @@ LATENT = {"multi_latent_attention": True}
 TIED = {"kv_channels": 8}
 
 TALKING = KHAConfig(value="mlp", talking=TalkingHeads())
-TABLE_6 = (TALKING,)
+SHARED = KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=14), gate=Gate(output="head"))
+TABLE_6 = (TALKING, SHARED)
 """Other ways for heads to meet, beside a knock, which do not change how they are cut."""
 WIDER = {"kv_channels": 12}
 """Enough rows for four ranks to share one value head."""

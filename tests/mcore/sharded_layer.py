@@ -33,11 +33,8 @@ def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, dtype=torch.float64, generator=generator).unbind(0)
 
 
-def on_rank(
-    kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any], mutate: Any = None
-) -> tuple[Any, ...]:
-    """This rank's part of a :class:`Pass`; ``mutate`` gives a context that breaks something."""
-    from megatron.core import parallel_state
+def build(kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    """This rank's layer in float64, filled, and the rotary embedding of a model."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.spec_utils import build_module
 
@@ -56,12 +53,42 @@ def on_rank(
     spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
     layer = build_module(spec, config=config, layer_number=1).double()
     fill([layer])
+    rotary = RotaryEmbedding(config.kv_channels, 1.0, rotary_base=BASE, use_cpu_initialization=True)
+    return layer, rotary(tokens).double()
+
+
+def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs for seven tokens at once, and from Megatron's static cache in pieces."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    layer, rotary = build(kha, tp, False, 7, sizes)
+    layer.eval()
+    hidden, _ = draw(7)
+    with torch.no_grad():
+        whole, _ = layer(hidden, None, rotary_pos_emb=rotary)
+        context = StaticInferenceContext(BATCH, 7)
+        steps = []
+        for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
+            context.sequence_len_offset = start
+            step, _ = layer(
+                hidden[start:end], None, inference_context=context, rotary_pos_emb=rotary
+            )
+            steps.append(step)
+    return whole, torch.cat(steps)
+
+
+def on_rank(
+    kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any], mutate: Any = None
+) -> tuple[Any, ...]:
+    """This rank's part of a :class:`Pass`; ``mutate`` gives a context that breaks something."""
+    from megatron.core import parallel_state
+
+    layer, rotary = build(kha, tp, sp, tokens, sizes)
     rank = parallel_state.get_tensor_model_parallel_rank()
     hidden, upstream = (x.chunk(tp)[rank] if sp else x for x in draw(tokens))
     hidden = hidden.clone().requires_grad_()
-    rotary = RotaryEmbedding(config.kv_channels, 1.0, rotary_base=BASE, use_cpu_initialization=True)
     with mutate() if mutate else nullcontext():
-        output, _ = layer(hidden, None, rotary_pos_emb=rotary(tokens).double())
+        output, _ = layer(hidden, None, rotary_pos_emb=rotary)
         output.backward(upstream)
     return (
         rank * len(hidden) if sp else 0,
