@@ -463,17 +463,19 @@ def _value(text: str) -> Any:
         return text
 
 
+_OTHERS = {
+    preset: {name: dict(settings)}
+    for name, mechanism in mechanism_types().items()
+    for preset, settings in mechanism.presets.items()
+}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     dict(Knock.presets)
+    | _OTHERS
     | {
-        preset: {name: dict(settings)}
-        for name, mechanism in mechanism_types().items()
-        for preset, settings in mechanism.presets.items()
-    }
-    | {
-        "kha_mlp_gate_output": {"value": "mlp", "gate": {"output": "element"}},
-        "kha_linear_gate_output": dict.fromkeys(PROJECTIONS, "linear")
-        | {"gate": {"output": "element"}},
+        f"{knock}_{other}": {**Knock.presets[knock], **_OTHERS[other]}
+        for knock in ("kha_linear", "kha_mlp")
+        for other in ("gate_output", "moh_75")
     }
 )
-"""Named configurations: of every mechanism, and of those that go together."""
+"""Named configurations: of every mechanism, and of the paper's two knocks beside others."""

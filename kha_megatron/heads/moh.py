@@ -192,6 +192,11 @@ class MixtureOfHeads(Mechanism):
         """For a balanced load."""
         return self.balance > 0
 
+    @property
+    def is_exact_at_start(self) -> bool:
+        """Where a token begins with all heads, which weigh 1."""
+        return self.quantized and (self.anneal > 0 or self.share == 1)
+
     def to_dict(self) -> dict[str, Any]:
         """As :meth:`Mechanism.to_dict`, with numbers for each layer as JSON has them."""
         values = super().to_dict()
