@@ -10,24 +10,24 @@ What it makes is deleted.
 """
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from kha_megatron.checkpoint.staging import flush
-from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
+from kha_megatron.checkpoint.tracker import RELEASE
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 6144, 16, 8, 128, 151_936
 WHOLE = 28
@@ -42,128 +42,55 @@ freed memory back to their host within seconds, and writing 4 GB into memory tha
 again took twice as long: so that both parts meet the same, each starts from the same deletions."""
 
 
-def sizes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the model's tensors by Megatron's names."""
-    each = {
-        "input_layernorm.weight": (HIDDEN,),
-        "self_attention.linear_qkv.weight": ((HEADS + 2 * GROUPS) * HEAD_DIM, HIDDEN),
-        "self_attention.q_layernorm.weight": (HEAD_DIM,),
-        "self_attention.k_layernorm.weight": (HEAD_DIM,),
-        "self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "pre_mlp_layernorm.weight": (HIDDEN,),
-        "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
-        "mlp.linear_fc2.weight": (HIDDEN, FFN),
-    }
-    return {
-        "embedding.word_embeddings.weight": (VOCAB, HIDDEN),
-        **{f"decoder.layers.{name}": (layers, *shape) for name, shape in each.items()},
-        "decoder.final_layernorm.weight": (HIDDEN,),
-        "output_layer.weight": (VOCAB, HIDDEN),
-    }
-
-
-def arguments(layers: int) -> Namespace:
-    """What Megatron would have saved of its command line, as far as conversion asks."""
-    return Namespace(
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        group_query_attention=True,
-        num_query_groups=GROUPS,
-        kv_channels=HEAD_DIM,
-        max_position_embeddings=40_960,
-        init_method_std=0.02,
-        layernorm_epsilon=1e-6,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        attention_dropout=0.0,
-        swiglu=True,
-        position_embedding_type="rope",
-        rotary_base=1_000_000,
-        rotary_percent=1.0,
-        untie_embeddings_and_output_weights=True,
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=1,
-        padded_vocab_size=VOCAB,
-        vocab_size=VOCAB,
-        num_experts=None,
-        bf16=True,
-        kha_query=None,
-        kha_key=None,
-        kha_value=None,
-    )
+CONVERT = [sys.executable, "-m", "kha_megatron", "convert"]
 
 
 def make(folder: Path, layers: int) -> None:
-    """Write the checkpoint as one rank would have: a chunk a layer."""
-    path = folder / "iter_0000001"
-    path.mkdir(parents=True)
-    noise = torch.randn(2**25, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    with TorchDistWriter(path) as writer:
-        for key, shape in sizes(layers).items():
-            stacked = key.startswith("decoder.layers.")
-            part = (1, *shape[1:]) if stacked else shape
-            count = torch.Size(part).numel()
-            filled = noise.repeat(-(-count // len(noise)))[:count].view(part)
-            for row in range(shape[0] if stacked else 1):
-                offsets = (row, *[0] * (len(shape) - 1))
-                writer.write(key, filled, shape=shape, offsets=offsets)
-        common = {"args": arguments(layers), "iteration": 1, "checkpoint_version": 3.0}
-        writer.close(common, {"format": "synthetic"})
-    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    """Save a stock model with random weights."""
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=HEAD_DIM,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-@dataclass
-class Run:
-    """One conversion."""
+def run(command: list[str], target: Path) -> dict[str, float]:
+    """Run a command that makes the folder ``target``, and watch it.
 
-    seconds: float
-    """From the start of the process to its end."""
-    writing: float
-    """From the appearance of the staged folder to its flushed end in the target's place."""
-    peak: int
-    """Bytes of resident memory (``ru_maxrss``)."""
-    anonymous: int
-    """Bytes of it that are no file's pages (``RssAnon``)."""
-    processor: float
-    """Seconds of processor time, start of the process included."""
-
-
-def run(command: list[str], target: Path) -> Run:
-    """Run a command that makes the folder ``target``, and watch it."""
+    Returns:
+        ``seconds`` from its start to its end, ``writing`` from the appearance of the staged folder
+        to its flushed end in the target's place, ``processor`` time; bytes of resident memory,
+        ``peak`` (``ru_maxrss``) and ``anonymous``, which are no file's pages (``RssAnon``).
+    """
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    seen = {"anonymous": 0, "staged": 0.0, "done": 0.0}
-
-    def watch() -> None:
+    ended, staged, done, anonymous = 0, 0.0, 0.0, 0
+    while not ended:
         # with little work, since the cores are what is measured: one folder, one file of /proc
-        while process.returncode is None:
-            names = os.listdir(target.parent)
-            if not seen["staged"] and any(f".{target.name}.partial-" in name for name in names):
-                seen["staged"] = time.perf_counter()
-            if not seen["done"] and target.name in names:
-                seen["done"] = time.perf_counter()
-            seen["anonymous"] = max(seen["anonymous"], _anonymous(process.pid))
-            time.sleep(0.02)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    _, status, usage = os.wait4(process.pid, 0)
-    end = time.perf_counter()
+        time.sleep(0.02)
+        anonymous = max(anonymous, _anonymous(process.pid))
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+        now, names = time.perf_counter(), os.listdir(target.parent)
+        if not staged and any(f".{target.name}.partial-" in name for name in names):
+            staged = now
+        if not done and target.name in names:
+            done = now
     process.returncode = os.waitstatus_to_exitcode(status)
-    watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return Run(
-        end - start,
-        seen["done"] - seen["staged"],
-        usage.ru_maxrss * 1024,
-        seen["anonymous"],
-        usage.ru_utime + usage.ru_stime,
-    )
+    return {
+        "seconds": now - start,
+        "writing": done - staged,
+        "processor": usage.ru_utime + usage.ru_stime,
+        "peak": usage.ru_maxrss * 1024,
+        "anonymous": anonymous,
+    }
 
 
 def _anonymous(pid: int) -> int:
@@ -193,16 +120,16 @@ def size(folder: Path) -> int:
 
 def measure(name: str, source: Path, target: Path, repetitions: int) -> dict[str, Any]:
     """All runs of one direction; leaves its result at ``target``."""
-    files = next((p for p in source.glob("iter_*")), source)
+    files = source / RELEASE if (source / RELEASE).is_dir() else source
     copied_to = target.with_name("copy")
-    command = [sys.executable, "-m", "kha_megatron", "convert", name, *map(str, (source, target))]
+    command = [*CONVERT, name, str(source), str(target), "--no-verify"]
     runs = []
     for number in range(1, repetitions + 1):
         _settle(target, copied_to)
         copied = copy(files, copied_to)
         _settle(target, copied_to)
-        done = run([*command, "--no-verify"], target)
-        runs.append({"copied": copied, "share": copied / done.writing} | asdict(done))
+        done = run(command, target)
+        runs.append({"copied": copied, "share": copied / done["writing"]} | done)
         print(f"{name} {number}: {runs[-1]}", file=sys.stderr)
     return {"direction": name, "bytes": size(files), "runs": runs}
 
@@ -252,7 +179,12 @@ def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[st
         raise SystemExit(f"{given.folder} has {free:,} bytes free, {needed:,} are needed")
     with tempfile.TemporaryDirectory(prefix="kha-benchmark-", dir=given.folder) as made:
         folder = Path(made)
-        make(folder / "megatron", layers)
+        # by processes of their own: the peak of one that is started is at least its parent's
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+            apart.submit(make, folder / "stock", layers).result()
+        words = ["to-megatron", str(folder / "stock"), str(folder / "megatron"), "--no-verify"]
+        subprocess.run([*CONVERT, *words], check=True, stdout=subprocess.DEVNULL)
+        shutil.rmtree(folder / "stock")
         if given.without_hashes:
             next(folder.glob("megatron/*/integrity.json")).unlink()
         yield measure("to-hf", folder / "megatron", folder / "hf", given.repetitions)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bench import positive
-from bench_step import ENTRY
+from bench_step import ENTRY, one_rank
 from timed_training import PROCESSOR
 
 WARM_UP = 4  # iterations, an even number
@@ -43,10 +43,9 @@ def milliseconds(words: list[str], iterations: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         run = [sys.executable, str(ENTRY), *TRAINING, *words]
         run += ["--train-iters", str(iterations + WARM_UP), "--tensorboard-dir", folder]
-        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        world |= {"MASTER_PORT": "29631", "OMP_NUM_THREADS": "1"}
+        world = os.environ | one_rank() | {"OMP_NUM_THREADS": "1"}
         output = subprocess.run(
-            run, env=os.environ | world, stdout=subprocess.PIPE, text=True, check=True
+            run, env=world, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
     lines = [line.split() for line in output.splitlines()]
     return [1e3 * float(words[1]) for words in lines if words[:1] == [PROCESSOR]][WARM_UP:]

@@ -20,7 +20,6 @@ tool's tests (TRITON_INTERPRET=1).
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import os
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 from bench import positive
 from measuring import Spread, interleaved, ratios
+from shapes import has
 from torch import Tensor
 
 from kha_megatron.heads.knock import MATRICES
@@ -113,10 +113,10 @@ def eager(case: Case, data: Tensors) -> Way | str:
     return Way(lambda x: knocking.knock(x, weight, case.variant), [weight])
 
 
-def compiled(case: Case, data: Tensors, *, asked_for: bool = False) -> Way | str:
+def compiled(case: Case, data: Tensors) -> Way | str:
     """Plain torch under torch.compile."""
-    if case.device.type == "cpu" and not asked_for:
-        return "torch.compile takes minutes on a CPU: ask for it with --compile"
+    if case.device.type == "cpu":
+        return "torch.compile takes minutes on a CPU"
     weight = data.weight.detach().requires_grad_()
     knock = torch.compile(knocking.knock)
     return Way(lambda x: knock(x, weight, case.variant), [weight])
@@ -126,7 +126,7 @@ def transformer_engine(case: Case, data: Tensors) -> dict[str, Way | str]:
     """Linear layers of Transformer Engine, with torch between them: in the case's dtype, and under
     each FP8 recipe that this GPU has. FP8 must first quantise its input and the weight, which for
     matrices this small is more memory traffic than the product itself."""
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not has("transformer_engine"):
         return {"te": "Transformer Engine is not installed"}
     if case.device.type == "cpu":
         return {"te": "Transformer Engine needs a CUDA device"}
@@ -228,13 +228,13 @@ def check(case: Case, data: Tensors) -> dict[str, float]:
     return found
 
 
-def measure(case: Case, repetitions: int, compile_on_cpu: bool) -> list[dict[str, Any]]:
+def measure(case: Case, repetitions: int) -> list[dict[str, Any]]:
     """One result for each work of a case."""
     data = Tensors.of(case)
     ways = {
         "kernels": kernels(case, data),
         "eager": eager(case, data),
-        "compiled": compiled(case, data, asked_for=compile_on_cpu),
+        "compiled": compiled(case, data),
         **transformer_engine(case, data),
     }
     errors = check(case, data) if isinstance(ways["kernels"], Way) else None
@@ -291,7 +291,6 @@ def options(add: Callable[..., Any]) -> None:
     add("--heads", type=positive, default=4, help="KV heads (default: the paper's 4)")
     add("--head-dims", nargs="+", type=positive, default=[128])
     add("--dtypes", nargs="+", default=["bfloat16"], choices=dtypes)
-    add("--compile", action="store_true", help="torch.compile on a CPU, too")
 
 
 def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -303,4 +302,4 @@ def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[st
     for variant, dtype, head_dim, tokens in sizes:
         case = Case(variant, tokens, given.heads, head_dim, getattr(torch, dtype), device)
         print(case, file=sys.stderr, flush=True)
-        yield from measure(case, given.repetitions, given.compile)
+        yield from measure(case, given.repetitions)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from bench import add_model_options, choose_device, in_words, positive, within
 from measuring import Spread, interleaved, ratios
-from variants import STOCK, runnable
+from variants import STOCK, Variant, runnable
 
 from kha_megatron.errors import KHAError
 
@@ -71,7 +71,7 @@ TARGETS = {
 
 def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Milliseconds of a microbatch of every variant that runs, and the ratios to stock."""
-    layers, skipped, failed = built(cell, given)
+    layers, skipped, failed = of_each(cell, given, lambda variant: started(cell, variant))
     times: dict[str, list[float]] = {}
     if STOCK in layers:
         calls = {name: turn(layer, given.microbatches) for name, layer in layers.items()}
@@ -94,20 +94,28 @@ def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> di
     }
 
 
-def built(
-    cell: "Cell", given: argparse.Namespace
-) -> tuple[dict[str, "Layer"], dict[str, str], dict[str, str]]:
-    """The layers that have run once, by variant; what cannot run here; what broke."""
-    from layers import Layer, precision_refusal
+def started(cell: "Cell", variant: Variant) -> "Layer":
+    """A layer that has run once."""
+    from layers import Layer
+
+    layer = Layer(cell, variant)
+    layer.run(1)
+    return layer
+
+
+def of_each[T](
+    cell: "Cell", given: argparse.Namespace, make: Callable[[Variant], T]
+) -> tuple[dict[str, T], dict[str, str], dict[str, str]]:
+    """What is made of each variant, by its name; what cannot run here; what broke."""
+    from layers import precision_refusal
 
     if why := precision_refusal(cell.precision):
         return {}, dict.fromkeys([STOCK, *given.variants], why), {}
     variants, skipped = runnable(given.variants, given.device)
-    layers, failed = {}, {}
+    found, failed = {}, {}
     for variant in variants:
         try:
-            layer = Layer(cell, variant)
-            layer.run(1)
+            found[variant.name] = make(variant)
         except KHAError as error:
             if variant.name == STOCK:
                 raise  # nothing of ours is in it: an argument is wrong
@@ -115,9 +123,7 @@ def built(
         except Exception as error:  # the other variants are still worth their figures
             traceback.print_exc()
             failed[variant.name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        else:
-            layers[variant.name] = layer
-    return layers, skipped, failed
+    return found, skipped, failed
 
 
 def turn(layer: "Layer", microbatches: int) -> Callable[[], None]:
@@ -155,14 +161,19 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 def options(add: Callable[..., Any]) -> None:
     """What the user may ask for; sizes depend on the device."""
+    cell_options(add)
+    add("--microbatches", type=positive, help="of one turn (default: 4)")
+
+
+def cell_options(add: Callable[..., Any]) -> None:
+    """Which cells, of :func:`cells`."""
     add_model_options(add, many=True)
     add("--tokens", nargs="+", type=positive, help="of a microbatch (default: 8192 32768)")
-    add("--microbatches", type=positive, help="of one turn (default: 4)")
 
 
 def refusal(given: argparse.Namespace) -> str | None:
     """Why that cannot be measured, or None."""
-    bad = [tokens for tokens in given.tokens if tokens % given.sequence]
+    bad = [tokens for tokens in given.tokens if tokens % min(tokens, given.sequence)]
     return f"--tokens {bad[0]} is no multiple of --sequence {given.sequence}" if bad else None
 
 
@@ -175,11 +186,17 @@ def start(given: argparse.Namespace) -> torch.device:
     return device
 
 
-def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One for each cell."""
+def cells(given: argparse.Namespace) -> Iterator["Cell"]:
+    """What was asked for, one after the other; each is said when its turn comes."""
     from layers import Cell
 
     for shape, tokens, precision in itertools.product(given.shapes, given.tokens, given.precisions):
-        cell = Cell(shape, tokens, given.sequence, precision, tuple(given.megatron))
+        sequence = min(tokens, given.sequence)
+        cell = Cell(shape, tokens, sequence, precision, tuple(given.megatron))
         print(cell, file=sys.stderr, flush=True)
-        yield measure(cell, given, device)
+        yield cell
+
+
+def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """One for each cell."""
+    return (measure(cell, given, device) for cell in cells(given))

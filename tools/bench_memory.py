@@ -14,20 +14,18 @@ TRITON_INTERPRET=1 runs the variants with kernels on a CPU, too; choose few toke
 
 import argparse
 import gc
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from bench import add_model_options, positive
+from bench_layer import cell_options, cells, of_each
+from bench_layer import refusal as refusal
 from bench_layer import start as start
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from variants import STOCK, Variant, runnable
-
-from kha_megatron.errors import KHAError
+from variants import STOCK, Variant
 
 if TYPE_CHECKING:
     from layers import Cell, Layer
@@ -37,9 +35,10 @@ EXAMPLE = """example:
   TRITON_INTERPRET=1 python tools/bench.py memory --device cpu --shapes moe dense --tokens 128
 """
 
+PRECISIONS = {"precisions": ["bf16"]}
 DEFAULTS = {
-    "cuda": {"shapes": ["moe", "dense"], "tokens": 8192, "sequence": 8192},
-    "cpu": {"shapes": ["tiny"], "tokens": 64, "sequence": 32},
+    "cuda": {"shapes": ["moe", "dense"], "tokens": [8192], "sequence": 8192} | PRECISIONS,
+    "cpu": {"shapes": ["tiny"], "tokens": [64], "sequence": 32} | PRECISIONS,
 }
 
 
@@ -107,26 +106,18 @@ def kept(layer: "Layer", device: torch.device) -> dict[str, int]:
 
 def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Bytes of every variant that runs."""
-    from layers import Layer, precision_refusal, transformer_config
+    from layers import Layer, transformer_config
 
-    if why := precision_refusal(cell.precision):
-        raise SystemExit(f"error: --precision {cell.precision}: {why}")
+    def one(variant: Variant) -> dict[str, int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = kept(Layer(cell, variant, moved=False), device)
+        return held | {"outputs": outputs(variant, config, cell.tokens)}
+
     config = transformer_config(cell)
-    variants, skipped = runnable(given.variants, given.device)
-    rows: dict[str, dict[str, int]] = {}
-    for variant in variants:
-        try:
-            rows[variant.name] = kept(Layer(cell, variant, moved=False), device)
-        except KHAError as error:
-            if variant.name == STOCK:
-                raise  # nothing of ours is in it: an argument is wrong
-            skipped[variant.name] = str(error)
-            continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-        row = rows[variant.name]
-        row["outputs"] = outputs(variant, config, cell.tokens)
+    rows, skipped, failed = of_each(cell, given, one)
+    rows = rows if STOCK in rows else {}  # without it there is nothing to compare
+    for row in rows.values():
         row["over_stock"] = row["kept"] - rows[STOCK]["kept"]
         row["beyond_outputs"] = row["over_stock"] - row["outputs"]
     return {
@@ -137,6 +128,7 @@ def measure(cell: "Cell", given: argparse.Namespace, device: torch.device) -> di
         "qkv_bytes": cell.tokens * 2 * _width(config, ("query", "key", "value")),
         "bytes": rows,
         "skipped": skipped,
+        "failed": failed,
     }
 
 
@@ -175,25 +167,9 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     return found
 
 
-def options(add: Callable[..., Any]) -> None:
-    """What the user may ask for; sizes depend on the device."""
-    add_model_options(add, many=False)
-    add("--tokens", type=positive, help="of a microbatch (default: 8192)")
-
-
-def refusal(given: argparse.Namespace) -> str | None:
-    """Why that cannot be measured, or None."""
-    given.sequence = min(given.sequence, given.tokens)
-    if given.tokens % given.sequence:
-        return f"--tokens {given.tokens} is no multiple of --sequence {given.sequence}"
-    return None
+options = cell_options
 
 
 def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One for each shape."""
-    from layers import Cell
-
-    for shape in given.shapes:
-        cell = Cell(shape, given.tokens, given.sequence, given.precision, tuple(given.megatron))
-        print(cell, file=sys.stderr, flush=True)
-        yield measure(cell, given, device)
+    """One for each cell."""
+    return (measure(cell, given, device) for cell in cells(given))

@@ -10,7 +10,6 @@ tool's tests.
 """
 
 import argparse
-import importlib.util
 import os
 import random
 import socket
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from bench import add_model_options, positive
 from measuring import Spread, ratios
-from shapes import SHAPES, arguments_of
+from shapes import SHAPES, arguments_of, has
 from timed_training import ATTENTION, SECONDS
 from variants import STOCK, Variant, runnable
 
@@ -71,7 +70,6 @@ def command(variant: Variant, shape: str, given: argparse.Namespace) -> list[str
         given.precision,
         layers=given.layers,
         sequence=given.sequence,
-        transformer_engine=given.device == "cuda" and _has("transformer_engine"),
         on_cpu=given.device == "cpu",
         words=given.megatron,
     )
@@ -83,7 +81,7 @@ def command(variant: Variant, shape: str, given: argparse.Namespace) -> list[str
         "--log-interval": ("1000000",),
         "--device": (given.device,),
     }
-    if not _has(APEX_GRADIENTS):
+    if not has(APEX_GRADIENTS):
         arguments["--no-gradient-accumulation-fusion"] = ()
     start = [sys.executable]
     if given.ranks > 1:
@@ -97,13 +95,16 @@ def environment(variant: Variant, given: argparse.Namespace) -> dict[str, str]:
     """Of one run; torchrun gives every rank its own."""
     found = {**os.environ, **cpu.ENVIRONMENT} if given.device == "cpu" else {**os.environ}
     found |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | variant.environment()
-    if given.ranks == 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        found |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return found
+    return found | one_rank() if given.ranks == 1 else found
+
+
+def one_rank() -> dict[str, str]:
+    """What torchrun would have told the only rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    return world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def run(variant: Variant, shape: str, given: argparse.Namespace) -> float:
@@ -189,10 +190,6 @@ def options(add: Callable[..., Any]) -> None:
     add("--steps", type=positive, help="that count, of one run (default: 20)")
     add("--warm-up", type=positive, help="steps before them (default: 5)")
     add("--ranks", type=positive, default=1, help="processes on this machine")
-
-
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:

@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from measuring import ROOT, markdown_table
+
 from kha_megatron.cli.doctor import examine
 
-ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TESTS = {
     "kernels": ["-m", "gpu", "tests/kernels"],
@@ -186,20 +187,14 @@ def report(check: Check, machine: dict[str, str]) -> str:
     (check.folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
     mode = "Dry run on the CPU: nothing below was measured" if check.dry else "On a GPU"
     parts = ["# GPU check", f"{mode}. `{command}`, {date}, {seconds:.0f} s: {summary}."]
-    parts.append(_table(["component", "found"], [list(item) for item in machine.items()]))
+    parts.append(markdown_table(["component", "found"], [list(item) for item in machine.items()]))
     for stage in dict.fromkeys(result.stage for result in check.results):
         mine = [result for result in check.results if result.stage == stage]
         rows = [[r.name, r.status, f"{r.seconds or 0:.0f}", r.detail] for r in mine]
-        parts += [f"## {stage}", _table(["what", "result", "seconds", "detail"], rows)]
+        parts += [f"## {stage}", markdown_table(["what", "result", "seconds", "detail"], rows)]
         parts += [f"### {result.name}\n\n{result.table}" for result in mine if result.table]
     (check.folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"{summary} in {seconds:.0f} s: {check.folder / 'report.md'}"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header)]
-    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def arguments() -> argparse.Namespace:

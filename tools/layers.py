@@ -9,7 +9,6 @@ Import only after ``bench.choose_device``.
 """
 
 import contextlib
-import importlib.util
 import io
 import logging
 import os
@@ -28,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import parse_args, validate_args
-from shapes import arguments_of
+from shapes import arguments_of, has
 from torch import Tensor
 from variants import Variant
 
@@ -61,18 +60,11 @@ class Cell:
         return f"{self.shape}, {self.tokens} tokens, {self.precision}"
 
 
-def has_transformer_engine() -> bool:
-    """Whether Megatron would use it in this process."""
-    if cpu.is_installed():
-        return False
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 def precision_refusal(precision: str) -> str | None:
     """Why this machine has no such arithmetic, or None."""
     if precision == "bf16":
         return None
-    if not has_transformer_engine():
+    if cpu.is_installed() or not has("transformer_engine"):
         return "FP8 needs Transformer Engine and a CUDA device"
     found, needed = torch.cuda.get_device_capability(), _CAPABILITY[precision]
     if found < needed:
@@ -102,7 +94,6 @@ def transformer_config(cell: Cell) -> TransformerConfig:
         cell.precision,
         layers=1,
         sequence=cell.sequence,
-        transformer_engine=has_transformer_engine(),
         on_cpu=cpu.is_installed(),
         words=("--global-batch-size=1", *cell.words),
     )

@@ -7,7 +7,6 @@ time; what counts are the ratios within each turn, their median and their spread
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,11 +22,13 @@ from typing import Any, Self
 import torch
 
 from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.versions import version_of
 
 FLUSHED_BYTES = 1 << 29
 """Written before each timed call on a GPU: beyond any cache, and long enough (about 0.1 ms) for the
 call's kernels to be queued meanwhile, so that no gap between launches is timed."""
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
 
 
@@ -120,12 +121,12 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """What a figure must be read with: hardware, versions, commit, date (UTC), other load."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -135,7 +136,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
-            "driver": _driver(),
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }
     return found
 
@@ -149,8 +150,9 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A table in Markdown; a cell is one line whatever is in it."""
+    lines = [header, ["---"] * len(header)]
+    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -159,26 +161,15 @@ def publish(
 ) -> None:
     """Print the table under its machine; ``arguments.json`` names a file that gets it all."""
     print(machine_line(machine), "", table, sep="\n")
-    if arguments.json:
-        _write_report(arguments.json, machine, vars(arguments), results)
-
-
-def _write_report(path: Path, machine: Mapping[str, Any], arguments: Any, results: Any) -> None:
-    """Machine, arguments and results as JSON, at once or not at all."""
+    if arguments.json is None:
+        return
 
     def plain(value: Any) -> Any:
         return asdict(value) if isinstance(value, Spread) else str(value)
 
-    report = {"machine": machine, "arguments": arguments, "results": results}
-    with staged_file(path) as staged:
+    report = {"machine": machine, "arguments": vars(arguments), "results": results}
+    with staged_file(arguments.json) as staged:
         staged.write_text(json.dumps(report, indent=2, default=plain) + "\n")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:
@@ -186,14 +177,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _commit() -> str | None:
-    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
-
-
-def _driver() -> str | None:
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _output(*command: str) -> str | None:

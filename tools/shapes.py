@@ -3,6 +3,7 @@
 Does not import Megatron.
 """
 
+import importlib.util
 from collections.abc import Sequence
 
 from kha_megatron import cpu
@@ -35,13 +36,17 @@ _DROPPED = {"--sequence-parallel", "--device", "--kha-preset"}
 _FUSED_EXPERTS: Arguments = {"--moe-grouped-gemm": (), "--moe-permute-fusion": ()}
 
 
+def has(package: str) -> bool:
+    """Whether a package is installed."""
+    return importlib.util.find_spec(package) is not None
+
+
 def arguments_of(
     shape: str,
     precision: str,
     *,
     layers: int,
     sequence: int,
-    transformer_engine: bool,
     on_cpu: bool,
     words: Sequence[str] = (),
 ) -> Arguments:
@@ -52,8 +57,7 @@ def arguments_of(
         precision: a key of :data:`PRECISIONS`.
         layers: how many.
         sequence: tokens of one.
-        transformer_engine: whether the model is made of its modules.
-        on_cpu: whether it runs there.
+        on_cpu: whether it runs there, without Transformer Engine.
         words: more arguments, which win.
 
     Raises:
@@ -67,7 +71,7 @@ def arguments_of(
         "--seq-length": (str(sequence),),
         "--max-position-embeddings": (str(sequence),),
     }
-    if not transformer_engine:
+    if on_cpu or not has("transformer_engine"):
         arguments |= {
             flag: () if word is None else (word,)
             for flag, word in cpu.MEGATRON_FLAGS.items()

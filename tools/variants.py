@@ -8,9 +8,7 @@ from types import MappingProxyType
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import Fold
-
-KERNELS_VARIABLE = "KHA_KERNELS"
-"""Environment variable by which ``kha_megatron.ops`` chooses between kernels and plain torch."""
+from kha_megatron.ops.fused import KERNELS_VARIABLE
 
 STOCK = "stock"
 

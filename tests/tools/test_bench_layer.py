@@ -104,9 +104,7 @@ def test_without_transformer_engine_fp8_is_left_out_with_the_reason(interpreting
 def test_times_are_of_a_microbatch_and_ratios_of_a_turn(tool, monkeypatch):
     bench = tool("bench_layer")
     seconds = {"stock": [2.0, 4.0, 40.0], "mlp": [3.0, 2.0, 40.0]}
-    monkeypatch.setattr(
-        bench, "built", lambda cell, given: ({"stock": Fake(), "mlp": Fake()}, {}, {})
-    )
+    monkeypatch.setattr(bench, "of_each", lambda *_: ({"stock": Fake(), "mlp": Fake()}, {}, {}))
     monkeypatch.setattr(bench, "interleaved", lambda calls, *_, **__: seconds)
     given = tool("bench").arguments("layer", ["--device", "cpu", "--microbatches", "2"])
     result = bench.measure(Fake(), given, torch.device("cpu"))
