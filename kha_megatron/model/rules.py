@@ -50,7 +50,14 @@ def check_arguments(
         return
     layout = Layout.of(arguments, world_size)
     check_layout(model, layout, Batch.of(arguments))
-    check_sharding(model, layout, Training.of(arguments))
+    training = Training.of(arguments)
+    check_sharding(model, layout, training)
+    length = arguments.get("lr_decay_iters") or training.train_iters
+    if length and training.lr_warmup_iters >= int(length):
+        raise ConfigError(
+            f"--lr-warmup-iters {training.lr_warmup_iters} leaves nothing of {length} iterations: "
+            f"use fewer than {length}"
+        )
 
 
 def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:

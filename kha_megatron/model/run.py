@@ -96,8 +96,9 @@ class Run:
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
         """The run with other values and then a user's words, each in the place of its own.
 
-        A smallest learning rate of the run's own keeps its share of the largest. Words of its own
-        that the new ones exclude are left out, and named in :attr:`dropped`.
+        A smallest learning rate of the run's own keeps its share of the largest, and a warm-up its
+        share of the iterations. Words of its own that the new ones exclude are left out, and named
+        in :attr:`dropped`.
 
         Raises:
             ConfigError: a word that belongs to no flag, or that is no value of its flag.
@@ -110,6 +111,11 @@ class Run:
         rate, least = (own[name].value if name in own else 0 for name in ("lr", "min_lr"))
         if "lr" in new and "min_lr" not in new and rate and least:
             new |= say(min_lr=float(f"{least / rate * new['lr'].value:.6g}"))
+        length, warm_up = (
+            own[name].value if name in own else 0 for name in ("train_iters", "lr_warmup_iters")
+        )
+        if "train_iters" in new and "lr_warmup_iters" not in new and length and warm_up:
+            new |= say(lr_warmup_iters=warm_up * new["train_iters"].value // length)
         dropped = (f"{self.said[name].flag}: {why}" for name, why in reasons.items())
         return replace(self, said=own | new, dropped=(*self.dropped, *dropped))
 

@@ -11,6 +11,7 @@ from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model, pattern_of
 from kha_megatron.model.run import TABLE, Run, hear
 from kha_megatron.recipes import RECIPES, get_recipe
+from kha_megatron.recipes.checks import check_layout
 
 pytestmark = pytest.mark.usefixtures("training_package")
 
@@ -124,9 +125,18 @@ def test_a_smallest_rate_keeps_its_share():
     assert Run.of(lr=1e-3).updated(["--lr", "1"]).words() == ["--lr", "1"]
 
 
-def test_fsdp2_takes_what_it_excludes_of_a_recipe_out_and_refuses_the_rest():
-    from kha_megatron.recipes.checks import check_layout
+def test_a_warm_up_keeps_its_share():
+    run = Run.of(train_iters=20000, lr_warmup_iters=2000)
+    assert run.updated(["--train-iters", "35"]).training.lr_warmup_iters == 3
+    assert run.updated(["--train-iters", "35", "--lr-warmup-iters", "9"]).flags == {
+        "--train-iters": ("35",),
+        "--lr-warmup-iters": ("9",),
+    }
+    with pytest.raises(ConfigError, match="35 leaves nothing of 35 iterations: use fewer than 35"):
+        check_layout(get_recipe("quickstart").run.updated(train_iters=35, lr_warmup_iters=35), 2)
 
+
+def test_fsdp2_takes_what_it_excludes_of_a_recipe_out_and_refuses_the_rest():
     run = get_recipe("moe-a0.8b-6.6b").run.updated(["--use-torch-fsdp2"])
     gone = {"--use-distributed-optimizer", "--overlap-param-gather"}
     gone |= {"--expert-model-parallel-size"}
