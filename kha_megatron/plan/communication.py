@@ -25,7 +25,7 @@ Full recomputation runs forward, and so its collectives, twice. Counts of tokens
 other messages of a few kilobytes are left out.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from kha_megatron.plan.rank import Rank
 
@@ -93,7 +93,8 @@ def _block(rank: Rank) -> float:
 def _attention(rank: Rank) -> float:
     sent, tp = _block(rank), rank.layout.tp
     if rank.model.num_query_groups < tp:
-        size = rank.tokens * rank.model.qkv.rows * rank.width
+        qkv = replace(rank.model, kha=rank.setup.kha).qkv
+        size = rank.tokens * qkv.rows * rank.width
         sent += ring(tp) * size * (rank.forwards + 1)
     return sent
 

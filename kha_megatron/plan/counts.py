@@ -14,7 +14,7 @@ Multi-head and multi-query attention are grouped-query attention with ``g = n`` 
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
@@ -132,7 +132,8 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     attention = attention_of(model, kha)
     matrices = 3 if model.swiglu else 2
     tensors = kha.tensors(model.head_sizes)
-    rows = sum(row.size(model.head_sizes) for row in kha.rows(model.head_sizes)) // tp
+    rows = sum(row.size(model.head_sizes) for row in kha.rows(model.head_sizes))
+    rows = (rows + hidden * filling_rows(model, kha)) // tp
     knocking = sum(t.size // t.ranks(tp) for t in tensors) + rows
     summed = sum(t.size for t in tensors if _is_summed(t, layout))
     norms = norm * 2 * hidden + attention.norms
@@ -162,6 +163,14 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
         linear=linear + expert,
         embedding=table,
     )
+
+
+def filling_rows(model: Model, kha: KHAConfig) -> int:
+    """Rows of zeros that fill up the groups of the projection of queries, keys and values."""
+    if model.multi_latent_attention:
+        return 0
+    layout = replace(model, kha=kha, attention_output_gate=False).qkv
+    return layout.groups * (layout.padding.stop - layout.padding.start)
 
 
 def _is_summed(tensor: HeadTensor, layout: Layout) -> bool:
@@ -301,7 +310,7 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
         width += model.shared_width
         router += model.experts
     sizes = model.head_sizes
-    a_token = kha.flops(sizes)
+    a_token = kha.flops(sizes) + 2 * hidden * filling_rows(model, kha)
     spared = [m.for_layer(layer).spared(sizes) for m in kha.mechanisms for layer in range(layers)]
     return Flops(
         projections=2 * length * layers * attention.weights,

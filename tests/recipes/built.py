@@ -6,6 +6,7 @@ Functions at the top level run on the workers of ``tests/distributed/launcher.py
 from typing import Any
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 
@@ -13,6 +14,12 @@ MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 OTHERS = (
     KHAConfig.combined(["kha_linear", "moh_75"]),
     KHAConfig.from_preset("talking"),
+    KHAConfig.from_preset("gate_output"),
+    KHAConfig(
+        value="mlp",
+        gate=Gate(output="head", value="element", key="element", query="shared", dense="element"),
+    ),
+    KHAConfig(gate=Gate(output="head", value="shared", reads_input=False)),
 )
 """Mechanisms beside the knock, whose tensors, rows and FLOPs the counts must know."""
 
