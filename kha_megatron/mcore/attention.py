@@ -322,6 +322,12 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
+    clips = getattr(config, "qk_clip", False) and not config.multi_latent_attention
+    if clips and Model.from_config(config, kha).qkv.extra:
+        raise ConfigError(
+            f"qk_clip=True scales rows of queries and keys that Megatron counts without {kha}: "
+            "remove --qk-clip"
+        )
     if config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
         raise ConfigError(
             f"num_query_groups={config.num_query_groups} with multi-latent attention, each of "

@@ -98,4 +98,6 @@ def _latent(layer, weights, hidden, matrices):
         w_query_latent=None if direct else weights["linear_q_down_proj.weight"].T,
         q_norm=weights.get("q_layernorm.weight"),
         kv_norm=weights.get("kv_layernorm.weight"),
+        gate=layer.kha.gate,
+        gate_weights={"output": weights.get("gate_output.weight")},
     )

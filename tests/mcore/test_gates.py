@@ -16,6 +16,9 @@ from kha_megatron.heads import Gate, HeadFacts, HeadSizes
 from kha_megatron.model.qkv import QKVLayout
 from tests import oracle
 from tests.distributed.pieces import as_array, assemble, fill, pieces
+from tests.mcore import test_family
+from tests.mcore.test_attention import refused
+from tests.versions import needs_attention_family
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 8, 2, 6, 28, 12, 2
 BOUND = 1e-6
@@ -208,3 +211,130 @@ def test_together_and_beside_knocking_heads_on_any_number_of_ranks(ranks, size, 
     found = ranks(passes, size, ON_RANKS, size, sp)
     for kha, one in zip(ON_RANKS, whole(found, sp), strict=True):
         assert not wrong(kha, one), kha
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["", "without-input"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_latent_attention_has_a_gate_on_its_output(ranks, granularity, reads):
+    needs_attention_family()
+    gate = Gate(output=granularity, reads_input=reads)
+    test_family.check(ranks, KHAConfig(value="linear", gate=gate), True, 8)
+
+
+def trained_a_step(dtype):
+    """Losses and gradients by name: of stock Megatron with its flag, of ours with that flag, and of
+    ours with the gate asked for by its other name."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from tests.distributed import models
+
+    models.initialize()
+    bf16 = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, "num_query_groups": 2}
+    flagged = models.transformer_config(attention_output_gate=True, **bf16)
+    plain = models.transformer_config(**bf16)
+    stock = get_gpt_decoder_block_spec(flagged, False, normalization="RMSNorm")
+    found = []
+    for config, kha, spec in (
+        (flagged, KHAConfig(), stock),
+        (flagged, KHAConfig(), None),
+        (flagged, OUTPUT, None),
+        (plain, OUTPUT, None),
+    ):
+        models.initialize()
+        model = models.gpt_model(config, kha, layer_spec=spec, perturbed=False)
+        tokens, positions, mask = models.batch()
+        losses = model(tokens, positions, mask, labels=tokens)
+        losses.sum().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append({"losses": losses.detach()} | gradients)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_megatrons_own_output_gate_is_the_same_model(ranks, dtype):
+    """Bit for bit, from the start that both draw, whichever name it was asked for by."""
+    stock, *others = ranks(trained_a_step, 1, dtype)[0]
+    for other in others:
+        assert stock.keys() == other.keys()
+        assert all(torch.equal(stock[name], other[name]) for name in stock)
+
+
+def built(kha, size, overrides):
+    """This rank's rows of ``linear_qkv``, as it was built, and what folding says."""
+    from tests.distributed import models
+    from tests.mcore.test_attention import attention_layer
+
+    models.initialize(tensor_model_parallel_size=size)
+    layer = attention_layer(models, kha, tensor_model_parallel_size=size, **overrides)
+    return layer.linear_qkv.weight.detach(), layer.folding.obstacle
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, 3), (3, 3), (2, 1)])
+def test_rows_that_fill_a_group_up_start_at_zero_and_no_others(ranks, size, groups):
+    """Nothing reads them, so they stay there, and an exported model comes back as it was."""
+    kha = KHAConfig(gate=Gate(output="head", value="head"))
+    found = ranks(built, size, kha, size, {"num_query_groups": groups})
+    rows = torch.cat([rows for rows, _ in found]).unflatten(0, (groups, -1))
+    sizes = HeadSizes(query_heads=6, kv_heads=groups, head_dim=10)
+    layout = QKVLayout(groups=groups, queries=6 // groups, head_dim=10, extra=kha.rows(sizes))
+    zero = ~rows.any(-1)
+    assert layout.padding.stop > layout.padding.start
+    assert zero[:, layout.padding].all()
+    assert zero.sum() == groups * (layout.padding.stop - layout.padding.start)
+
+
+def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
+    knock = KHAConfig(query="linear")
+    obstacles = [
+        ranks(built, 1, replace(knock, gate=gate), 1, {})[0][1]
+        for gate in (Gate(output="element"), Gate(output="head"), Gate(dense="element"))
+    ]
+    assert obstacles == [
+        None,
+        "gates have rows between the heads of queries, keys and values",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kha", "overrides", "words"),
+    [
+        (OUTPUT, {"qk_clip": True}, ["qk_clip", "gate(output=element)", "remove --qk-clip"]),
+        (
+            KHAConfig(gate=Gate(query="head")),
+            {"qk_layernorm": True},
+            ["gate.query=head before QK-norm", "use gate.query=element", "--qk-layernorm"],
+        ),
+        (OUTPUT, {"flash_decode": True}, ["flash_decode", "gate(output=element)", "remove"]),
+        (
+            KHAConfig(gate=Gate(output="head")),
+            {"attention_output_gate": True},
+            ["--attention-output-gate", "gate(output=head) asks for another", "remove one"],
+        ),
+        (
+            KHAConfig(gate=Gate(output="element", value="head")),
+            {"multi_latent_attention": True},
+            ["multi-latent attention", "leave out value"],
+        ),
+        (OUTPUT, {"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
+        (
+            KHAConfig(gate=Gate(output="head")),
+            {
+                "fp8": "hybrid",
+                "kv_channels": 16,
+                "num_query_groups": 1,
+                "num_attention_heads": 2,
+                "tensor_model_parallel_size": 2,
+                "hidden_size": 32,
+                "ffn_hidden_size": 64,
+            },
+            ["80 rows", "gate(output=head)", "2 tensor-parallel ranks", "16", "size 1", "bf16"],
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_honour(ranks, kha, overrides, words):
+    message = ranks(refused, 1, kha, overrides)[0]
+    assert message is not None
+    assert "\n" not in message
+    for word in words:
+        assert word in message

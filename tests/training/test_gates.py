@@ -1,0 +1,43 @@
+"""Gates through the entry point: Megatron's own output gate by two names, and resuming."""
+
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate
+from kha_megatron.model.recorded import kha_of
+from tests.training.conftest import MODEL, TRAINING, losses, start
+
+KHA = KHAConfig(value="mlp", gate=Gate(output="element"))
+
+
+def test_a_run_goes_on_by_the_other_name_of_its_gate(tmp_path):
+    words = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64", "--device", "cpu"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    first = start(
+        [
+            *(*words, "--kha-preset", "kha_mlp_gate_output", "--tensorboard-dir", str(whole)),
+            *("--save", str(whole), "--save-interval", "4"),
+        ]
+    )
+    load = ["--load", str(whole), "--ckpt-step", "4"]
+    flagged = ["--kha-preset", "kha_mlp", "--attention-output-gate"]
+    then = start([*words, *flagged, *load, "--tensorboard-dir", str(rest)])
+    for run in (first, then):
+        assert run.codes == [0], run.output[-2000:]
+        assert run.knocks.startswith("knocks value=mlp gate(output=element) in 4 of 4 layers")
+    expected = losses(whole)
+    assert losses(rest) == {i: expected[i] for i in (5, 6, 7, 8)}
+
+    saved = MegatronCheckpoint.open(whole / "iter_0000008")
+    assert kha_of(saved) == KHA
+    assert saved.args["attention_output_gate"] is True
+    assert saved.args["kha_gate"]["output"] == "element"
+
+    for other, said in (
+        (["--kha-preset", "kha_mlp"], "asks for value=mlp"),
+        ([*flagged, "--heads", "gate.output=head"], "--attention-output-gate multiplies by"),
+        (["--kha-preset", "kha_mlp", "--heads", "gate.g1=head"], "gate(output=head)"),
+    ):
+        run = start([*words, *other, *load])
+        assert run.codes == [2], run.output[-2000:]
+        assert len(run.errors) == 1
+        assert said in run.errors[0]
