@@ -187,6 +187,10 @@ class MixtureOfHeads(Mechanism):
         queries = heads * sizes.dim("query") if self.router == "query_norm" else 0
         return heads * (sizes.dim("value") + 3) + queries
 
+    def acts_at(self, stage: Stage) -> bool:
+        """A learned router leaves queries to themselves."""
+        return super().acts_at(stage) and (stage == "output" or self.router == "query_norm")
+
     @property
     def adds_loss(self) -> bool:
         """For a balanced load."""

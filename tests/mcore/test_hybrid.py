@@ -9,6 +9,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.moh import MixtureOfHeads
 from tests.versions import needs_hybrid_models
 
 TOLERANCE = 1e-5
@@ -113,6 +114,16 @@ def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case):
     n, *settings = CASES[case]
     for errors in ranks(compared, n, MIXED, *settings):
         assert sum(".knock_" in name for name in errors) == 3 * LAYERS
+        assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
+
+
+def test_heads_are_mixed_in_attention_layers_alone(ranks):
+    """The loss of ``code`` is a mean over all layers, of which a hybrid model has more."""
+    mixture = MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
+    kha = KHAConfig(value="mlp", moh=mixture)
+    n, *settings = CASES["sequence parallel"]
+    for errors in ranks(compared, n, kha, *settings):
+        assert sum(".moh_router" in name for name in errors) == LAYERS
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 

@@ -16,7 +16,7 @@ from kha_megatron.heads.moh import MixtureOfHeads
 from tests.distributed.pieces import Piece, assemble
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH, LAYERS = 8, 2, 6, 28, 8, 3, 2
-BALANCE = 5.0
+BALANCE, SCALE = 5.0, 0.5
 
 
 def moh(**settings):
@@ -78,7 +78,11 @@ def against_oracle(kha):
     """Errors of the output and of every gradient, relative to their norms, in float64."""
     from tests import oracle
 
-    layer = layer_of(kha)
+    heard = []
+    door = {"experimental_attention_variant_loss_scale_func": heard.append}
+    layer = layer_of(kha, **door)
+    layer.config.experimental_attention_variant_loss_scale_func(torch.tensor([SCALE]))  # a schedule
+    assert heard == [torch.tensor([SCALE])]  # whoever was there before
     output, hidden, upstream = passed(layer)
     ours = {n: p.detach().clone().requires_grad_() for n, p in layer.named_parameters()}
     each = HEADS // GROUPS
@@ -119,7 +123,7 @@ def against_oracle(kha):
         weigh=weigh,
     ).transpose(0, 1)
     factor = (HEADS - shared) / LAYERS if routing.balance_scale == "code" else 1
-    ((expected * upstream).sum() + BALANCE * factor * losses[0]).backward()
+    ((expected * upstream).sum() + SCALE * BALANCE * factor * losses[0]).backward()
     pairs = {"output": (output, expected), "input gradient": (hidden.grad, twin.grad)}
     pairs |= {n: (p.grad, ours[n].grad) for n, p in layer.named_parameters()}
     return {n: ((a - b).norm() / b.norm()).item() for n, (a, b) in pairs.items()}

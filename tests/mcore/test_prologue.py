@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads.moh import MixtureOfHeads
 from tests.distributed.launcher import RankPool
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
@@ -20,6 +21,7 @@ from tests.mcore.test_attention import EVERY_PLACE, against_oracle, attention_la
 MLP = KHAConfig(value="mlp")
 FOLDED = KHAConfig(query="linear", key="linear", value="linear", fold="always")
 FP32 = 1e-5
+ROUTED = KHAConfig(value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0))
 TOKENS, BATCH, HIDDEN = 7, 2, 28
 
 
@@ -69,6 +71,7 @@ PARALLEL = [
     case(tp=2, sp=True, groups=2, savings=FULL),
     case(tp=2, sp=True, groups=2, savings=SELECTIVE),
     case(tp=2, khas=(FOLDED,)),
+    case(tp=2, sp=True, khas=(ROUTED,)),
 ]
 
 

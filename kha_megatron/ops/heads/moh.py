@@ -29,10 +29,8 @@ class Routing(NamedTuple):
 def apply(
     tensors: dict[str, Tensor], weights: Mapping[str, Tensor], moh: MixtureOfHeads, ranks: Ranks
 ) -> dict[str, Tensor]:
-    """Score heads by their queries at ``qkv``, if they are; weigh what they give at ``output``."""
+    """Score heads by their queries at ``qkv``, if so; weigh what they give at ``output``."""
     if "query" in tensors:
-        if moh.router == "learned":
-            return {}
         return {"moh_norms": torch.linalg.vector_norm(_wide(tensors["query"]), dim=-1)}
     if moh.router == "learned":
         scores = tensors["moh_router"]

@@ -1,0 +1,74 @@
+"""Routing on plain tensors: where it is exact, and where numbers could fail."""
+
+import pytest
+import torch
+
+from kha_megatron.heads.moh import MixtureOfHeads
+from kha_megatron.ops.heads.moh import apply, route
+from kha_megatron.ops.heads.ranks import Ranks
+
+HEADS = 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_router_of_zeros_with_all_heads_changes_nothing(dtype):
+    moh = MixtureOfHeads(shared=4, active=4, start="zeros")
+    output = torch.randn(3, 7, HEADS, 6).to(dtype)
+    scores = {"moh_router": torch.zeros(3, 7, HEADS + 2, dtype=dtype), "output": output}
+    assert torch.equal(apply(scores, {}, moh, Ranks())["output"], output)
+
+
+@pytest.mark.parametrize("router", ["learned", "query_norm"])
+def test_quantised_weights_are_0_and_1_and_learn_as_the_real_ones(router):
+    """Equation 10: the gradient of a weight is handed to its score, chosen or not."""
+    moh = MixtureOfHeads(shared=3, active=2, router=router, quantized=True, scale="paper")
+    scores = torch.randn(7, HEADS + 2 * (router == "learned"), requires_grad=True)
+    weights, probabilities, chosen = route(scores, moh)
+    assert torch.equal(weights, torch.cat([torch.ones(7, 3), chosen], -1))
+    assert torch.equal(chosen.sum(-1), torch.full((7,), 2.0))
+    upstream = torch.randn(7, HEADS)
+    (found,) = torch.autograd.grad((weights * upstream).sum(), scores)
+    other = scores.detach().clone().requires_grad_()
+    if router == "learned":
+        shared, routed, kinds = (x.softmax(-1) for x in other.split([3, 5, 2], -1))
+        real = torch.cat([shared * kinds[:, :1], routed * kinds[:, 1:]], -1)
+    else:
+        real = torch.cat([torch.ones(7, 3), other[:, 3:].softmax(-1)], -1)
+    (expected,) = torch.autograd.grad((real * upstream).sum(), other)
+    torch.testing.assert_close(found, expected)
+    assert found.abs().max() > 0.01
+    assert probabilities.shape == (7, 5)
+
+
+def test_norms_that_are_all_alike_are_no_zero_over_zero():
+    moh = MixtureOfHeads(shared=3, active=2, router="query_norm")
+    scores = torch.full((7, HEADS), 2.0, requires_grad=True)
+    weights, _, _ = route(scores, moh)
+    (gradient,) = torch.autograd.grad((weights * torch.randn(7, HEADS)).sum(), scores)
+    assert torch.isfinite(weights).all()
+    assert torch.isfinite(gradient).all()
+
+
+def test_an_active_head_weighs_1_on_average():
+    for router in ("learned", "query_norm"):
+        moh = MixtureOfHeads(shared=3, active=2, router=router)
+        scores = torch.randn(7, HEADS + 2 * (router == "learned"))
+        weights = route(scores, moh).weights
+        if router == "learned":  # of both kinds together
+            sums = weights[:, :3].sum(-1) / 3 + weights[:, 3:].sum(-1) / 2
+            torch.testing.assert_close(sums, torch.full((7,), 2.0))
+        else:
+            torch.testing.assert_close(weights.sum(-1), torch.full((7,), 5.0))
+        paper = MixtureOfHeads(shared=3, active=5, scale="paper")
+    weights = route(torch.randn(7, HEADS + 2), paper).weights
+    torch.testing.assert_close(weights.sum(-1), torch.ones(7))
+
+
+def test_half_precision_is_routed_in_float32():
+    moh = MixtureOfHeads(shared=3, active=2)
+    scores = torch.randn(7, HEADS + 2).bfloat16()
+    assert route(scores, moh).weights.dtype == torch.float32
+    wide = route(scores.float(), moh).weights
+    assert torch.equal(route(scores, moh).weights, wide)
+    tensors = {"moh_router": scores, "output": torch.randn(7, HEADS, 6).bfloat16()}
+    assert apply(tensors, {}, moh, Ranks())["output"].dtype == torch.bfloat16
