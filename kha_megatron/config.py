@@ -302,6 +302,21 @@ class KHAConfig:
         given |= {projection: given[projection] or "none" for projection in PROJECTIONS}
         return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
+    def without(self, *names: str) -> Self:
+        """All but the mechanisms of these names; the knock's is ``knock``."""
+        left: dict[str, Any] = {name: None for name in names if name != Knock.name}
+        if Knock.name in names:
+            left |= {f.name: getattr(Knock, f.name) for f in fields(Knock)}
+        return replace(self, **left)
+
+    def joined(self, other: Self) -> Self:
+        """With the mechanisms of another beside its own, which the other has none of."""
+        names = [mechanism.name for mechanism in other.mechanisms]
+        gained = {name: getattr(other, name) for name in names if name != Knock.name}
+        if Knock.name in names:
+            gained |= {f.name: getattr(other, f.name) for f in fields(Knock)}
+        return replace(self, **gained)
+
     @property
     def knock(self) -> Knock:
         """The head-shared matrices, if any."""

@@ -61,7 +61,7 @@ QWEN3_NEXT = Dialect(
 """Of ``qwen3_5`` as well."""
 LFM3 = Dialect(
     {
-        "self_attn.gate_output.": "self_attn.g_proj.",
+        "self_attn.gate_output.": "self_attn.gate_proj.",
         "input_layernorm.": "operator_norm.",
         "post_attention_layernorm.": "ffn_norm.",
         "mlp.gate_proj.": "feed_forward.w1.",

@@ -94,8 +94,9 @@ class LatentHeads(Packing):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadParameter(Packing):
-    """A parameter of a mechanism of the heads: as it is, or ``[n, D, D]``, ``x @ W``: stacked
-    matrices that are an ``nn.Linear`` each there, and so transposed."""
+    """A parameter of a mechanism of the heads: as it is; ``[n, D, D]``, ``x @ W``, stacked
+    matrices that are an ``nn.Linear`` each there, and so transposed; or a projection of the input
+    ``[heads, features, C]``, which is one ``nn.Linear`` there."""
 
     tensor: HeadTensor
 
@@ -104,9 +105,13 @@ class HeadParameter(Packing):
         return self.tensor.hf_names
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Each matrix transposed."""
-        return [matrix.T for matrix in tensor] if self.tensor.matrices else [tensor]
+        """Each matrix transposed; heads one below the other."""
+        if self.tensor.matrices:
+            return [matrix.T for matrix in tensor]
+        return [tensor.flatten(0, -2) if self.tensor.reads_input else tensor]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """One block, the matrices transposed and stacked again."""
-        return [torch.stack([part.T for part in parts]) if self.tensor.matrices else parts[0]]
+        """One block, the matrices transposed and stacked again, the heads apart."""
+        if self.tensor.matrices:
+            return [torch.stack([part.T for part in parts])]
+        return [parts[0].view(self.tensor.shape) if self.tensor.reads_input else parts[0]]

@@ -216,19 +216,19 @@ class HFSource(Source):
         super().__init__(
             checkpoint, Companions.of_hf(path, config, tokenizer), from_hf_config(config)
         )
-        self._dialect, self._lost = family_of(config).dialect, dict[Place, int]()
+        self.dialect, self._lost = family_of(config).dialect, dict[Place, int]()
         self._infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
         held = self._infos.keys()
         wanted: dict[str, tuple[int, ...]] = {}
         # many more places than tensors are lacking some, however many layers there are
         for place in islice(places(self.model), 2 * len(held) + 1000):
-            shape, names = place.row.shape(self.model), self._dialect.names(place, self.model)
+            shape, names = place.row.shape(self.model), self.dialect.names(place, self.model)
             if min(shape) < 0 or math.prod(shape) > _LARGEST:
                 raise CheckpointError(
                     f"{path}: its {CONFIG} calls for {names[0]} of {shape}, which no file holds"
                 )
             parts = place.row.packing.split(torch.empty(shape, device="meta"), self.model)
-            parts = self._dialect.written(place, self.model, parts)
+            parts = self.dialect.written(place, self.model, parts)
             wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
         _refuse(wanted.keys() - held, f"{path} lacks {{}} tensors that its {CONFIG} calls for")
         _refuse(
@@ -242,14 +242,14 @@ class HFSource(Source):
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
-        names = self._dialect.names(place, self.model)
+        names = self.dialect.names(place, self.model)
         if meta:
             infos = [self._infos[name] for name in names]
             held = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos]
         else:
             held = [self.checkpoint.tensor(name) for name in names]
-            self._lost[place] = self._dialect.lost_in_reading(place, self.model, held)
-        return self._dialect.read(place, self.model, held)
+            self._lost[place] = self.dialect.lost_in_reading(place, self.model, held)
+        return self.dialect.read(place, self.model, held)
 
     @contextmanager
     def verifying(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Sources around sources: what a conversion does to a model besides moving it."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.dialects import Dialect
 from kha_megatron.conversion.sources import Source, not_finite
 from kha_megatron.conversion.table import (
     ATTENTION_OUTPUT,
@@ -19,6 +21,7 @@ from kha_megatron.conversion.table import (
     head_row,
 )
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads import Knock
 from kha_megatron.ops import fold, initial_weight
 
 KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
@@ -97,17 +100,16 @@ class Folded(_Around):
 
     def __init__(self, source: Source) -> None:
         kha = source.model.kha
-        if not kha.mechanisms:
+        if not kha.variants:
             raise CheckpointError(f"{source.path} has no knocking heads to fold away")
-        for mechanism in kha.mechanisms:
-            if not mechanism.folds:
-                raise CheckpointError(
-                    f"{source.path} has {mechanism}: only linear knocking heads can be folded into "
-                    "the projection before them; export it as kha"
-                )
-        rest = KHAConfig(attention=kha.attention, latent_heads=kha.latent_heads)
-        super().__init__(source, replace(source.model, kha=rest))
-        self._matrices = {tensor.heads: head_row(tensor) for tensor in source.model.head_tensors}
+        if not kha.knock.folds:
+            raise CheckpointError(
+                f"{source.path} has {kha.knock}: only linear knocking heads can be folded into "
+                "the projection before them; export it as kha"
+            )
+        super().__init__(source, replace(source.model, kha=kha.without(Knock.name)))
+        knocks = kha.knock.tensors(source.model.head_sizes)
+        self._matrices = {tensor.heads: head_row(tensor) for tensor in knocks}
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
@@ -129,43 +131,68 @@ class Folded(_Around):
 
 
 class Upcycled(_Around):
-    """With knocking heads at the identity, which change no bit of what the model computes.
+    """With more mechanisms of the heads, which change no bit of what the model computes.
+
+    Matrices begin at the identity, and what reads the input at zero; where a mechanism halves
+    something then, the projection before it is doubled (``Mechanism.doubled``).
 
     Raises:
-        ConfigError: nothing would be knocked, or not from the identity, or with a variant or a
-            kind of attention that the model's attention cannot carry.
-        CheckpointError: the model has knocking heads already.
+        ConfigError: nothing would be added, or what has no such start, or what the model's
+            attention cannot carry.
+        CheckpointError: the model has one of them already.
     """
 
     def __init__(self, source: Source, kha: KHAConfig) -> None:
-        if not kha.mechanisms or kha.init != "identity":
+        before, added = source.model.kha, [mechanism.name for mechanism in kha.mechanisms]
+        if not added:
             raise ConfigError(
-                f"KHA on {kha}: upcycling adds matrices at the identity: choose a --kha-preset or "
-                "--kha-query, --kha-key, --kha-value"
+                f"KHA on {kha}: upcycling adds mechanisms: choose a --kha-preset, --kha-query, "
+                "--kha-key, --kha-value or --heads"
             )
-        if source.model.kha.mechanisms:
-            raise CheckpointError(
-                f"{source.path} has knocking heads on {source.model.kha} already: go on training it"
-            )
-        before = source.model.kha
+        doubled = [name for mechanism in kha.mechanisms for name in mechanism.doubled()]
+        if twice := [m for m in before.mechanisms if m.name in added]:
+            raise CheckpointError(f"{source.path} has {twice[0]} already: go on training it")
         if kha.attention not in (None, before.attention):
             raise ConfigError(
                 f"attention={kha.attention} with {source.path}, which was trained with another "
                 "kind: upcycling keeps the attention, leave it out"
             )
-        kha = replace(kha, attention=before.attention, latent_heads=before.latent_heads)
-        super().__init__(source, replace(source.model, kha=kha))
-        self._added = {head_row(tensor): tensor for tensor in self.model.head_tensors}
+        super().__init__(source, replace(source.model, kha=before.joined(kha)))
+        was = set(source.model.head_tensors)
+        self._added = {head_row(t): t for t in self.model.head_tensors if t not in was}
+        self._doubled = Counter(_MODULES[name] for name in doubled)
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
-        if place.row not in self._added:
-            return self.source.read(place, meta=meta)
-        tensor, dtype = self._added[place.row], _weights_dtype(self.source, place)
-        weight = torch.empty(tensor.shape, dtype=dtype, device="meta" if meta else "cpu")
-        if not meta:
-            initial_weight(weight if tensor.matrices else weight[None], tensor.starts)
-        return place.row.packing.split(weight, self.model)
+        device = "meta" if meta else "cpu"
+        if place.row in self._added:
+            tensor, dtype = self._added[place.row], _weights_dtype(self.source, place)
+            weight = torch.zeros(tensor.shape, dtype=dtype, device=device)
+            if not meta and not tensor.reads_input:
+                initial_weight(weight if tensor.matrices else weight[None], tensor.starts)
+            return place.row.packing.split(weight, self.model)
+        names = place.hf_names(self.model)
+        held = self.source.read(place, meta=meta)
+        there = dict(zip(place.hf_names(self.source.model), held, strict=True))
+        if len(names) > len(there):  # rows beside queries, keys and values
+            whole = torch.empty(place.row.shape(self.model), dtype=held[0].dtype, device="meta")
+            parts = place.row.packing.split(whole, self.model)
+            for name, part in zip(names, parts, strict=True):
+                there.setdefault(name, torch.zeros_like(part, device=device))
+        return [self._times(name, there[name]) for name in names]
+
+    def _times(self, name: str, part: Tensor) -> Tensor:
+        times = sum(count for module, count in self._doubled.items() if module in name)
+        return part * 2**times if times else part
+
+
+_MODULES = {
+    "query": ".q_proj.",
+    "key": ".k_proj.",
+    "value": ".v_proj.",
+    "output": ".o_proj.",
+}
+"""In names of tensors, the projections that a mechanism may want doubled."""
 
 
 class Expressed(_Around):
@@ -191,6 +218,21 @@ class Expressed(_Around):
 def _weights_dtype(source: Source, place: Place) -> torch.dtype:
     """The dtype of the layer's other weights."""
     return source.read(Place(ATTENTION_OUTPUT, place.layer), meta=True)[0].dtype
+
+
+class AsStored(_Around):
+    """With what an architecture's files round: weights of norms that lie far from one."""
+
+    def __init__(self, source: Source, dialect: Dialect) -> None:
+        super().__init__(source, source.model)
+        self._dialect = dialect
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        parts = self.source.read(place, meta=meta)
+        return self._dialect.read(
+            place, self.model, self._dialect.written(place, self.model, parts)
+        )
 
 
 class Padded(_Around):

@@ -24,9 +24,15 @@ from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zeros
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.sources import MegatronSource, Source, not_finite, open_source
+from kha_megatron.conversion.sources import (
+    HFSource,
+    MegatronSource,
+    Source,
+    not_finite,
+    open_source,
+)
 from kha_megatron.conversion.table import Place
-from kha_megatron.conversion.transforms import Expressed, Folded, Upcycled
+from kha_megatron.conversion.transforms import AsStored, Expressed, Folded, Upcycled
 from kha_megatron.errors import CheckpointError
 
 BATCH, LENGTH = 2, 64
@@ -76,7 +82,8 @@ class Agreement:
     first_layer: int | None = None
     """The first layer, from 0, whose output differs by more than ``TOLERANCE``."""
     limit: float | None = TOLERANCE
-    """What ``max_difference`` must stay below; None where folded weights were rounded."""
+    """What ``max_difference`` must stay below; None where weights were rounded to fold them, or to
+    store norms as their distance from one."""
 
     @property
     def agrees(self) -> bool:
@@ -105,7 +112,8 @@ class Pair:
     other: Source
     paths: tuple[Path, Path]
     remark: str
-    folded: bool
+    rounded: bool
+    """Whether bringing them to one form rounds weights that are not float32."""
 
     @classmethod
     def open(cls, one: Path, other: Path) -> "Pair":
@@ -120,8 +128,13 @@ class Pair:
             if isinstance(source, MegatronSource):  # who knows the padding shall tell
                 source.model = replace(source.model, vocab_size=size)
         paths = first.path, second.path
-        first, second, remark, folded = _same_kha(first, second)
-        return cls(*_with_zeros(first, second), paths, remark, folded)
+        dialects = [s.dialect for s in (first, second) if isinstance(s, HFSource)]
+        first, second, remark, rounded = _same_kha(first, second)
+        first, second = _with_zeros(first, second)
+        for dialect in (d for d in dialects if d.norms_minus_one):
+            first, second = AsStored(first, dialect), AsStored(second, dialect)
+            rounded = True
+        return cls(first, second, paths, remark, rounded)
 
     @property
     def needed_bytes(self) -> int:
@@ -161,13 +174,13 @@ def _has_class(path: Path) -> bool:
 
 
 def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
-    """Fold or upcycle one of two models if only the other has no knocking heads."""
+    """Fold or upcycle one of two models if only the other has more mechanisms of the heads."""
     pair: list[Source] = [one, other]
-    knocked = [bool(source.model.kha.mechanisms) for source in pair]
-    if all(knocked) or not any(knocked):
+    has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
+    at = int(has[0] < has[1])
+    if not has[at] > has[1 - at]:
         return one, other, "as they are", False
-    at = knocked.index(True)
-    kha = pair[at].model.kha
+    kha = pair[at].model.kha.without(*has[1 - at])
     if kha.folds:
         pair[at] = Folded(pair[at])
         return pair[0], pair[1], f"the {_ORDER[at]} folded", True
@@ -267,7 +280,7 @@ def compare_logits(pair: Pair) -> Agreement:
     smaller = min(dtypes[::-1], key=lambda dtype: dtype.itemsize)
     runs = [run_model(path, tokens, smaller) for path in pair.paths]
     agreement = compare(*runs)
-    rounded = pair.folded and smaller != torch.float32
+    rounded = pair.rounded and smaller != torch.float32
     return replace(agreement, limit=None if rounded else TOLERANCE)
 
 

@@ -195,6 +195,23 @@ class Gate(Mechanism):
             kept += size + score if self.form == "multiply" else score
         return kept
 
+    def doubled(self) -> tuple[Projection | Literal["output"], ...]:
+        """What comes before each gate: the sigmoid of zero is one half.
+
+        Raises:
+            ConfigError: the score of zero is no power of two as a factor, and not zero to add.
+        """
+        if (self.form, self.activation) == ("multiply", "sigmoid"):
+            return tuple("output" if p == "dense" else p for p in self.positions)
+        if (self.form, self.activation) == ("add", "silu"):
+            return ()
+        score = {"sigmoid": "1/2", "silu": "0", "half_sigmoid": "3/4"}[self.activation]
+        does = "multiplies by" if self.form == "multiply" else "adds"
+        raise ConfigError(
+            f"{self} {does} {score} where its score is zero, which no weights before it undo bit "
+            "for bit: use a sigmoid that multiplies, or a silu that is added"
+        )
+
     def refusal(self, facts: HeadFacts) -> str | None:
         """What has no place, or does nothing."""
         if facts.attention:

@@ -150,6 +150,16 @@ class Knock(Mechanism):
         """At the identity it is (section 3.3)."""
         return self.init == "identity"
 
+    def doubled(self) -> tuple[()]:
+        """Nothing, from the identity.
+
+        Raises:
+            ConfigError: it begins at random.
+        """
+        if self.init != "identity":
+            raise ConfigError(f"KHA on {self} is no start for a trained model: leave init out")
+        return ()
+
     def refusal(self, facts: HeadFacts) -> str | None:
         """What latent attention (MLA, GLA) cannot carry, with the paper's reason (4.2.3)."""
         if not facts.multi_latent:

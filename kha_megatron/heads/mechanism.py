@@ -227,6 +227,20 @@ class Mechanism(ABC):
         """Whether a trained model that gains it computes what it did, bit for bit."""
         return False
 
+    def doubled(self) -> tuple[Projection | Literal["output"], ...]:
+        """What is doubled of a trained model that gains it, so that it computes what it did.
+
+        The projections named, each as often as it is named; doubling is exact in any dtype. What
+        reads the input then begins at zero, all else as it says of itself.
+
+        Raises:
+            ConfigError: no start does that; the message says why.
+        """
+        raise ConfigError(
+            f"{self} changes what a trained model computes, however it begins: train with it from "
+            "the start"
+        )
+
     def refusal(self, facts: HeadFacts) -> str | None:
         """Why such a model cannot have it, with the remedy; None if it can.
 

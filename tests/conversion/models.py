@@ -153,6 +153,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_5_text": Qwen3_5TextConfig(**QWEN3_5),
     "lfm3, no gate": Lfm3Config(**LFM3 | {"use_attention_gate": False}),
     "kha": KHAModelConfig(**SIZES, kha_query="linear", kha_key="gate", kha_value="mlp"),
+    "kha, output gate": KHAModelConfig(**SIZES, kha_gate={"output": "element"}),
+    "kha, gates": KHAModelConfig(
+        **SIZES,
+        kha_value="mlp",
+        kha_gate={"output": "element", "value": "head", "key": "shared", "dense": "element"},
+    ),
+    "kha, gate, mla": KHAModelConfig(**SIZES | MLA, kha_gate={"output": "head"}),
+    "kha, gate without input, biases": KHAModelConfig(
+        **SIZES, attention_bias=True, kha_gate={"output": "head", "reads_input": False}
+    ),
+    "kha, head-wise gate, biases": KHAModelConfig(
+        **SIZES, attention_bias=True, kha_gate={"output": "head"}
+    ),
+    "kha, moh": KHAModelConfig(**SIZES, kha_moh={"shared": 2, "active": 2}, kha_key="linear"),
+    "lfm3": Lfm3Config(**LFM3),
     "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
     "kha, gta": KHAModelConfig(**SIZES | GTA),
     "kha, gta, no norm, nothing knocked": KHAModelConfig(

@@ -1,6 +1,8 @@
 """Gated attention travels: Megatron's own gate to stock classes of transformers, and back."""
 
 import json
+import logging
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,12 +11,15 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
+from kha_megatron.announcements import forget
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.verify import Pair
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads import Gate
 from tests.conversion.checkpoints import save_and_run, tokens
-from tests.conversion.models import SIZES, make
+from tests.conversion.models import CONFIGS, SIZES, make
 from tests.conversion.models import tokens as ids
 from tests.versions import needs_training_package
 
@@ -138,7 +143,7 @@ def published(request, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("published", "architecture"),
-    [("element", "qwen3_next"), ("none", "qwen3")],
+    [("element", "qwen3_next"), ("head", "lfm3"), ("none", "qwen3")],
     indirect=["published"],
 )
 def test_published_models_become_stock_ones(published, tmp_path, architecture):
@@ -161,3 +166,90 @@ def test_what_they_have_beside_gates_is_refused_by_name(published):
     file.write_text(json.dumps(plain | {"qkv_bias": True}))
     with pytest.raises(CheckpointError, match=r"qkv_bias=True.*only False"):
         to_hf.plan(published[0])
+
+
+EXACT = {
+    "output": Gate(output="element"),
+    "output, a head": Gate(output="head"),
+    "output, shared": Gate(output="shared"),
+    "value": Gate(value="element"),
+    "value, a head": Gate(value="head"),
+    "query, key, output, dense": Gate(
+        query="element", key="element", output="element", dense="element"
+    ),
+    "no input": Gate(output="element", value="head", reads_input=False),
+    "added": Gate(output="element", dense="element", form="add", activation="silu"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("base", ["qwen3", "llama, llama3 rope"])
+@pytest.mark.parametrize("case", EXACT)
+def test_a_gated_model_begins_as_the_pretrained_one(tmp_path, case, base, dtype):
+    """Bit for bit; with a stock class where one has the gate, with ours otherwise."""
+    model = make(CONFIGS[base]).to(dtype)
+    model.save_pretrained(tmp_path / "base")
+    planned = to_hf.plan(tmp_path / "base", upcycle=KHAConfig(gate=EXACT[case]))
+    planned.write(tmp_path / "gated")
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype).eval()
+        for name in ("base", "gated")
+    )
+    assert after.config.kha.gate == EXACT[case]
+    with torch.no_grad():  # of copies, because mapped tensors begin where the file's header ends
+        assert torch.equal(deepcopy(after)(ids()).logits, deepcopy(before)(ids()).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_upcycled_model_is_a_stock_gated_one(tmp_path, dtype):
+    make(CONFIGS["qwen3"]).to(getattr(torch, dtype)).save_pretrained(tmp_path / "base")
+    gate = KHAConfig(gate=Gate(output="element"))
+    to_megatron.plan(tmp_path / "base", upcycle=gate).write(tmp_path / "save")
+    written = to_hf.plan(tmp_path / "save", architecture="auto").write(tmp_path / "gated")
+    assert written.architecture == "qwen3_next"
+    verification = Pair.open(tmp_path / "base", tmp_path / "gated").verify()
+    assert verification.agrees
+    assert verification.tensors.remark == "the first upcycled"
+    if dtype == "float32":
+        assert verification.logits.max_difference < 1e-5
+
+
+@pytest.mark.parametrize(("least", "rounded"), [(0.5, False), (0.05, True)])
+def test_norms_that_are_rounded_are_counted(tmp_path, caplog, least, rounded):
+    """``w - 1`` is exact from 1/2 up, in bfloat16 too; below, it has fewer digits than ``w``."""
+    forget()
+    model = make(CONFIGS["kha, output gate"]).bfloat16()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.copy_(torch.linspace(least, 2, len(weight)))
+    model.save_pretrained(tmp_path / "kha")
+    planned = to_hf.plan(tmp_path / "kha", architecture="qwen3_next")
+    with caplog.at_level("INFO", "kha_megatron"):
+        logging.getLogger("kha_megatron").propagate = True
+        planned.write(tmp_path / "stock")
+    assert ("weights of norms below 1/2 are rounded" in caplog.text) == rounded
+    assert Pair.open(tmp_path / "kha", tmp_path / "stock").verify().agrees
+    to_hf.plan(tmp_path / "stock").write(tmp_path / "back")
+    one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("kha", "back"))
+    assert all(torch.equal(one[name], other[name]) for name in one) == (not rounded)
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ({"output": "element", "activation": "silu"}, "multiplies by 0 where"),
+        ({"value": "head", "activation": "half_sigmoid"}, "multiplies by 3/4 where"),
+        ({"output": "element", "form": "add"}, "adds 1/2 where"),
+    ],
+)
+def test_gates_without_such_a_start_are_refused(tmp_path, gate, message):
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
+    for plan in (to_hf.plan, to_megatron.plan):
+        with pytest.raises(ConfigError, match=rf"{message}.*use a sigmoid that multiplies"):
+            plan(tmp_path / "base", upcycle=KHAConfig(gate=Gate(**gate)))
+
+
+def test_a_model_that_is_gated_already_is_refused(stock):
+    with pytest.raises(CheckpointError, match=r"gate\(output=element\) already: go on training"):
+        to_megatron.plan(stock[0], upcycle=KHAConfig(gate=Gate(output="head")))

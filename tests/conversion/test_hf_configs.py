@@ -11,6 +11,7 @@ from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import FAMILIES, from_hf_config, to_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import Gate
 from tests.conversion.models import CONFIGS, YARN, make
 
 REFUSED = {
@@ -91,6 +92,10 @@ def test_descriptions_survive_both_translations(raw, name):
 
 SAME = {("llama", "mistral"), ("mistral", "llama"), ("qwen3", "lfm3"), ("lfm3", "qwen3")}
 """Families that say the same in other words."""
+WITH_GATE = {
+    Gate(output="element"): ("qwen3_next", "qwen3_5_text"),
+    Gate(output="head"): ("lfm3",),
+}
 
 
 @pytest.mark.parametrize("target", FAMILIES)
@@ -98,9 +103,11 @@ SAME = {("llama", "mistral"), ("mistral", "llama"), ("qwen3", "lfm3"), ("lfm3", 
 def test_every_pair_is_exact_or_refused(raw, name, target):
     model, family = from_hf_config(raw[name]), CONFIGS[name].model_type
     plain = not model.multi_latent_attention and model.kha == KHAConfig()
-    possible = target == family or (family, target) in SAME
+    gate, same = model.kha.gate, (family, target) in SAME
+    possible = target == family or (same and not model.kha.mechanisms)
     possible |= target == "kha"
-    possible |= {family, target} == {"qwen3_next", "qwen3_5_text"}
+    if not model.multi_latent_attention and not model.add_qkv_bias:
+        possible |= target in WITH_GATE.get(gate, ()) and model.kha.mechanisms == (gate,)
     possible |= target == "glm4_moe" and plain and not model.num_experts  # all layers dense
     if not possible:
         with pytest.raises(CheckpointError, match=r"cannot (be expressed|express)"):
