@@ -89,13 +89,16 @@ def check_model_folder(hf_dir: Path) -> None:
         )
 
 
-def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any, Any]:
+def load(
+    hf_dir: Path, device: "torch.device", dtype: str = "auto", attention: str | None = None
+) -> tuple[Any, Any]:
     """Tokenizer and model in evaluation mode; every weight comes from the folder.
 
     Args:
         hf_dir: the model folder.
         device: where to put the model.
         dtype: ``auto`` for the stored one, or ``float32``, ``bfloat16``, ``float16``.
+        attention: transformers' ``attn_implementation``; None for its own choice.
 
     Raises:
         CheckpointError: transformers refuses the folder, or the weights do not match the config.
@@ -116,6 +119,7 @@ def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any
             **safe,
             use_safetensors=True,
             dtype=dtype,
+            attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to name the weights below; transformers does not
         )

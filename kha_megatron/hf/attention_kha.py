@@ -32,7 +32,7 @@ from kha_megatron.heads import HeadTensor, Mechanism
 from kha_megatron.heads.knock import PROJECTIONS, Variant
 from kha_megatron.heads.mechanism import Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.hf.head_ranks import ModelRanks
+from kha_megatron.hf.head_ranks import Listener, ModelRanks
 from kha_megatron.ops.heads import applied
 from kha_megatron.ops.heads.talking import attend as talk
 
@@ -137,6 +137,7 @@ class KHAHeads:
         for projection in PROJECTIONS:
             setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
         self.talking = kha.talking
+        self.listeners: list[Listener] = []
         self.mechanisms: list[tuple[Mechanism, list[HeadTensor]]] = []
         self.scores: list[_Score] = []
         for everywhere in kha.others:
@@ -164,7 +165,7 @@ class KHAHeads:
         )
 
     def _ranks(self) -> ModelRanks:
-        return ModelRanks(getattr(self.o_proj, "weight", None))
+        return ModelRanks(getattr(self.o_proj, "weight", None), self.listeners)
 
     def _read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
         """What the mechanisms see of the input ``[B, S, C]``, by name (``ops.heads.FUNCTIONS``)."""

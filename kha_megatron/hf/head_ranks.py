@@ -1,11 +1,15 @@
 """What a head mechanism asks of the ranks over which transformers splits a model's heads."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kha_megatron.ops.heads.ranks import Ranks
+
+Listener = Callable[[str, Callable[[], Tensor]], None]
+"""Gets the name of a figure, and a function that computes it (``Ranks.observe``)."""
 
 
 class ModelRanks(Ranks):
@@ -16,9 +20,11 @@ class ModelRanks(Ranks):
 
     Args:
         split: a parameter that tensor parallelism splits with the heads, by which it is known.
+        listeners: who gets what a mechanism observes.
     """
 
-    def __init__(self, split: Any) -> None:
+    def __init__(self, split: Any, listeners: Sequence[Listener] = ()) -> None:
+        self.listeners = listeners
         mesh = split.device_mesh if isinstance(split, DTensor) else None
         named = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
         self.mesh = mesh["tp"] if mesh is not None and named else None
@@ -43,6 +49,11 @@ class ModelRanks(Ranks):
         if self.mesh is None:
             return weight
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
+
+    def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
+        """For ``hf.instruments``, where it listens."""
+        for listener in self.listeners:
+            listener(name, figure)
 
     def _laid(self, x: Tensor, now: Any, then: Any) -> Tensor:
         placed = DTensor.from_local(x, self.mesh, [now], run_check=False)

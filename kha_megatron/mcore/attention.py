@@ -35,6 +35,7 @@ from kha_megatron.model.model import Model
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rules import check_layout
 from kha_megatron.ops.heads import applied
+from kha_megatron.ops.heads.gate import observe as observe_gate
 
 
 class KnockedAttention(Attention):
@@ -230,7 +231,10 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         if not output_gate:
             return query, key, value
         assert layout.stock_gate is not None, "a gate that the configuration has not asked for"
-        return query, key, value, parts[layout.stock_gate]
+        gate = parts[layout.stock_gate]
+        if self.head_ranks.listeners:  # Megatron applies it, and says nothing of it
+            observe_gate("output", gate.sigmoid(), self.head_ranks)
+        return query, key, value, gate
 
     def _made(self, groups: int) -> dict[str, Tensor]:
         """What mechanisms have made of the input themselves: queries of one head, and keys of one

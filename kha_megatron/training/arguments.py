@@ -86,8 +86,10 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         type=int,
         metavar="N",
         help="Every N iterations, write for each layer to TensorBoard and W&B how far the shared "
-        "matrices have come, their gradient norms, how open the gates are, and the mean cosine "
-        "between heads' values before and after the knock (all as kha-*). Off by default.",
+        "matrices have come, their gradient norms, how open the gates are, the mean cosine "
+        "between heads' values before and after the knock, what share of each head's attention the "
+        "first token gets, the largest value that the layer hands on, and the load of heads (all "
+        "as kha-*). Off by default.",
     )
     parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
     group.add_argument(

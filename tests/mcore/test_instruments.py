@@ -114,9 +114,11 @@ def _reference(case):
     for layer in model.decoder.layers:
         attention = layer.self_attention
         layer.register_forward_hook(hand_on((layer.layer_number, "result")))
+        if gates:
+            attention.linear_qkv.register_forward_hook(hand_on((layer.layer_number, "rows")))
         for position in gates:
-            module = getattr(attention, f"gate_{position}")
-            module.register_forward_hook(hand_on((layer.layer_number, position)))
+            if module := getattr(attention, f"gate_{position}", None):
+                module.register_forward_hook(hand_on((layer.layer_number, position)))
         for index, what in enumerate(("asking", "asked", "used")):
             attention.core_attention.register_forward_pre_hook(
                 keep((layer.layer_number, what), index)
@@ -141,7 +143,12 @@ def _reference(case):
             expected[f"kha-attention-sink/head-{head}/{end}"] = share
         expected[f"kha-attention-sink/mean/{end}"] = sinks.mean().item()
         for position in gates:
-            score = 1 / (1 + torch.exp(-heard(position)))
+            name = f"gate_{position}"
+            if hasattr(attention, name):
+                score = heard(position)
+            else:
+                score = attention.split(attention.split.groups(heard("rows")[None]))[name]
+            score = 1 / (1 + torch.exp(-score))
             expected[f"kha-gate-score/{position}/{end}"] = score.mean().item()
             expected[f"kha-gate-shut/{position}/{end}"] = (score < 0.1).double().mean().item()
         result = heard("result").abs().amax(0)
@@ -199,6 +206,8 @@ CASES = [
     case(KHAConfig(query="gate", key="mlp", value="linear"), tp=2, savings=FULL),
     case(dp=2, fsdp="torch"),
     case(KHAConfig(gate=Gate(output="shared", dense="element")), tp=2, sp=True, dp=2),
+    case(KHAConfig(gate=Gate(output="element", value="head")), tp=2, groups=2),
+    case(KHAConfig(gate=Gate(output="element")), tp=2, cp=2),
     case(replace(MIXED, value="linear"), tp=2, fold="always"),
     case(MLA, tp=2, sp=True, config=LATENT),
     case(GTA, tp=4, groups=2, config=TIED),
@@ -232,9 +241,10 @@ def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
     assert values.keys() == expected.keys()
     for name, value in values.items():
         assert value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-7), name
-    # after steps of Adam nothing that training moves is where it was
+    # after steps of Adam nothing that training moves is where it was, but for what is counted
     later = answers[0][0][1][1]
-    assert all(later[name] != value for name, value in values.items() if value % 1)
+    measured = {name: x for name, x in values.items() if x % 1 and "gate-shut" not in name}
+    assert all(later[name] != value for name, value in measured.items())
 
 
 def _at_start(bf16):

@@ -26,10 +26,15 @@ def apply(
         if position in tensors:
             name = f"gate_{position}"
             score = activated(weights[name] if name in weights else tensors[name], gates.activation)
-            ranks.observe(f"gate-score/{position}", score.mean)
-            ranks.observe(f"gate-shut/{position}", partial(_share_shut, score))
+            observe(position, score, ranks)
             changed[position] = gated(tensors[position], score, gates.form)
     return changed
+
+
+def observe(position: str, score: Tensor, ranks: Ranks) -> None:
+    """Offer what :func:`apply` says of an activated score."""
+    ranks.observe(f"gate-score/{position}", score.mean)
+    ranks.observe(f"gate-shut/{position}", partial(_share_shut, score))
 
 
 def _share_shut(score: Tensor) -> Tensor:

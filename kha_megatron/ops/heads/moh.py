@@ -6,6 +6,7 @@ float32 at least, so that all ranks choose the same.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ def apply(
     else:
         scores = ranks.all_heads(tensors["moh_norms"])
     routing = route(scores, moh, ranks.iteration() if moh.anneal else None)
+    ranks.observe("moh-load", partial(_load, routing, ranks))
+    ranks.observe("moh-entropy", partial(_entropy, routing.probabilities))
     given = routing.weights
     if ranks.trains:
         given = _balanced(routing, moh, ranks)
@@ -93,11 +96,15 @@ def _balanced(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> Tensor:
     if moh.balance_scale == "code":
         loss = loss * len(frequency)
         weight /= ranks.layers
-    shared = routing.weights.shape[-1] - len(frequency)
-    ranks.observe("moh-balance-loss", lambda: loss.detach())
-    ranks.observe("moh-load", lambda: torch.cat([frequency.new_ones(shared), frequency]))
-    ranks.observe("moh-entropy", lambda: _entropy(probabilities.detach()))
+    ranks.observe("moh-balance-loss", loss.detach)
     return ranks.add_loss(routing.weights, weight * loss) if weight else routing.weights
+
+
+def _load(routing: Routing, ranks: Ranks) -> Tensor:
+    """``[H]``: the share of tokens that have a head."""
+    frequency = ranks.token_mean(routing.chosen)
+    shared = routing.weights.shape[-1] - len(frequency)
+    return torch.cat([frequency.new_ones(shared), frequency])
 
 
 def _spread(norms: Tensor) -> Tensor:

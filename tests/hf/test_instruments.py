@@ -1,0 +1,117 @@
+"""Figures of a text's passage against what the model itself gives and plain formulas."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.models.lfm3 import Lfm3Config
+from transformers.models.qwen3_next import Qwen3NextConfig
+
+from kha_megatron.hf.instruments import MEASURED, measure
+from tests.hf.conftest import FAMILY, SIZES, make_config, tokens
+
+STOCK = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"head_dim": 10}
+FULL = {"layer_types": ["full_attention"] * 3}
+MODELS = {
+    "kha": lambda: make_config({"value": "mlp"}),
+    "gates": lambda: make_config(kha_gate={"output": "head", "value": "element"}),
+    "moh": lambda: make_config(kha_moh={"shared": 2, "active": 2}),
+    "collaborative": lambda: make_config(kha_collaborative={"dim": 14}),
+    "mla": lambda: make_config(FAMILY["mla"][0], **FAMILY["mla"][1]),
+    "gta": lambda: make_config(FAMILY["gta"][0], **FAMILY["gta"][1]),
+    "qwen3": lambda: Qwen3Config(**STOCK),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **STOCK, **FULL, mlp_only_layers=[0, 1, 2], partial_rotary_factor=1.0
+    ),
+    "lfm3": lambda: Lfm3Config(
+        **STOCK, **FULL, use_sandwich_norm=False, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ),
+}
+
+
+def build(name, attention=MEASURED):
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sinks_and_peaks_are_those_of_eager_attention(name):
+    """Of fewer tokens than are asked, so that all of them are."""
+    ids = tokens(1, 9)
+    found = measure(build(name), ids)
+    model, handed_on = build(name, "eager"), []
+    for layer in model.get_decoder().layers:
+        layer.register_forward_hook(
+            lambda _m, _x, y: handed_on.append((y[0] if isinstance(y, tuple) else y)[0])
+        )
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    assert [figures.layer for figures in found] == [0, 1, 2]
+    for figures, weights, hidden in zip(found, attentions, handed_on, strict=True):
+        expected = weights[0, :, 1:, 0].mean(-1)
+        assert expected.std() > 1e-4, "heads that are all alike prove nothing"
+        torch.testing.assert_close(torch.tensor(figures.sinks), expected, rtol=1e-5, atol=1e-5)
+        assert figures.peak == pytest.approx(hidden.abs().max().item(), rel=1e-5)
+        place = hidden[figures.peak_token, figures.peak_feature]
+        assert abs(place.item()) == pytest.approx(figures.peak, rel=1e-5)
+        assert figures.median == pytest.approx(hidden.abs().median().item(), rel=1e-4)
+
+
+def inputs_of(model):
+    """What each layer's attention gets, filled while the model runs."""
+    seen = []
+    for layer in model.get_decoder().layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _m, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]),
+            with_kwargs=True,
+        )
+    return seen
+
+
+@pytest.mark.parametrize("name", ["gates", "qwen3_next", "lfm3"])
+def test_gates_are_measured_ours_and_those_of_stock_models(name):
+    model = build(name)
+    for parameter in model.parameters():  # wide enough that some gates are shut
+        parameter.data *= 3
+    seen = inputs_of(model)
+    found = measure(model, tokens(1, 9))
+    for figures, layer, hidden in zip(found, model.get_decoder().layers, seen, strict=True):
+        attention = layer.self_attn
+        with torch.no_grad():
+            if name == "qwen3_next":
+                score = attention.q_proj(hidden).view(1, 9, 6, 20)[..., 10:]
+            else:
+                score = (attention.gate_output if name == "gates" else attention.g_proj)(hidden)
+        score = 1 / (1 + torch.exp(-score.double()))
+        assert 0 < (score < 0.1).double().mean() < 1
+        assert figures.figures["gate-score/output"] == pytest.approx(score.mean().item(), rel=1e-5)
+        shut = (score < 0.1).double().mean().item()
+        assert figures.figures["gate-shut/output"] == pytest.approx(shut, rel=1e-5)
+        assert ("gate-shut/value" in figures.figures) == (name == "gates")
+
+
+def test_the_load_of_heads_is_measured():
+    for figures in measure(build("moh"), tokens(1, 9)):
+        load = figures.figures["moh-load"]
+        assert load[:2] == [1, 1]
+        assert sum(load) == pytest.approx(4)
+        assert 0 < figures.figures["moh-entropy"] <= 1
+
+
+def test_nothing_is_left_behind():
+    model = build("gates")
+    ids = tokens(1, 9)
+    with torch.no_grad():
+        before = model(ids).logits
+    measure(model, ids)
+    assert not model.model.layers[0]._forward_hooks
+    assert not model.model.layers[0].self_attn.listeners
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_what_has_other_scores_has_no_sinks():
+    config = make_config(kha_talking={})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    found = measure(model, tokens(1, 9))
+    assert [figures.sinks for figures in found] == [[], [], []]
+    assert all(figures.peak > 0 for figures in found)
