@@ -28,6 +28,17 @@ def needs_fsdp2() -> None:
         )
 
 
+def needs_added_losses() -> None:
+    """Skip where Megatron-Core does not say how to scale a loss of attention layers."""
+    if not has_added_losses():
+        pytest.skip(f"NOT TESTED: megatron-core {installed_version()} scales no losses of heads")
+
+
+def has_added_losses() -> bool:
+    """Whether a load-balance loss of heads can be trained on."""
+    return release(installed_version()) >= (0, 19)
+
+
 def on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
     """Megatron's ``get_batch_on_this_cp_rank`` for a plain batch, whatever the version asks for."""
     from megatron.core.utils import get_batch_on_this_cp_rank

@@ -22,7 +22,7 @@ from tests.distributed.test_parallelism import (
     mutated,
     unsharded,  # noqa: F401  # a fixture
 )
-from tests.versions import needs_fsdp2
+from tests.versions import needs_added_losses, needs_fsdp2
 
 MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 """Each layer with another number of heads, so that one in a wrong place is seen."""
@@ -33,6 +33,11 @@ QUANTIZED = KHAConfig(
     moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
 )
 BOTH = (MOH, QUANTIZED)
+
+
+@pytest.fixture(autouse=True)
+def _where_losses_can_be_added():
+    needs_added_losses()
 
 
 def cases():

@@ -10,7 +10,7 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.moh import MixtureOfHeads
-from tests.versions import needs_hybrid_models
+from tests.versions import needs_added_losses, needs_hybrid_models
 
 TOLERANCE = 1e-5
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
@@ -119,6 +119,7 @@ def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case):
 
 def test_heads_are_mixed_in_attention_layers_alone(ranks):
     """The loss of ``code`` is a mean over all layers, of which a hybrid model has more."""
+    needs_added_losses()
     mixture = MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
     kha = KHAConfig(value="mlp", moh=mixture)
     n, *settings = CASES["sequence parallel"]

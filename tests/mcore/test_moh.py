@@ -5,6 +5,7 @@ moves no gradient by more than 1e-4. Each rule for gradients and choices is take
 same comparison must then fail.
 """
 
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError, VersionError
 from kha_megatron.heads.moh import MixtureOfHeads
+from kha_megatron.mcore.compat import check_loss_scale
 from tests.distributed.pieces import Piece, assemble
+from tests.versions import needs_added_losses
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH, LAYERS = 8, 2, 6, 28, 8, 3, 2
 BALANCE, SCALE = 5.0, 0.5
@@ -36,6 +40,11 @@ KINDS = (
     KHAConfig(moh=moh(active=[5, 1]), value="linear"),
     KHAConfig(moh=moh(shared=None, active=None, share=0.75), query="linear", value="mlp"),
 )
+
+
+@pytest.fixture(autouse=True)
+def _where_losses_can_be_added():
+    needs_added_losses()
 
 
 def layer_of(kha, number=2, tp=1, **overrides):
@@ -184,6 +193,32 @@ def errors(ranks, khas, tp, sp, mutate=None):
 def test_ranks_choose_weigh_and_learn_as_one(ranks, tp, sp):
     """At TP 4 there are fewer key/value heads than ranks."""
     assert errors(ranks, KINDS, tp, sp) == [{}] * len(KINDS)
+
+
+def outside_of_megatrons_loop():
+    layer = layer_of(KHAConfig(moh=moh(anneal=3)))
+    trained = layer_of(KHAConfig(moh=moh()))
+    assert torch.equal(passed_without_gradient(layer), passed_without_gradient(trained))
+    with pytest.raises(ConfigError) as caught:
+        passed(layer)
+    return str(caught.value)
+
+
+def passed_without_gradient(layer):
+    hidden = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3)).double()
+    with torch.no_grad():
+        return layer(hidden, torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[None, None])[0]
+
+
+def test_heads_are_turned_off_where_iterations_are_counted(ranks):
+    """Elsewhere a model is a trained one, and none is trained."""
+    said = ranks(outside_of_megatrons_loop, 1)[0]
+    assert "moh.anneal counts iterations of Megatron's training loop" in said
+
+
+def test_an_old_megatron_is_told_from_one_that_scales_losses():
+    with pytest.raises(VersionError, match=r"0\.19.*or use moh.balance=0"):
+        check_loss_scale(SimpleNamespace())
 
 
 # What the comparison must catch: each rule taken out where it is needed.

@@ -17,6 +17,7 @@ from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import FULL, MIXED, OVERLAP_ALL, SELECTIVE, case
 from tests.mcore.test_attention import EVERY_PLACE, against_oracle, attention_layer
+from tests.versions import needs_added_losses
 
 MLP = KHAConfig(value="mlp")
 FOLDED = KHAConfig(query="linear", key="linear", value="linear", fold="always")
@@ -91,6 +92,8 @@ def unfused(ranks):
 
 @pytest.mark.parametrize("case", PARALLEL, ids=str)
 def test_trains_as_the_unsharded_layer_without_it(ranks, unfused, case):
+    if case.khas == (ROUTED,):
+        needs_added_losses()
     results = ranks(train, case.layout.world, case, fused, timeout=600)
     found = errors(quantities([result for (result,) in results]), unfused(case))
     wrong = {name: e for name, e in found.items() if not e <= FP32}

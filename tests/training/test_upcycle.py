@@ -63,6 +63,17 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     for ended in (stock, first, second):
         assert ended.codes == [0], ended.output[-4000:]
 
+    # heads of a trained model are turned off one after the other, beginning with none
+    heads = ["moh.shared=1", "moh.active=2", "moh.router=query_norm", "moh.quantized=true"]
+    heads = ["--heads", *heads, "moh.anneal=2", "--exit-interval", "2"]
+    fewer = ["--device", "cpu", *words, *heads, *tensorboard("fewer"), "--kha-upcycle"]
+    fewer += ["--pretrained-checkpoint", str(plain)]
+    ended = start(fewer)
+    assert ended.codes == [0], ended.output[-4000:]
+    history = losses(tmp_path / "fewer")
+    assert history[1] == losses(tmp_path / "stock")[1]
+    assert history[2] != losses(tmp_path / "stock")[2]
+
     said = f"kha_megatron: a new run with the weights of {base.path}; the shared matrices start"
     assert [ended.output.count(said) for ended in (first, second)] == [1, 0]
     expected, history = losses(tmp_path / "stock"), losses(tmp_path / "first")
