@@ -104,6 +104,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "non_persistent_ckpt_type": None,
         "non_persistent_global_ckpt_dir": None,
         "use_distributed_optimizer": False,
+        "multi_latent_attention": False,
     }
     return Namespace(**args | changes)
 
