@@ -43,11 +43,13 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
         ("rope_parameters", model.scaling),
         ("kha_attention", model.kha.attention),
         ("kv_lora_rank", model.multi_latent_attention or None),
+        *((f"kha_{mechanism.name}", mechanism) for mechanism in model.kha.others),
     ):
         if value is not None:
             raise CheckpointError(
                 f"{name}={getattr(config, name)!r} of the kha configuration cannot be computed by "
-                "Megatron-Bridge's layers (only plain RoPE and grouped-query attention)"
+                "Megatron-Bridge's layers (only plain RoPE and grouped-query attention, knocked): "
+                "use kha-megatron convert"
             )
     arguments = to_arguments(model)
     heads = model.kha.to_dict().items()

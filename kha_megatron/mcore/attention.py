@@ -185,7 +185,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         kha = kha.with_output_gate(config.attention_output_gate)
         check_config(config, kha, layers=config.num_layers)
         layout = Model.from_config(config, kha).qkv
-        if not _is_stock(layout, config):
+        if not (layout.is_stock and len(layout.extra) == config.attention_output_gate):
             submodules = replace(submodules, linear_qkv=_of_rows(submodules.linear_qkv, layout))
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.linear_qkv_out_dim = layout.rows
@@ -249,12 +249,6 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
     @staticmethod
     def _normed(norm: Any, x: Tensor) -> Tensor:
         return x if norm is None else norm(x)
-
-
-def _is_stock(layout: QKVLayout, config: TransformerConfig) -> bool:
-    """Whether Megatron makes ``linear_qkv`` of these rows by itself."""
-    gates = [row.is_stock for row in layout.extra]
-    return not (layout.tied or layout.elsewhere) and gates == [True] * config.attention_output_gate
 
 
 def _of_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
@@ -327,7 +321,8 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
     clips = getattr(config, "qk_clip", False) and not config.multi_latent_attention
-    if clips and Model.from_config(config, kha).qkv.extra:
+    rows = Model.from_config(config, kha).qkv
+    if clips and (rows.extra or not rows.is_stock):
         raise ConfigError(
             f"qk_clip=True scales rows of queries and keys that Megatron counts without {kha}: "
             "remove --qk-clip"

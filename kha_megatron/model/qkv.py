@@ -93,6 +93,11 @@ class QKVLayout:
         return slice(first, first + -ours % UNIT)
 
     @property
+    def is_stock(self) -> bool:
+        """Whether they are Megatron's own, with its output gate if there is one."""
+        return not (self.tied or self.elsewhere) and all(row.is_stock for row in self.extra)
+
+    @property
     def stock_gate(self) -> str | None:
         """The part that is Megatron's own output gate."""
         return next((row.name for row in self.extra if row.is_stock), None)

@@ -52,6 +52,7 @@ def check_arguments(
     check_layout(model, layout, Batch.of(arguments))
     training = Training.of(arguments)
     check_sharding(model, layout, training)
+    _check_optimizer(model, arguments)
     length = arguments.get("lr_decay_iters") or training.train_iters
     if length and training.lr_warmup_iters >= int(length):
         raise ConfigError(
@@ -153,6 +154,17 @@ def excluded(own: Collection[str], new: Mapping[str, Any]) -> dict[str, str]:
         for name in names
         if holds and name in own and name not in new
     }
+
+
+def _check_optimizer(model: Model, arguments: Mapping[str, Any]) -> None:
+    """Muon takes the rows of queries, keys and values apart, where Megatron has them."""
+    name = str(arguments.get("optimizer") or "adam")
+    splits = name.endswith("muon") and arguments.get("muon_split_qkv", True)
+    if splits and not (model.multi_latent_attention or model.qkv.is_stock):
+        raise ConfigError(
+            f"--optimizer {name} splits the QKV projection as Megatron lays it out, and that of "
+            f"{model.kha} has other rows: add --muon-no-split-qkv, or use --optimizer adam"
+        )
 
 
 def check_sharding(model: Model, layout: Layout, training: Training) -> None:

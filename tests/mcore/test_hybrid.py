@@ -9,6 +9,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
 from tests.versions import needs_added_losses, needs_hybrid_models
 
@@ -125,6 +126,14 @@ def test_heads_are_mixed_in_attention_layers_alone(ranks):
     n, *settings = CASES["sequence parallel"]
     for errors in ranks(compared, n, kha, *settings):
         assert sum(".moh_router" in name for name in errors) == LAYERS
+        assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
+
+
+def test_attention_layers_have_gates(ranks):
+    kha = KHAConfig(value="mlp", gate=Gate(output="head", key="shared", dense="element"))
+    n, *settings = CASES["sequence parallel"]
+    for errors in ranks(compared, n, kha, *settings):
+        assert sum(".self_attention.gate_" in name for name in errors) == 2 * LAYERS
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 

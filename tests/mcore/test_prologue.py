@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
 from tests.distributed.launcher import RankPool
 from tests.distributed.parallelism import train
@@ -23,6 +24,8 @@ MLP = KHAConfig(value="mlp")
 FOLDED = KHAConfig(query="linear", key="linear", value="linear", fold="always")
 FP32 = 1e-5
 ROUTED = KHAConfig(value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0))
+AFTER = KHAConfig(value="mlp", gate=Gate(output="shared", dense="element"))
+"""Gates behind the core attention, whose scores have no rows in ``linear_qkv``."""
 TOKENS, BATCH, HIDDEN = 7, 2, 28
 
 
@@ -161,7 +164,7 @@ def close(plain, through, tolerance):
 
 
 @pytest.mark.parametrize("rotary", [1.0, 0.4], ids=["whole", "partial"])
-@pytest.mark.parametrize("kha", [MLP, MIXED, FOLDED, KHAConfig()], ids=str)
+@pytest.mark.parametrize("kha", [MLP, MIXED, FOLDED, KHAConfig(), AFTER], ids=str)
 def test_equals_the_layer_without_it(ranks, kha, rotary):
     plain, through, calls = ranks(run_layer, 1, kha, rotary=rotary)[0]
     assert calls == 1
@@ -242,6 +245,8 @@ def add_a_bias(layer):
         ("LayerNorm", {"mutate": add_a_bias}),
         ("rotary_interleaved", {"overrides": {"rotary_interleaved": True}}),
         ("attention_output_gate", {"overrides": {"attention_output_gate": True}}),
+        ("gate(output=head) has more", {"kha": KHAConfig(gate=Gate(output="head"))}),
+        ("gate(value=shared) has more", {"kha": KHAConfig(gate=Gate(value="shared"))}),
     ],
 )
 def test_falls_back_where_it_would_be_wrong(ranks, why, settings):

@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Gate
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
-from kha_megatron.model.rules import check_head_layout, check_layout
+from kha_megatron.model.rules import (
+    check_arguments,
+    check_attention,
+    check_head_layout,
+    check_layout,
+)
 
 DENSE = Model(
     num_layers=12,
@@ -279,3 +286,35 @@ def test_the_largest_sizes_are_judged_at_once():
     """Their divisors are looked for: two billion, one after another, took minutes."""
     with pytest.raises(ConfigError, match="2147483647 query heads are not a multiple of 2 key"):
         check_head_layout(2**31 - 1, 2, 1)
+
+
+SIZES = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "kv_channels": 16}
+OF_HEADS = KHAConfig(gate=Gate(output="head"))
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon", "adaptive_muon"])
+def test_an_optimizer_that_takes_the_projection_apart_must_know_its_rows(name):
+    asked = SIZES | {"optimizer": name}
+    with pytest.raises(ConfigError, match=rf"--optimizer {name} .*gate\(output=head\).*--muon-no-"):
+        check_arguments(asked, None, OF_HEADS)
+    check_arguments(asked | {"muon_split_qkv": False}, None, OF_HEADS)
+    check_arguments(asked, None, KHAConfig(gate=Gate(output="element")))  # Megatron's own
+    check_arguments(asked, None, KHAConfig(gate=Gate(dense="element")))
+
+
+def test_rows_of_gates_are_whole_in_fp8_or_refused():
+    """8 queries, a key and a value of 16 rows, and 8 gates filled up to 16: 176 are 11 times 16."""
+    asked = SIZES | {"fp8": "hybrid", "num_attention_heads": 8, "ffn_hidden_size": 256}
+    asked |= {"group_query_attention": True, "num_query_groups": 1, "sequence_parallel": True}
+    asked |= {"transformer_impl": "transformer_engine"}
+    check_arguments(asked | {"sequence_parallel": False}, 1, OF_HEADS)
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(asked | {"tensor_model_parallel_size": 8}, 8, OF_HEADS)
+    for word in ("176 rows", "gate(output=head)", "over 8", "16 on each", "size 1", "bf16"):
+        assert word in str(caught.value)
+
+
+def test_latent_attention_has_no_flag_for_its_gate():
+    asked = SIZES | {"multi_latent_attention": True, "attention_output_gate": True}
+    with pytest.raises(ConfigError, match=r"use --heads gate.output=element"):
+        check_attention(asked, KHAConfig())
