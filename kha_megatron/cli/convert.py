@@ -16,17 +16,21 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kha_megatron.announcements import announce
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, option_of, parse_size, with_options
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, in_one_line
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan
     from kha_megatron.conversion.verify import Verification
+
+_ROWS, _LENGTH = 8, 256
+"""Sequences that are read of ``--text``, and tokens of one at most."""
 
 app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
@@ -210,28 +214,46 @@ def upcycle(
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="A head mechanism's setting; repeat it."),
     ] = None,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="--heads gate.FIELD=VALUE: output=element, output=head, value=element, ...",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Print the loss on the beginning of this text, before and after."),
+    ] = None,
     divisible_by: DivisibleBy = 128,
     tensor_parallel: TensorParallel = 1,
     max_shard_size: ShardSize = "5GB",
 ) -> None:
-    """Give a pretrained model knocking heads at the identity: the same logits, ready to train on.
+    """Give a pretrained model mechanisms of the heads: the same logits, ready to train on.
 
-    Takes stock Hugging Face models and checkpoints of plain Megatron. Models with multi-latent
-    attention (deepseek_v3) take linear matrices only.
+    Knocking heads begin at the identity, gates at one half behind doubled weights, both bit for
+    bit; an element-wise gate on the output makes a stock gated model. Mixture-of-head
+    (moh.router=query_norm moh.quantized=true) changes no tensor, but tokens lose heads: --text
+    shows what that costs. Takes stock Hugging Face models and checkpoints of plain Megatron. Models
+    with multi-latent attention (deepseek_v3) take linear matrices and gates on the output only.
 
     \b
     Example:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-gated --gate output=element
     """
     kha = KHAConfig.asked(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
-        | {"heads": heads or ()}
+        | {"heads": [*(heads or ()), *(f"gate.{word}" for word in gate or ())]}
     )
     if kha is None:
         raise ConfigError(
-            "nothing to knock: give --kha-preset, or --kha-query, --kha-key, --kha-value"
+            "nothing to add: give --kha-preset, or --kha-query, --kha-key, --kha-value, --gate, "
+            "--heads"
         )
+    if text is None and any(mechanism.drops_heads for mechanism in kha.mechanisms):
+        announce(f"{kha}: tokens lose heads, and the loss is another: --text FILE prints it")
     from kha_megatron.conversion import to_hf, to_megatron
 
     plan: Plan
@@ -241,7 +263,7 @@ def upcycle(
     else:
         sizes = {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
         plan = to_megatron.plan(model, upcycle=kha, **how.of_plan | sizes)
-    _carry_out(plan, out, how)
+    _carry_out(plan, out, how, text=text)
 
 
 def convert(
@@ -253,11 +275,21 @@ def convert(
     return _write(to_hf.plan(checkpoint), out, Writing(overwrite=overwrite))
 
 
-def _carry_out(plan: "Plan", out: Path, how: Writing) -> None:
+def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = None) -> None:
     """Write, verify and report; exit with 1 when the two models disagree by more than rounding."""
+    if text is not None:
+        length = min(_LENGTH, plan.source.model.max_position_embeddings)
+        tokens = plan.source.companions.read(_beginning(text), _ROWS, length)
     written, verification = _write(plan, out, how)
-    values = asdict(written) | {"path": str(written.path)}
-    conclude(verification, how.as_json, facts=_facts(written), values=values)
+    values, facts = asdict(written) | {"path": str(written.path)}, _facts(written)
+    if text is not None:
+        from kha_megatron.conversion.verify import loss_of
+
+        with console.log.status("running both models on the text"):
+            losses = {"before": loss_of(plan.source.path, tokens), "after": loss_of(out, tokens)}
+        values |= {"loss": losses | {"tokens": tokens.numel()}}
+        facts |= {f"loss {when}": f"{loss:.4f} nats" for when, loss in losses.items()}
+    conclude(verification, how.as_json, facts=facts, values=values)
 
 
 def _write(plan: "Plan", out: Path, how: Writing) -> "tuple[Conversion, Verification | None]":
@@ -286,6 +318,17 @@ def _write(plan: "Plan", out: Path, how: Writing) -> "tuple[Conversion, Verifica
             f"tokenizer has only {entries} entries"
         )
     return written, report(plan.source.path, out, how.workers) if how.verify else None
+
+
+def _beginning(path: Path) -> str:
+    """As much of a text file as can be read of it here."""
+    try:
+        if not path.is_file():
+            raise ConfigError(f"--text {path} is no file: name a text")
+        with path.open(encoding="utf-8") as file:
+            return file.read(_ROWS * _LENGTH * 32)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read as UTF-8: {in_one_line(error)}") from error
 
 
 def _facts(written: "Conversion") -> dict[str, str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from kha_megatron.checkpoint.hf_reader import has_file
@@ -114,6 +116,27 @@ class Companions:
             if size and entries <= size <= rows < size + multiple:
                 return size
         return rows
+
+    def read(self, text: str, rows: int, length: int) -> Tensor:
+        """The tokens of the beginning of a text, ``[B, S]``: full rows, or one that is shorter.
+
+        Args:
+            text: what to read.
+            rows: how many at most.
+            length: of a row.
+
+        Raises:
+            ConfigError: there is no tokenizer, or it cannot be loaded, or finds no two tokens.
+        """
+        if self.origin is None:
+            raise ConfigError("no tokenizer to read a text with: name one with --tokenizer")
+        tokenizer = self.loaded or _load(Path(self.origin))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) < 2:
+            raise ConfigError(f"a text of {len(ids)} tokens has no next token: give a longer one")
+        length = min(length, len(ids))
+        rows = min(rows, len(ids) // length)
+        return torch.tensor(ids[: rows * length]).view(rows, length)
 
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer into a folder, if there is one. Files are copied, never run."""

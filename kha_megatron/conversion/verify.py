@@ -83,7 +83,7 @@ class Agreement:
     """The first layer, from 0, whose output differs by more than ``TOLERANCE``."""
     limit: float | None = TOLERANCE
     """What ``max_difference`` must stay below; None where weights were rounded to fold them, or to
-    store norms as their distance from one."""
+    store norms as their distance from one, and where one model drops heads of the other."""
 
     @property
     def agrees(self) -> bool:
@@ -114,6 +114,8 @@ class Pair:
     remark: str
     rounded: bool
     """Whether bringing them to one form rounds weights that are not float32."""
+    changed: bool
+    """Whether one of them drops heads that the other has: only their tensors can be the same."""
 
     @classmethod
     def open(cls, one: Path, other: Path) -> "Pair":
@@ -129,12 +131,14 @@ class Pair:
                 source.model = replace(source.model, vocab_size=size)
         paths = first.path, second.path
         dialects = [s.dialect for s in (first, second) if isinstance(s, HFSource)]
+        configs = [source.model.kha for source in (first, second)]
         first, second, remark, rounded = _same_kha(first, second)
         first, second = _with_zeros(first, second)
         for dialect in (d for d in dialects if d.norms_minus_one):
             first, second = AsStored(first, dialect), AsStored(second, dialect)
             rounded = True
-        return cls(first, second, paths, remark, rounded)
+        drop = [any(m.drops_heads for m in kha.mechanisms) for kha in configs]
+        return cls(first, second, paths, remark, rounded, drop[0] != drop[1])
 
     @property
     def needed_bytes(self) -> int:
@@ -280,8 +284,24 @@ def compare_logits(pair: Pair) -> Agreement:
     smaller = min(dtypes[::-1], key=lambda dtype: dtype.itemsize)
     runs = [run_model(path, tokens, smaller) for path in pair.paths]
     agreement = compare(*runs)
-    rounded = pair.rounded and smaller != torch.float32
-    return replace(agreement, limit=None if rounded else TOLERANCE)
+    excused = pair.changed or (pair.rounded and smaller != torch.float32)
+    return replace(agreement, limit=None if excused else TOLERANCE)
+
+
+def loss_of(path: Path, tokens: Tensor) -> float:
+    """Mean cross-entropy of the next token, in nats, in float32.
+
+    Args:
+        path: a checkpoint of either side.
+        tokens: ``[B, S]``, each row read from its beginning.
+
+    Raises:
+        CheckpointError: the library does not load its own model completely.
+    """
+    logits = run_model(open_source(path).path, tokens, torch.float32).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(
+        logits.double().flatten(0, 1), tokens[:, 1:].flatten()
+    ).item()
 
 
 def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:

@@ -227,6 +227,12 @@ class Mechanism(ABC):
         """Whether a trained model that gains it computes what it did, bit for bit."""
         return False
 
+    @property
+    def drops_heads(self) -> bool:
+        """Whether a trained model that gains it computes something else, :meth:`doubled` or not,
+        because tokens lose heads: further training makes up for that."""
+        return False
+
     def doubled(self) -> tuple[Projection | Literal["output"], ...]:
         """What is doubled of a trained model that gains it, so that it computes what it did.
 

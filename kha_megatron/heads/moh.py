@@ -206,6 +206,24 @@ class MixtureOfHeads(Mechanism):
         values = super().to_dict()
         return values | {"active": list(self.active)} if isinstance(self.active, tuple) else values
 
+    @property
+    def drops_heads(self) -> bool:
+        """It does."""
+        return True
+
+    def doubled(self) -> tuple[()]:
+        """Nothing: it adds no tensor, and the heads that a token has weigh 1 each (section 4.4).
+
+        Raises:
+            ConfigError: heads would be weighed besides, by a router that has learnt nothing.
+        """
+        if self.router == "learned" or not self.quantized:
+            raise ConfigError(
+                f"{self} weighs a trained model's heads by numbers that it has not learnt: use "
+                "moh.router=query_norm and moh.quantized=true"
+            )
+        return ()
+
     def refusal(self, facts: HeadFacts) -> str | None:
         """Other kinds of attention, and numbers that the model's heads or layers cannot honour."""
         if why := super().refusal(facts):

@@ -72,6 +72,10 @@ class TalkingHeads(Mechanism):
             for mixing in self.mixings
         )
 
+    def doubled(self) -> tuple[()]:
+        """Nothing: both mixings begin at the identity."""
+        return ()
+
     def refusal(self, facts: HeadFacts) -> str | None:
         """Other kinds of attention, and sequences that are too long."""
         return super().refusal(facts) or self.too_long(facts.tokens)

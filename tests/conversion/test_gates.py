@@ -253,3 +253,39 @@ def test_gates_without_such_a_start_are_refused(tmp_path, gate, message):
 def test_a_model_that_is_gated_already_is_refused(stock):
     with pytest.raises(CheckpointError, match=r"gate\(output=element\) already: go on training"):
         to_megatron.plan(stock[0], upcycle=KHAConfig(gate=Gate(output="head")))
+
+
+def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
+    """``--gate``, a text whose loss does not change, and one whose does because heads are lost."""
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
+    (tmp_path / "text").write_text("w3 w17 w40 w5 w5 w22 " * 40)
+    words = ("--to", "hf", "--tokenizer", tokenizer, "--text", tmp_path / "text", "--json")
+
+    def upcycle(name, *asked):
+        code, stdout, stderr = run("convert", "upcycle", tmp_path / "base", tmp_path / name, *asked)
+        return code, stdout, " ".join(stderr.split())
+
+    code, stdout, _ = upcycle("gated", "--gate", "output=element", *words)
+    report = json.loads(stdout)
+    assert code == 0
+    assert report["loss"] == dict.fromkeys(("before", "after"), report["loss"]["after"]) | {
+        "tokens": 8 * 24
+    }
+    moh = ("moh.shared=2", "moh.active=2", "moh.router=query_norm")
+    heads = [word for setting in (*moh, "moh.quantized=true") for word in ("--heads", setting)]
+    code, stdout, _ = upcycle("moh", *heads, *words)
+    report = json.loads(stdout)
+    assert code == 0
+    assert report["verification"]["tensors"]["different"] == []
+    assert report["verification"]["logits"]["max_difference"] > 0.01
+    assert abs(report["loss"]["before"] - report["loss"]["after"]) > 1e-3
+    one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("base", "moh"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    code, _, stderr = upcycle("none", *heads[:-2], "--no-verify")
+    assert code == 2
+    assert "use moh.router=query_norm and moh.quantized=true" in stderr
+    code, _, stderr = upcycle("none", *heads, "--text", tmp_path / "lost", "--no-verify")
+    assert code == 2
+    assert "--text" in stderr
+    assert not (tmp_path / "none").exists()
