@@ -6,7 +6,7 @@ Functions at the top level run on the workers of ``tests/distributed/launcher.py
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import Gate
+from kha_megatron.heads import CollaborativeHeads, Gate
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 
@@ -14,6 +14,7 @@ MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 OTHERS = (
     KHAConfig.combined(["kha_linear", "moh_75"]),
     KHAConfig.from_preset("talking"),
+    KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=14)),
     KHAConfig.from_preset("gate_output"),
     KHAConfig(
         value="mlp",

@@ -46,6 +46,7 @@ def _different():
 MODEL_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups")
 MODEL_FLAGS += ("--multi-latent-attention",)
 QUICK = {"table1/linear-kv1", "table3/mla-linear", "table3/gta-mlp", "attention/gla-linear"}
+QUICK |= {"gated/15b-value-head", "moh/table4-s-75"}
 DIFFERENT = _different()
 
 
