@@ -69,11 +69,21 @@ def test_an_earlier_training_is_kept_if_it_saved_anything(tmp_path, dense):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2"]
 
 
-def test_slow_the_whole_way(tmp_path, nemorun_home):  # noqa: F811
+@pytest.mark.parametrize(
+    ("variant", "knocks"),
+    [
+        pytest.param([], "value=mlp", marks=pytest.mark.whole, id="as it is"),
+        pytest.param(
+            ["--variant", "kha_mlp,gate_output"], "value=mlp gate(output=element)", id="gated"
+        ),
+    ],
+)
+def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F811
     """Real text, real NeMo-Run, real Megatron on two ranks, real conversion and pictures."""
     output = tmp_path / "quick start"
+    words = ["quickstart", *variant, "--output", str(output), "--", *SMALL]
     done = subprocess.run(
-        [sys.executable, "-m", "kha_megatron", "quickstart", "--output", str(output), "--", *SMALL],
+        [sys.executable, "-m", "kha_megatron", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -101,7 +111,9 @@ def test_slow_the_whole_way(tmp_path, nemorun_home):  # noqa: F811
         with open(picture, "rb") as stream:
             assert stream.read(8) == b"\x89PNG\r\n\x1a\n"
     with open(summary["files"]["log"]) as log:
-        assert "knocks value=mlp in 2 of 2 layers" in log.read()
+        assert f"knocks {knocks} in 2 of 2 layers" in log.read()
+    gate = json.loads((output / "hf/config.json").read_text()).get("kha_gate", {})
+    assert gate.get("output") == ("element" if variant else None)
     assert "the model continues 'def main('" in done.stdout
     assert "What to try next" in done.stdout
     assert not list(tmp_path.rglob("*.partial-*"))
