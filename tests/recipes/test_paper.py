@@ -120,7 +120,8 @@ def built_count(words, vocab_size):
         sys.argv, os.environ["WORLD_SIZE"] = before
     config = core_transformer_config_from_args(args)
     config.init_model_with_meta_device = True
-    config.expert_model_parallel_size = 1  # the whole model on one rank
+    # the whole model on one rank
+    config.expert_model_parallel_size = config.pipeline_model_parallel_size = 1
     models.initialize()
     kha = kha_from_args(args)
     with torch.device("meta"), OnMeta():
