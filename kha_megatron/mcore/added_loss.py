@@ -33,7 +33,10 @@ class LossScale:
         self.value: Tensor | float = 1.0
 
     def __call__(self, scale: Tensor) -> None:
-        self.value = scale
+        if isinstance(self.value, Tensor):
+            self.value.copy_(scale)  # the very tensor that a CUDA graph reads
+        else:
+            self.value = scale.detach().clone()
         if self.others is not None:
             self.others(scale)
 
