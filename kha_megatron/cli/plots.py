@@ -13,6 +13,8 @@ from kha_megatron.history.tensorboard import LOSS, VALIDATION_LOSS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kha_megatron.hf.instruments import LayerFigures
+
 _DPI = 160
 
 
@@ -56,6 +58,53 @@ def matrix_grid(
     )
     bar.ax.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=10)
+    figure.savefig(out_png, format="png", dpi=_DPI)
+
+
+def attention(layers: Sequence["LayerFigures"], out_png: Path, *, title: str) -> None:
+    """Draw what attention does with a text: sinks and the load of heads as maps of layers and
+    heads, peaks and gates over layers.
+
+    Args:
+        layers: figures of every layer.
+        out_png: written in place.
+        title: above the panels.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure_class = require_matplotlib()
+    maps = {
+        "share of attention on the first token": [x.sinks for x in layers],
+        "share of tokens that have the head": [x.load for x in layers],
+    }
+    maps = {name: rows for name, rows in maps.items() if any(rows)}
+    gates = sorted({name for x in layers for name in x.gates})
+    number = len(maps) + 1 + bool(gates)
+    figure = figure_class(figsize=(1 + 4.2 * number, 4), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    panels = figure.subplots(1, number, squeeze=False)[0]
+    axes = iter(panels)
+    for (name, rows), axis in zip(maps.items(), axes, strict=False):
+        heads = max(map(len, rows))
+        values = [[*row, *[math.nan] * (heads - len(row))] for row in rows]
+        image = axis.imshow(values, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+        figure.colorbar(image, ax=axis)
+        axis.set(title=name, xlabel="head", ylabel="layer")
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    numbers = [x.layer for x in layers]
+    peaks = {"largest": [x.peak for x in layers], "median": [x.median for x in layers]}
+    of_gates = {name: [x.gates.get(name, math.nan) for x in layers] for name in gates}
+    curves = (("absolute values handed on", "log", peaks), ("gates", "linear", of_gates))
+    for (name, scale, lines), axis in zip(curves, axes, strict=False):
+        for label, points in lines.items():
+            axis.plot(numbers, points, "o-", label=label, markersize=3)
+        axis.set(xlabel="layer", title=name, yscale=scale)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    for axis in panels:
+        axis.title.set_fontsize(9)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(out_png, format="png", dpi=_DPI)
 
 

@@ -54,6 +54,18 @@ class LayerFigures:
     ``gate-shut/output``, the share of it below 0.1, ``moh-load``, the share of tokens that have a
     head; of stock models with a gate on the output the gate's."""
 
+    @property
+    def gates(self) -> dict[str, float]:
+        """Of ``figures`` those of gates."""
+        found = self.figures.items()
+        return {k: v for k, v in found if k.startswith("gate-") and isinstance(v, float)}
+
+    @property
+    def load(self) -> list[float]:
+        """Of each head, the share of tokens that have it; empty where all have all."""
+        load = self.figures.get("moh-load", [])
+        return load if isinstance(load, list) else []
+
 
 _Heard = Callable[[Any, Tensor, Tensor, dict[str, Any]], None]
 _HEARD: ContextVar[_Heard | None] = ContextVar("heard", default=None)

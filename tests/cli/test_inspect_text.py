@@ -1,0 +1,142 @@
+"""``kha-megatron inspect --text``: any model, its figures, and what is refused before any work."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from kha_megatron import cli
+from kha_megatron.config import KHAConfig
+from kha_megatron.hf import KHAModelConfig
+from kha_megatron.hf.instruments import MEASURED, measure
+from tests.conversion.checkpoints import save_gpt
+
+TEXT = "def main(x):\n\treturn x + 1\n" * 20
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def words():
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    # of the text's own characters alone: the checkpoints of these tests have 56 rows
+    bpe.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=30, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*given):
+        monkeypatch.setattr(sys, "argv", ["kha-megatron", "inspect", *map(str, given)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        streams = capsys.readouterr()
+        return exit_.value.code, streams.out, streams.err
+
+    return run
+
+
+def saved(folder, config, words=None):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if words is not None:
+        words.save_pretrained(folder)
+    return folder
+
+
+def test_a_stock_model_is_measured(run, words, text, tmp_path):
+    folder = saved(tmp_path / "model", Qwen3Config(**SIZES), words)
+    code, stdout, _ = run(folder, tmp_path / "out", "--text", text, "--tokens", 50, "--json")
+    assert code == 0
+    result = json.loads(stdout)
+    assert result["files"] == [str(tmp_path / "out" / "attention.png")]
+    assert result["text"] == {"file": str(text), "tokens": 50}
+    assert result["matrices"] == []
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=MEASURED).eval()
+    found = measure(model, words(TEXT, return_tensors="pt").input_ids[:, :50])
+    for of_layer, figures in zip(result["layers"], found, strict=True):
+        assert of_layer["sinks"] == pytest.approx(figures.sinks, rel=1e-5)
+        assert of_layer["peak"] == pytest.approx(figures.peak, rel=1e-5)
+        assert of_layer["figures"] == {}
+
+
+def test_tables_and_pictures_of_everything(run, words, text, tmp_path):
+    config = KHAModelConfig(
+        **SIZES, kha_value="mlp", kha_gate={"output": "head"}, kha_moh={"share": 0.5}
+    )
+    folder = saved(tmp_path / "model", config, words)
+    code, stdout, stderr = run(folder, tmp_path / "out", "--text", text)
+    assert code == 0
+    for title in ("value heads (mlp)", "attention over", "gates and heads", "gate-shut"):
+        assert title in stdout
+    assert "4 pictures" in stderr
+    assert (tmp_path / "out" / "attention.png").stat().st_size > 10_000
+
+
+def test_talking_heads_are_passed_through_eagerly(run, words, text, tmp_path):
+    folder = saved(tmp_path / "model", KHAModelConfig(**SIZES, kha_talking={}), words)
+    code, stdout, _ = run(folder, tmp_path / "out", "--text", text, "--json")
+    assert code == 0
+    assert [figures["sinks"] for figures in json.loads(stdout)["layers"]] == [[], []]
+
+
+def test_a_megatron_checkpoint_is_converted_first(run, ranks, words, text, tmp_path):
+    save = tmp_path / "save"
+    ranks(save_gpt, 1, str(save), KHAConfig(value="mlp"), {}, {"num_layers": 2}, {})
+    words.save_pretrained(tmp_path / "words")
+    given = (save, tmp_path / "out", "--text", text, "--tokens", 12)
+    code, _, stderr = run(*given)
+    assert code == 2
+    assert "--tokenizer FOLDER" in stderr
+    code, stdout, stderr = run(*given, "--tokenizer", tmp_path / "words", "--json")
+    assert code == 0, stderr
+    result = json.loads(stdout)
+    assert len(result["layers"]) == 2
+    assert len(result["matrices"]) == 2 * 3
+
+
+def test_bad_input_is_one_line_with_the_remedy(run, words, text, tmp_path):
+    folder = saved(tmp_path / "model", Qwen3Config(**SIZES), words)
+    out = tmp_path / "out"
+    binary, blank = tmp_path / "binary", tmp_path / "blank"
+    binary.write_bytes(b"\xff\xfe" * 9)
+    blank.write_text(" \n")
+    for given, message in (
+        (["--text", tmp_path / "nowhere"], "is no file"),
+        (["--text", binary], "is not UTF-8 at byte 0"),
+        (["--text", blank], "holds no text"),
+        (["--text", text, "--tokens", 200], "--tokens 200 exceed the 128 positions"),
+        (["--text", text, "--tokenizer", folder], "which has its own: leave it out"),
+        ([], "records no knocking heads"),
+    ):
+        code, stdout, stderr = run(folder, out, *given)
+        assert (code, stdout) == (2, ""), given
+        assert message in stderr
+        assert len(stderr.splitlines()) == 1
+        assert not out.exists()
