@@ -74,7 +74,7 @@ class QKVRows(Packing):
         blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
         if filling := layout.padding.stop - layout.padding.start:
             zeros = blocks[0].new_zeros(layout.groups, filling, *parts[0].shape[1:])
-            blocks.insert(1 + len(layout.extra), zeros)
+            blocks.insert(layout.parts_before_padding, zeros)
         return [torch.cat(blocks, dim=1).flatten(0, 1)]
 
 

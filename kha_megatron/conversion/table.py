@@ -319,7 +319,7 @@ _BEHIND_HEADS: tuple[Row, ...] = (
         Row(
             Packing(f"self_attn.{head}_norm.weight"),
             (f"self_attention.{head}_layernorm.weight",),
-            lambda m: (m.kv_channels,),
+            lambda m: (m.normed_dim,),
             when=lambda model, layer: model.qk_layernorm and not model.multi_latent_attention,
         )
         for head in "qk"

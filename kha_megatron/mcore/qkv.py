@@ -52,12 +52,13 @@ class QKVSplit:
         sizes = {name: part.heads * part.features for name, part in self.layout.parts.items()}
         filling = self.layout.padding.stop - self.layout.padding.start
         cut = list(sizes.values())
+        behind = self.layout.parts_before_padding
         if filling:
-            cut.insert(1 + len(self.layout.extra), filling)
+            cut.insert(behind, filling)
         # Transformer Engine's, where it is: its backward pass need not copy the gradients together
         pieces = list((SplitAlongDim or torch.split)(groups, cut, 3))
         if filling:
-            del pieces[1 + len(self.layout.extra)]
+            del pieces[behind]
         found = {}
         for (name, part), x in zip(self.layout.parts.items(), pieces, strict=True):
             if part.heads > 1:

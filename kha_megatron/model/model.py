@@ -216,6 +216,12 @@ class Model:
         return self.qk_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
+    def normed_dim(self) -> int:
+        """Features of a query or key head that QK-norm sees, where there is one for each head."""
+        shared = self.kha.collaborative
+        return shared.dim if shared else self.head_dim
+
+    @property
     def head_sizes(self) -> HeadSizes:
         """What the mechanisms of the heads act on, over all tensor-parallel ranks."""
         latent = self.multi_latent_attention

@@ -98,6 +98,11 @@ class QKVLayout:
         return not (self.tied or self.elsewhere) and all(row.is_stock for row in self.extra)
 
     @property
+    def parts_before_padding(self) -> int:
+        """How many parts lie before the rows that fill a group up."""
+        return len(self.extra) + ("query" in self.parts)
+
+    @property
     def stock_gate(self) -> str | None:
         """The part that is Megatron's own output gate."""
         return next((row.name for row in self.extra if row.is_stock), None)

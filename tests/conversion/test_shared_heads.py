@@ -1,0 +1,65 @@
+"""Talking and collaborative heads travel: Megatron to our transformers class, and back."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.config import KHAConfig
+from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.sources import open_source
+from kha_megatron.conversion.verify import Pair
+from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
+from kha_megatron.model.recorded import kha_of
+from tests.conversion.checkpoints import save_and_run, tokens
+from tests.versions import needs_training_package
+
+KHAS = {
+    "talking": KHAConfig(value="mlp", talking=TalkingHeads(post=False)),
+    "collaborative": KHAConfig(
+        collaborative=CollaborativeHeads(dim=10), gate=Gate(output="head", value="element")
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=KHAS)
+def trained(request, ranks, tmp_path_factory):
+    """A folder that Megatron has written on two ranks, what it holds and its logits."""
+    folder = tmp_path_factory.mktemp("trained") / "save"
+    kha, layout = KHAS[request.param], {"tensor_model_parallel_size": 2}
+    parts = ranks(save_and_run, 2, str(folder), kha, layout, {"num_layers": 2}, {})
+    return folder, kha, torch.from_numpy(parts[-1][1])
+
+
+def test_they_go_to_our_class_and_back(trained, tmp_path):
+    needs_training_package()
+    folder, kha, expected = trained
+    assert to_hf.plan(folder).write(tmp_path / "hf").architecture == "kha"
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        found = model.eval()(tokens()).logits
+    assert expected.std(dim=(0, 1)).mean() > 0.1
+    torch.testing.assert_close(found, expected[..., : found.shape[-1]], rtol=0, atol=1e-5)
+    assert Pair.open(folder, tmp_path / "hf").verify().agrees
+
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
+    before, after = (MegatronCheckpoint.open(path) for path in (folder, tmp_path / "back"))
+    assert kha_of(after) == kha
+    layout = open_source(folder).model.qkv
+    for key, _ in before.keys().items():
+        one, other = before.tensor(key), after.tensor(key)
+        if "linear_qkv.weight" in key:  # rows that only fill it up come back as zeros
+            one = one.clone().unflatten(1, (layout.groups, -1))
+            one[:, :, layout.padding] = 0
+            one = one.flatten(1, 2)
+        assert torch.equal(one, other), key
+
+
+def test_no_stock_class_has_them(trained, tmp_path):
+    folder, kha, _ = trained
+    with pytest.raises(CheckpointError, match=f"{kha.others[0].name}.*kha"):
+        to_hf.plan(folder, architecture="qwen3")
