@@ -81,10 +81,6 @@ class TalkingHeads(Mechanism):
         """Both mixings begin as the identity."""
         return True
 
-    def doubled(self) -> tuple[()]:
-        """Nothing: at the identity it changes no bit."""
-        return ()
-
     def refusal(self, facts: HeadFacts) -> str | None:
         """Other kinds of attention, and sequences that are too long."""
         return super().refusal(facts) or self.too_long(facts.tokens)
