@@ -33,12 +33,6 @@ make_environment() { # VERSION: the same pins as constraints.txt but for Megatro
   printf '%s' "$want" >"$venv/.made"
 }
 
-count() { # VERSION WORD: the number before a word of pytest's last line, 0 if it has none
-  local number
-  number=$(tail -n 1 "$logs/$1" | grep -oE "[0-9]+ $2" | cut -d ' ' -f 1) || true
-  echo "${number:-0}"
-}
-
 status=0
 for version in $versions; do
   make_environment "$version"
@@ -49,9 +43,8 @@ for version in $versions; do
   fi
 done
 
-printf '\n%-10s %8s %8s %8s %8s\n' megatron passed failed errors skipped
+echo
 for version in $versions; do
-  printf '%-10s %8s %8s %8s %8s\n' "$version" "$(count "$version" passed)" \
-    "$(count "$version" failed)" "$(count "$version" error)" "$(count "$version" skipped)"
+  echo "Megatron-Core $version: $(tail -n 1 "$logs/$version")"
 done
 exit "$status"

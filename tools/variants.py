@@ -1,10 +1,9 @@
 """What the benchmarks of layers and of steps compare: ways to run a model with and without KHA."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import Fold
@@ -64,24 +63,22 @@ class Variant:
         return None
 
 
-VARIANTS: Mapping[str, Variant] = MappingProxyType(
-    {
-        variant.name: variant
-        for variant in (
-            Variant(STOCK, None),
-            Variant("baseline", "baseline"),
-            Variant("baseline/kernels", "baseline", kernels=True),
-            Variant("mlp", "kha_mlp"),
-            Variant("mlp/kernels", "kha_mlp", kernels=True),
-            Variant("gate", "kha_gate_v"),
-            Variant("gate/kernels", "kha_gate_v", kernels=True),
-            Variant("linear", "kha_linear"),
-            Variant("linear/kernels", "kha_linear", kernels=True),
-            Variant("linear/folded", "kha_linear", folded=True),
-            Variant("linear/folded+kernels", "kha_linear", kernels=True, folded=True),
-        )
-    }
-)
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(STOCK, None),
+        Variant("baseline", "baseline"),
+        Variant("baseline/kernels", "baseline", kernels=True),
+        Variant("mlp", "kha_mlp"),
+        Variant("mlp/kernels", "kha_mlp", kernels=True),
+        Variant("gate", "kha_gate_v"),
+        Variant("gate/kernels", "kha_gate_v", kernels=True),
+        Variant("linear", "kha_linear"),
+        Variant("linear/kernels", "kha_linear", kernels=True),
+        Variant("linear/folded", "kha_linear", folded=True),
+        Variant("linear/folded+kernels", "kha_linear", kernels=True, folded=True),
+    )
+}
 """Every way, by name. ``stock`` comes first: the others are ratios to it."""
 
 
