@@ -268,11 +268,12 @@ def upcycle(
 
 def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
-) -> "tuple[Conversion, Verification | None]":
+) -> "tuple[Conversion, Verification]":
     """What ``to-hf`` does by itself, for other commands."""
     from kha_megatron.conversion import to_hf
 
-    return _write(to_hf.plan(checkpoint), out, Writing(overwrite=overwrite))
+    how, plan = Writing(overwrite=overwrite), to_hf.plan(checkpoint)
+    return _write(plan, out, how), report(plan.source.path, out, how.workers)
 
 
 def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = None) -> None:
@@ -280,8 +281,9 @@ def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = Non
     if text is not None:
         length = min(_LENGTH, plan.source.model.max_position_embeddings)
         tokens = plan.source.companions.read(_beginning(text), _ROWS, length)
-    written, verification = _write(plan, out, how)
+    written = _write(plan, out, how)
     values, facts = asdict(written) | {"path": str(written.path)}, _facts(written)
+    verification = report(plan.source.path, out, how.workers) if how.verify else None
     if text is not None:
         from kha_megatron.conversion.verify import loss_of
 
@@ -292,8 +294,8 @@ def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = Non
     conclude(verification, how.as_json, facts=facts, values=values)
 
 
-def _write(plan: "Plan", out: Path, how: Writing) -> "tuple[Conversion, Verification | None]":
-    """Write under a bar of bytes, with rate and time left, then verify."""
+def _write(plan: "Plan", out: Path, how: Writing) -> "Conversion":
+    """Write under a bar of bytes, with rate and time left."""
     plan.check_target(out, overwrite=how.overwrite)
     columns = (
         TextColumn("converting"),
@@ -317,7 +319,7 @@ def _write(plan: "Plan", out: Path, how: Writing) -> "tuple[Conversion, Verifica
             f"all {rows} rows of the embedding are kept: padding does not explain that the "
             f"tokenizer has only {entries} entries"
         )
-    return written, report(plan.source.path, out, how.workers) if how.verify else None
+    return written
 
 
 def _beginning(path: Path) -> str:

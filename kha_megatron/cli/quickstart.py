@@ -143,10 +143,10 @@ def _summary(
     history: History,
     trained: "LaunchResult",
     written: "Conversion",
-    verification: "Verification | None",
+    verification: "Verification",
 ) -> dict[str, Any]:
     losses = history[LOSS]
-    agreement = verification and verification.logits
+    agreement = verification.logits
     config = json.loads((output / "hf" / "config.json").read_text())
     return {
         "finished": True,

@@ -65,12 +65,15 @@ def conclude(
         facts: what else there is to say, for the columns.
         values: the same as JSON, of which the verification is then one.
     """
+    rows, problem = {**facts, **_facts(verification)}, _problem(verification)
     told = verification and asdict(verification) | {"agrees": verification.agrees}
     if as_json:
         console.print_json({**values, "verification": told} if values else told)
     else:
-        console.print_facts({**facts, **_facts(verification)})
-    _judge(verification)
+        console.print_facts(rows)
+    if problem:
+        console.error(f"not the same model: {problem}")
+        raise typer.Exit(1)
 
 
 def _facts(verification: "Verification | None") -> dict[str, str]:
@@ -105,9 +108,9 @@ def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
     return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
 
 
-def _judge(verification: "Verification | None") -> None:
+def _problem(verification: "Verification | None") -> str | None:
     if verification is None or verification.agrees:
-        return
+        return None
     tensors, logits = verification.tensors, verification.logits
     problems = [
         f"{len(names)} tensors {name}, {names[0]} for one"
@@ -119,5 +122,4 @@ def _judge(verification: "Verification | None") -> None:
         problems.append(
             f"logits differ by {logits.max_difference:.2e}, more than {logits.limit:g}{where}"
         )
-    console.error(f"not the same model: {'; '.join(problems)}")
-    raise typer.Exit(1)
+    return "; ".join(problems)
