@@ -28,8 +28,8 @@ def compare(
     variants: Annotated[
         str,
         typer.Option(
-            help="Presets, random-init, or NAME=--kha-key linear ..., with commas between them; "
-            "the first is what the others are compared with."
+            help="Presets, some joined with +, random-init, or NAME=--kha-key linear ..., with "
+            "commas between them; the first is what the others are compared with."
         ),
     ] = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, help="How many times each is trained.")] = 3,
@@ -53,6 +53,7 @@ def compare(
       kha-megatron data prepare --vocab-size 512 --out data/python
       kha-megatron compare --recipe quickstart --data data/python --seeds 3 \\
         --variants baseline,kha_mlp,kha_linear,kha_gate_v,random-init
+      kha-megatron compare --variants baseline,gate_output,moh_75,kha_mlp+gate_output ...
       kha-megatron compare --variants "baseline,kv=--kha-key linear --kha-value mlp" ...
     """
     require_matplotlib()

@@ -1,4 +1,4 @@
-"""``kha-megatron recipes``: every training run of the paper, as data."""
+"""``kha-megatron recipes``: every training run of the papers, as data."""
 
 import fnmatch
 import shlex
@@ -12,7 +12,7 @@ from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.cli.running import Commands
 from kha_megatron.recipes import Recipe
 
-app = Commands(name="recipes", help="The paper's training runs.", no_args_is_help=True)
+app = Commands(name="recipes", help="The papers' training runs.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -20,7 +20,7 @@ def show_all(
     pattern: Annotated[str, typer.Argument(help="Names to list, as in 'table2/*'.")] = "*",
     as_json: AsJSON = False,
 ) -> None:
-    """List the recipes with the paper's final loss, where it prints one.
+    """List the recipes with their paper's final loss, where it prints one.
 
     \b
     Example:

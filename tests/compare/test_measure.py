@@ -70,6 +70,18 @@ def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():
     assert cost(run, 512)["kha"] == 2 * 3 * 32**2
 
 
+def test_table_6_says_what_kernels_compute_and_what_skipped_heads_would_save():
+    recipe = get_recipe("quickstart")
+    text = "baseline,gate_output,moh_75,talking,collaborative,kha_mlp+talking"
+    found = {v.name: cost(v.of(recipe).run, 512) for v in parse_variants(text)}
+    assert [name for name, own in found.items() if own["unfused"]] == ["talking", "kha_mlp+talking"]
+    assert [name for name, own in found.items() if own["spared_flops"]] == ["moh_75"]
+    # by hand: 1 of 4 heads of 32 is off in 4 layers; 256 tokens, hidden 128
+    assert found["moh_75"]["spared_flops"] == 3 * 4 * (2 * 2 * 32 * 128 + 256 * 4 * 32)
+    # two mixings of 4 heads for each of 256 keys
+    assert found["talking"]["kha_flops"] == 3 * 4 * 256 * 2 * 2 * 4**2
+
+
 def test_what_cannot_be_counted_says_why():
     recipe = get_recipe("quickstart")
     biased = recipe.run.updated(add_bias_linear=True)
