@@ -128,11 +128,6 @@ class Gate(Mechanism):
         at: Mapping[Position, Stage] = {"output": "output", "dense": "dense"}
         return stage in {at.get(position, "qkv") for position in self.positions}
 
-    @property
-    def is_exact_at_start(self) -> bool:
-        """A sigmoid starts at one half; what reads the input starts at random."""
-        return (self.form, self.activation, self.reads_input) == ("add", "silu", False)
-
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
         """Those that score every head by itself, the output's first, where Megatron has its own;
         latent attention has no projection for them."""

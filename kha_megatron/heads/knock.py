@@ -145,11 +145,6 @@ class Knock(Mechanism):
         """Linear matrices do: QK-norm and RoPE come after the knock (eq. 8)."""
         return set(self.variants.values()) <= {"linear"}
 
-    @property
-    def is_exact_at_start(self) -> bool:
-        """At the identity it is (section 3.3)."""
-        return self.init == "identity"
-
     def doubled(self) -> tuple[()]:
         """Nothing, from the identity.
 

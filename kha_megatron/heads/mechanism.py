@@ -223,11 +223,6 @@ class Mechanism(ABC):
         return False
 
     @property
-    def is_exact_at_start(self) -> bool:
-        """Whether a trained model that gains it computes what it did, bit for bit."""
-        return False
-
-    @property
     def drops_heads(self) -> bool:
         """Whether a trained model that gains it computes something else, :meth:`doubled` or not,
         because tokens lose heads: further training makes up for that."""
@@ -246,6 +241,18 @@ class Mechanism(ABC):
             f"{self} changes what a trained model computes, however it begins: train with it from "
             "the start"
         )
+
+    @property
+    def is_exact_at_start(self) -> bool:
+        """Whether a trained model that gains it just as it starts computes what it did, bit for
+        bit: nothing has to be doubled, and nothing is drawn at random."""
+        sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
+        try:
+            doubled = self.doubled()
+        except ConfigError:
+            return False
+        drawn = any("normal" in tensor.starts for tensor in self.tensors(sizes))
+        return not (doubled or drawn or self.rows(sizes))
 
     def refusal(self, facts: HeadFacts) -> str | None:
         """Why such a model cannot have it, with the remedy; None if it can.

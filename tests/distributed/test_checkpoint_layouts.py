@@ -15,6 +15,7 @@ import torch
 
 from kha_megatron.checkpoint.torch_dist import TorchDistFolder
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
@@ -50,6 +51,10 @@ FAMILY = {
     "gta": (
         {"num_layers": 2, "kv_channels": 8},
         KHAConfig(attention="gta", query="linear", value="mlp"),
+    ),
+    "gates": (
+        {"num_layers": 2, "num_query_groups": 2},
+        KHAConfig(value="mlp", gate=Gate(output="head", value="element", key="shared")),
     ),
 }
 
@@ -161,6 +166,8 @@ def test_another_layout_goes_on_alike(run, trained, tmp_path, before, after, exp
         pytest.param("mla", FOUR, id="mla, TP4"),
         pytest.param("gla", ONE, id="gla, TP1"),
         pytest.param("gta", FOUR, id="gta, TP4"),
+        pytest.param("gates", FOUR, id="gates, TP4 over 2 key/value heads"),
+        pytest.param("gates", ONE, id="gates, TP1", marks=WHOLE),
         pytest.param("mla", ONE, id="mla, TP1", marks=WHOLE),
         pytest.param("gla", FOUR, id="gla, TP4", marks=WHOLE),
         pytest.param("gta", ONE, id="gta, TP1", marks=WHOLE),

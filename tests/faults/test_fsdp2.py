@@ -1,7 +1,7 @@
 """``--use-torch-fsdp2`` through the entry point, with the paper's dense recipe.
 
 FSDP2 cuts the three matrices of KHA-MLP unevenly over two ranks and leaves some of four without
-any, which is where stock Megatron's checkpoints of it stop.
+any, which is where stock Megatron's checkpoints of it stop. Beside them are gates, cut evenly.
 """
 
 import shlex
@@ -26,6 +26,7 @@ SMALL = shlex.split("""
 def words(folder, *more, preset="kha_mlp"):
     """The paper's dense recipe at the size of a test."""
     more = [*more, "--kha-preset", preset, "--save", str(folder), "--load", str(folder)]
+    more += ["--heads", "gate.dense=element", "gate.key=shared"] if preset == "kha_mlp" else []
     return get_recipe("dense-0.6b").run.updated([*SMALL, *more]).words()
 
 
