@@ -461,20 +461,30 @@ def stock_type(model: Architecture) -> str:
 def expressed(model: Architecture, model_type: str) -> Architecture:
     """The model as an architecture of transformers has it: with what it cannot leave out.
 
-    A router with sigmoid scores has a correction bias there, and ``glm4_moe`` and ``deepseek_v3``
-    have a shared expert.
+    A router with sigmoid scores has a correction bias there, ``glm4_moe`` and ``deepseek_v3`` have
+    a shared expert, and ``qwen3_next`` has one with a gate of its own.
     """
-    if not model.num_experts or model.moe_router_score_function != "sigmoid":
+    if not model.num_experts:
         return model
-    return with_zeros(model, shared=0 if model_type == "kha" else model.moe_ffn_hidden_size)
+    size = model.moe_ffn_hidden_size
+    if model_type == "qwen3_next":
+        return with_zeros(model, shared=size, bias=False, gate=True)
+    if model.moe_router_score_function != "sigmoid":
+        return model
+    return with_zeros(model, shared=0 if model_type == "kha" else size)
 
 
-def with_zeros(model: Architecture, *, shared: int, bias: bool = True) -> Architecture:
+def with_zeros(
+    model: Architecture, *, shared: int, bias: bool = True, gate: bool = False
+) -> Architecture:
     """The model with a correction bias, and a shared expert of ``shared`` features where it has
-    none: both are zeros, which change no bit of its output."""
+    none, with a ``gate`` or without: all are zeros, which change no bit of its output."""
     width: Any = model.shared_width or shared or None
     return replace(
-        model, moe_router_enable_expert_bias=bias, moe_shared_expert_intermediate_size=width
+        model,
+        moe_router_enable_expert_bias=bias,
+        moe_shared_expert_intermediate_size=width,
+        moe_shared_expert_gate=model.moe_shared_expert_gate if model.shared_width else gate,
     )
 
 

@@ -294,6 +294,13 @@ SHARED_EXPERT = _mlp(
     _shared_expert,
 )
 
+SHARED_EXPERT_GATE = Row(
+    Packing("mlp.shared_expert_gate.weight"),
+    ("mlp.shared_experts.gate_weight",),
+    lambda m: (1, m.hidden_size),
+    when=lambda model, layer: _shared_expert(model, layer) and model.moe_shared_expert_gate,
+)
+
 OUTPUT_LAYER = Row(
     Vocabulary("lm_head.weight"),
     ("output_layer.weight",),
@@ -349,12 +356,7 @@ _BEHIND_HEADS: tuple[Row, ...] = (
     EXPERT_BIAS,
     *_mlp("", "mlp.experts.experts.", "moe_ffn_hidden_size", _sparse, per_expert=True),
     *SHARED_EXPERT,
-    Row(
-        Packing("mlp.shared_expert_gate.weight"),
-        ("mlp.shared_experts.gate_weight",),
-        lambda m: (1, m.hidden_size),
-        when=lambda model, layer: _shared_expert(model, layer) and model.moe_shared_expert_gate,
-    ),
+    SHARED_EXPERT_GATE,
 )
 """The other tensors of one decoder layer."""
 

@@ -16,6 +16,7 @@ from kha_megatron.conversion.table import (
     ATTENTION_OUTPUT,
     EXPERT_BIAS,
     SHARED_EXPERT,
+    SHARED_EXPERT_GATE,
     Knocked,
     Place,
     head_row,
@@ -196,8 +197,8 @@ _MODULES = {
 
 
 class Expressed(_Around):
-    """As another architecture has the same model: with zeros for the expert biases and the shared
-    expert that the source does without (``hf_configs.expressed``)."""
+    """As another architecture has the same model: with zeros for the expert biases, the shared
+    expert and its gate that the source does without (``hf_configs.expressed``)."""
 
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
@@ -210,7 +211,11 @@ class Expressed(_Around):
         return place.row.packing.split(zeros, self.model)
 
     def _added(self, place: Place) -> bool:
-        if place.layer is None or place.row not in (EXPERT_BIAS, *SHARED_EXPERT):
+        if place.layer is None or place.row not in (
+            EXPERT_BIAS,
+            *SHARED_EXPERT,
+            SHARED_EXPERT_GATE,
+        ):
             return False
         return not place.row.when(self.source.model, place.layer)
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -195,13 +196,15 @@ def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
 def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
     """Give both the expert biases and the shared expert that one of them does without."""
     models = [source.model for source in (one, other)]
-    if any(not m.num_experts or m.moe_router_score_function != "sigmoid" for m in models):
+    if not all(model.num_experts for model in models):
         return one, other
-    bias = any(model.moe_router_enable_expert_bias for model in models)
-    shared = max(model.shared_width for model in models)
+    zeros: dict[str, Any] = {
+        "bias": any(model.moe_router_enable_expert_bias for model in models),
+        "shared": max(model.shared_width for model in models),
+        "gate": any(model.moe_shared_expert_gate for model in models),
+    }
     first, second = (
-        Expressed(source, with_zeros(source.model, shared=shared, bias=bias))
-        for source in (one, other)
+        Expressed(source, with_zeros(source.model, **zeros)) for source in (one, other)
     )
     return first, second
 
