@@ -80,7 +80,7 @@ def test_upcycle_to_either_side(run, qwen3, tmp_path):
 
 
 BAD = {
-    "nothing to knock": (("upcycle",), "nothing to knock: give --kha-preset"),
+    "nothing to knock": (("upcycle",), "nothing to add: give --kha-preset"),
     "unknown side": (("upcycle", "--to", "onnx"), "'onnx' is not one of"),
     "unknown preset": (("upcycle", "--kha-preset", "kha"), "unknown KHA preset 'kha'"),
     "nothing to fold": (("fold",), "has no knocking heads to fold away"),
