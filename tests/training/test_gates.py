@@ -1,10 +1,13 @@
 """Gates through the entry point: Megatron's own output gate by two names, and resuming."""
 
+from dataclasses import replace
+
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
 from kha_megatron.model.recorded import kha_of
 from tests.training.conftest import MODEL, TRAINING, losses, start
+from tests.training.test_stock_script import STOCK
 
 KHA = KHAConfig(value="mlp", gate=Gate(output="element"))
 
@@ -41,3 +44,27 @@ def test_a_run_goes_on_by_the_other_name_of_its_gate(tmp_path):
         assert run.codes == [2], run.output[-2000:]
         assert len(run.errors) == 1
         assert said in run.errors[0]
+
+
+def test_a_stock_gated_checkpoint_goes_on_as_ours(tmp_path):
+    """Megatron's own script and layers, which know nothing of KHA, and then our entry point."""
+    words = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    first = start(
+        [
+            *(*words, "--tokenizer-type", "NullTokenizer", "--attention-output-gate"),
+            *("--tensorboard-dir", str(whole), "--save", str(whole), "--save-interval", "4"),
+        ],
+        program=STOCK,
+    )
+    assert first.codes == [0], first.output[-2000:]
+    assert kha_of(MegatronCheckpoint.open(whole)) == replace(KHA, value=None)
+    then = start(
+        [
+            *(*words, "--device", "cpu", "--kha-preset", "gate_output"),
+            *("--load", str(whole), "--ckpt-step", "4", "--tensorboard-dir", str(rest)),
+        ]
+    )
+    assert then.codes == [0], then.output[-2000:]
+    expected = losses(whole)
+    assert losses(rest) == {i: expected[i] for i in (5, 6, 7, 8)}
