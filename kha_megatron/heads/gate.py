@@ -181,13 +181,16 @@ class Gate(Mechanism):
         return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
 
     def saved(self, sizes: HeadSizes) -> int:
-        """Both factors of each product: the gated tensor and its activated score."""
+        """The gated tensor, if it is multiplied, and its score in float32: as two each of 16 bits.
+        All activations but the sigmoid keep a second score."""
         kept = 0
         for position, granularity in self.positions.items():
             heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
             size = sizes.hidden_size if position == "dense" else heads * dim
             score = {"element": size, "head": heads, "shared": dim}[granularity]
-            kept += size + score if self.form == "multiply" else score
+            multiplied = self.form == "multiply"
+            scores = 1 + (multiplied and self.activation != "sigmoid")
+            kept += size * multiplied + 2 * score * scores
         return kept
 
     def doubled(self) -> tuple[Projection | Literal["output"], ...]:

@@ -1,0 +1,39 @@
+"""What a gate keeps for the backward pass, counted on the function itself."""
+
+import pytest
+import torch
+
+from kha_megatron.heads import Gate, HeadSizes
+from kha_megatron.ops.heads.gate import activated, gated
+
+SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_size=22)
+
+
+@pytest.mark.parametrize("form", ["multiply", "add"])
+@pytest.mark.parametrize("activation", ["sigmoid", "silu", "half_sigmoid"])
+@pytest.mark.parametrize(
+    ("gate", "shape", "score"),
+    [
+        ({"output": "element"}, (6, 5), (6, 5)),
+        ({"query": "element"}, (6, 7), (6, 7)),
+        ({"value": "head"}, (3, 5), (3, 1)),
+        ({"key": "shared"}, (3, 7), (1, 7)),
+        ({"dense": "element"}, (22,), (22,)),
+    ],
+    ids=str,
+)
+def test_saved_elements_are_those_of_the_function(gate, shape, score, activation, form):
+    """In bfloat16, where a score of float32 is two elements."""
+    tokens = 4
+    x = torch.randn(tokens, *shape, dtype=torch.bfloat16, requires_grad=True)
+    scores = torch.randn(tokens, *score, dtype=torch.bfloat16, requires_grad=True)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address returns
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gated(x, activated(scores, activation), form).sum()
+    found = sum(tensor.nbytes for tensor in kept.values()) / 2
+    assert found == tokens * Gate(**gate, activation=activation, form=form).saved(SIZES)
