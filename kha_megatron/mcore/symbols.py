@@ -26,7 +26,10 @@ PLUG_IN: Symbols = MappingProxyType(
             "group"
         ),
         "megatron.core.tensor_parallel:ColumnParallelLinear": "input_size output_size tp_group",
+        "megatron.core.tensor_parallel:all_to_all_hp2sp": "group",
+        "megatron.core.tensor_parallel:all_to_all_sp2hp": "group",
         "megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region": "group",
+        "megatron.core.tensor_parallel:get_cuda_rng_tracker": "",
         "megatron.core.tensor_parallel:gather_from_sequence_parallel_region": (
             "group tensor_parallel_output_grad"
         ),
@@ -38,6 +41,7 @@ PLUG_IN: Symbols = MappingProxyType(
         ),
         "megatron.core.transformer:transformer_block.LayerNormImpl": "",
         "megatron.core.transformer.attention:SelfAttention": "config submodules layer_number",
+        "megatron.core.transformer.attention:SelfAttention.flash_decode_and_prefill": "",
         "megatron.core.transformer.attention:SelfAttention.forward": (
             "hidden_states attention_mask key_value_states inference_context "
             "rotary_pos_emb packed_seq_params inference_params"
@@ -46,7 +50,7 @@ PLUG_IN: Symbols = MappingProxyType(
             "hidden_states key_value_states output_gate split_qkv"
         ),
         "megatron.core.transformer.dot_product_attention:DotProductAttention": (
-            "config pg_collection"
+            "config softmax_scale pg_collection"
         ),
         "megatron.core.transformer.module:MegatronModule": "config",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention": (
