@@ -14,9 +14,11 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, VersionError
+from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
 from kha_megatron.mcore.compat import check_loss_scale
 from tests.distributed.pieces import Piece, assemble
+from tests.mcore.sharded_layer import decoded
 from tests.versions import needs_added_losses
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH, LAYERS = 8, 2, 6, 28, 8, 3, 2
@@ -40,6 +42,7 @@ KINDS = (
     KHAConfig(moh=moh(active=[5, 1]), value="linear"),
     KHAConfig(moh=moh(shared=None, active=None, share=0.75), query="linear", value="mlp"),
 )
+GATED = KHAConfig(moh=NORMS, gate=Gate(query="head", value="element", output="shared"))
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +195,19 @@ def errors(ranks, khas, tp, sp, mutate=None):
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (2, True), (4, False), (4, True)])
 def test_ranks_choose_weigh_and_learn_as_one(ranks, tp, sp):
     """At TP 4 there are fewer key/value heads than ranks."""
-    assert errors(ranks, KINDS, tp, sp) == [{}] * len(KINDS)
+    khas = (*KINDS, GATED)
+    assert errors(ranks, khas, tp, sp) == [{}] * len(khas)
+
+
+def decoded_on_ranks(kha):
+    return decoded(kha, 2, {"num_attention_heads": HEADS, "num_query_groups": 1})
+
+
+@pytest.mark.parametrize("routing", [LEARNED, QUANTIZED], ids=str)
+def test_decodes_with_megatrons_static_cache(ranks, routing):
+    """A later token may have any head, so all keys and values are kept."""
+    for whole, steps in ranks(decoded_on_ranks, 2, KHAConfig(moh=routing)):
+        torch.testing.assert_close(steps, whole, rtol=1e-12, atol=1e-12)
 
 
 def outside_of_megatrons_loop():
