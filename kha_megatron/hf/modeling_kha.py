@@ -32,6 +32,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeRotaryEmbedding,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
 
 from kha_megatron.errors import ConfigError
@@ -48,6 +49,8 @@ from kha_megatron.hf.attention_kha import (
 )
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.ops.heads import initial_weight
+
+logger = logging.get_logger(__name__)
 
 # Experts are 3-D in memory and one tensor per expert and matrix on disk, as in qwen3_moe files.
 register_checkpoint_conversion_mapping(
@@ -257,6 +260,16 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def train(self, mode: bool = True) -> "KHAModel":
+        """As of any module; says once which of Megatron's losses transformers does not train on."""
+        unbalanced = [m for m in self.config.kha.others if m.adds_loss]
+        if mode and unbalanced:
+            logger.warning_once(
+                f"{unbalanced[0]} is trained on a loss of its own by Megatron and without it here: "
+                "the load of its heads may drift apart"
+            )
+        return super().train(mode)
 
     def forward(
         self,

@@ -161,8 +161,8 @@ def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
     )
     if args.cuda_graph_impl != "none":
         announce(
-            "--kha-log-interval leaves out gates and cosines, which hooks would measure, because "
-            f"of --cuda-graph-impl {args.cuda_graph_impl}"
+            "--kha-log-interval measures the matrices alone, because the rest needs hooks, with "
+            f"--cuda-graph-impl {args.cuda_graph_impl}"
         )
 
 

@@ -167,6 +167,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, attention_bias=True, kha_gate={"output": "head"}
     ),
     "kha, moh": KHAModelConfig(**SIZES, kha_moh={"shared": 2, "active": 2}, kha_key="linear"),
+    "kha, moh by norms, gate": KHAModelConfig(
+        **SIZES,
+        kha_query="linear",
+        kha_moh={"shared": 1, "active": [2, 3], "router": "query_norm", "quantized": True},
+        kha_gate={"output": "head"},
+    ),
     "lfm3": Lfm3Config(**LFM3),
     "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
     "kha, gta": KHAModelConfig(**SIZES | GTA),

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.hf import modeling_kha
 from kha_megatron.hf.attention_kha import attention_class
 from tests import oracle as reference
 from tests.hf import test_attention
@@ -208,6 +209,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(name):
 @every_case
 def test_a_decoding_step_is_one_graph(name):
     check_decoding_is_one_graph(model_of(name))
+
+
+def test_training_says_that_no_load_is_balanced(monkeypatch):
+    said = []
+    monkeypatch.setattr(modeling_kha.logger, "warning_once", said.append)
+    make_model(kha_moh=ROUTED | {"balance": 0}).train()
+    make_model(kha_gate=GATE).train()
+    assert not said
+    model_of("moh").eval().train()
+    assert "trained on a loss of its own by Megatron" in said[0]
 
 
 def test_every_layer_has_its_own_number_of_heads():

@@ -18,6 +18,7 @@ from kha_megatron.hf.modelling_files import AUTO_MAP, MODULES
 from tests.hf.conftest import FAMILY, MOE, make_config, make_model, tokens
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
+HEADS = {"kha_gate": {"output": "head"}, "kha_moh": {"shared": 1, "active": [1, 3, 2]}}
 FILES = {f"{name}.py" for name in MODULES.values()}
 
 # Runs where kha_megatron cannot be imported. The user chose to trust the folder: the only place in
@@ -75,7 +76,7 @@ def stranger(tmp_path_factory):
     """A saved MoE model, what a process without this package made of it, and what that saved."""
     torch.manual_seed(0)
     folder, again, cache = (tmp_path_factory.mktemp(name) for name in ("model", "again", "cache"))
-    model = make_model(MIXED, initializer_range=0.5, **MOE)
+    model = make_model(MIXED, initializer_range=0.5, **MOE, **HEADS)
     model.save_pretrained(folder)
     save_file({"ids": tokens()}, folder / "ids.safetensors")
     return model, folder, again, run_stranger(folder, again, cache)
