@@ -4,7 +4,7 @@ import pytest
 
 from kha_megatron.config import PRESETS, KHAConfig, parse_heads
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadSizes
+from kha_megatron.heads import Gate, HeadFacts, HeadSizes
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -156,3 +156,46 @@ def test_refusals_name_value_and_remedy(make, words):
     with pytest.raises(ConfigError) as caught:
         make()
     assert all(word in str(caught.value) for word in words)
+
+
+def test_numbers_of_gates_are_those_of_the_papers_text():
+    """Values before G2, as its ranks of W_V W_O say; notes on it number otherwise."""
+    asked = KHAConfig.asked({"heads": ["gate.g1=element", "gate.g2=head", "gate.g5=element"]})
+    assert asked == KHAConfig(gate=Gate(output="element", value="head", dense="element"))
+    assert str(asked) == "gate(output=element, value=head, dense=element)"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gate.output=each"], r"gate output='each': choose one of element, head, shared"),
+        (["gate.dense=head"], r"gate dense='head': choose one of element"),
+        (["gate.output=head", "gate.form=divide"], r"form='divide': choose one of multiply, add"),
+        (["gate.output=head", "gate.activation=tanh"], r"activation='tanh': choose .*half_sigmoid"),
+        (["gate.output=head", "gate.reads_input=3"], r"reads_input=3: choose true or false"),
+        (["gate"], r"gate at no position: say where, output, value, .*gate.output=element"),
+        (["gate.g1=head", "gate.output=head"], r"is gate.output, which is given too"),
+        (["gate.g6=head"], r"unknown setting g6 of gate: it has output, value"),
+    ],
+)
+def test_unknown_words_of_gates_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        KHAConfig.asked({"heads": words})
+
+
+def test_megatrons_output_gate_is_one_of_ours():
+    stock, others = Gate(output="element"), KHAConfig(value="mlp", gate=Gate(key="head"))
+    assert KHAConfig().with_output_gate(True) == KHAConfig(gate=stock)
+    assert KHAConfig().with_output_gate(False) == KHAConfig()
+    both = others.with_output_gate(True)
+    assert both == KHAConfig(value="mlp", gate=Gate(output="element", key="head"))
+    assert both.without_output_gate() == others
+    assert KHAConfig(gate=stock).without_output_gate() == KHAConfig()
+    assert both.recording()["attention_output_gate"] is True
+    assert "attention_output_gate" not in both.recording(multi_latent=True)
+    assert KHAConfig.recorded(both.recording()) == both
+    assert KHAConfig.recorded({"attention_output_gate": True}) == KHAConfig(gate=stock)
+    assert KHAConfig.recorded({"attention_output_gate": False}) is None
+    other = KHAConfig(gate=Gate(value="head", form="add"))
+    with pytest.raises(ConfigError, match=r"gate\(value=head, form=add\) asks for another"):
+        other.with_output_gate(True)

@@ -1,11 +1,16 @@
 """MLA, GLA and GTA beyond training: what a cache holds, decoding, names, and refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Gate
 from tests.mcore.test_family import GLA, GTA, MLA
 from tests.versions import needs_attention_family
+
+EVERYWHERE = Gate(output="head", value="element", key="shared", query="element", dense="element")
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +77,8 @@ def decoded(kha, latent):
         pytest.param(GTA[-1], False, id="gta"),
         pytest.param(MLA[1], True, id="mla"),
         pytest.param(GLA[0], True, id="gla"),
+        pytest.param(replace(MLA[1], gate=Gate(output="element")), True, id="mla, gated"),
+        pytest.param(KHAConfig(value="mlp", gate=EVERYWHERE), False, id="gates"),
     ],
 )
 def test_decodes_with_megatrons_static_cache(ranks, kha, latent):
