@@ -181,11 +181,12 @@ class MixtureOfHeads(Mechanism):
         return 2 * idle * hidden * projected, 2 * idle * (query + value)
 
     def saved(self, sizes: HeadSizes) -> int:
-        """What attention gives and its weights, and what the weights are made of: of each head a
-        probability, and whether a token has it. The query too, where its norm is the score."""
+        """What attention gives and, of each head, some four numbers of float32 that the weights are
+        made of; the query in float32 too, where its norm is the score. At most an eighth more than
+        is kept; a number of float32 is two elements of 16 bits."""
         heads = sizes.query_heads
-        queries = heads * sizes.dim("query") if self.router == "query_norm" else 0
-        return heads * (sizes.dim("value") + 3) + queries
+        queries = 2 * heads * sizes.dim("query") if self.router == "query_norm" else 0
+        return heads * (sizes.dim("value") + 10) + queries
 
     def acts_at(self, stage: Stage) -> bool:
         """A learned router leaves queries to themselves."""

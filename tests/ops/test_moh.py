@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.moh import MixtureOfHeads
 from kha_megatron.ops.heads.moh import apply, route
 from kha_megatron.ops.heads.ranks import Ranks
@@ -72,3 +73,30 @@ def test_half_precision_is_routed_in_float32():
     assert torch.equal(route(scores, moh).weights, wide)
     tensors = {"moh_router": scores, "output": torch.randn(7, HEADS, 6).bfloat16()}
     assert apply(tensors, {}, moh, Ranks())["output"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("router", ["learned", "query_norm"])
+@pytest.mark.parametrize("choice", [{}, {"quantized": True}, {"scale": "paper"}], ids=str)
+def test_what_is_kept_for_the_backward_pass(router, choice):
+    """In bfloat16, in elements of 16 bits: never more than is said, and at most an eighth less."""
+    tokens, heads, dim = 5, 16, 64
+    moh = MixtureOfHeads(share=0.75, router=router, **choice)
+    sizes = HeadSizes(query_heads=heads, kv_heads=4, head_dim=dim, hidden_size=30)
+    shape = {"output": (heads, dim), "moh_router": (heads + 2,), "query": (heads, dim)}
+    given = {
+        name: torch.randn(tokens, *size, dtype=torch.bfloat16, requires_grad=True)
+        for name, size in shape.items()
+    }
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        query = given.pop("query")
+        if router == "query_norm":
+            given |= apply({"query": query}, {}, moh, Ranks())
+        apply(given, {}, moh, Ranks())
+    found = sum(size for size, _ in kept.values()) / 2
+    assert found <= tokens * moh.saved(sizes) <= 1.125 * found
