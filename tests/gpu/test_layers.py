@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import CollaborativeHeads, TalkingHeads
 
 KHAS = {
     "linear": KHAConfig(query="linear", key="linear", value="linear"),
     "mlp": KHAConfig(value="mlp"),
     "gate": KHAConfig(value="gate"),
     "mixed": KHAConfig(query="linear", key="gate", value="mlp"),
+    "talking": KHAConfig(value="mlp", talking=TalkingHeads()),
+    "collaborative": KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=64)),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = {"bf16": 2**-8, "fp16": 2**-11}
