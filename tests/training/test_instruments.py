@@ -21,16 +21,26 @@ pretrain.run(0.0)
 """
 """The entry point, with a W&B that prints what it is given."""
 
-PLACES = {
-    "kha-head-cosine/value",
-    "kha-head-cosine/value-unknocked",
-    "kha-gate-openness/value",
-    "kha-gate-spread/value",
-} | {
-    f"kha-{kind}/value-{matrix}"
-    for kind in ("diagonal-mean", "off-diagonal-share", "distance", "grad-norm")
-    for matrix in ("up", "gate", "down")
-}
+HEADS = 8
+PLACES = (
+    {
+        "kha-head-cosine/value",
+        "kha-head-cosine/value-unknocked",
+        "kha-gate-openness/value",
+        "kha-gate-spread/value",
+        "kha-gate-score/output",
+        "kha-gate-shut/output",
+        "kha-attention-sink/mean",
+        "kha-hidden-peak/value",
+        "kha-hidden-peak/feature",
+    }
+    | {f"kha-attention-sink/head-{head}" for head in range(HEADS)}
+    | {
+        f"kha-{kind}/value-{matrix}"
+        for kind in ("diagonal-mean", "off-diagonal-share", "distance", "grad-norm")
+        for matrix in ("up", "gate", "down")
+    }
+)
 
 
 def scalars(folder):
@@ -46,7 +56,7 @@ def scalars(folder):
 
 
 def test_all_layers_of_all_stages_reach_both_writers_and_training_is_the_same(corpus, tmp_path):
-    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, "--kha-preset", "kha_mlp"]
+    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, "--kha-preset", "kha_mlp_gate_output"]
     words += ["--pipeline-model-parallel-size", "2"]
     watching = ["--kha-log-interval", "3", "--wandb-project", "knocks", "--wandb-exp-name", "one"]
     watching += ["--wandb-save-dir", str(tmp_path / "wandb")]
