@@ -3,6 +3,7 @@
 import json
 import logging
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -188,9 +189,16 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("base", ["qwen3", "llama, llama3 rope"])
-@pytest.mark.parametrize("case", EXACT)
+def starts():
+    """Every gate in every dtype on both; ``make test`` takes each of them once, and one always."""
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    for case, base, dtype in product(EXACT, ("qwen3", "llama, llama3 rope"), dtypes):
+        quick = case == "output" or (base == "qwen3" and dtype is torch.bfloat16)
+        marks = () if quick else pytest.mark.whole
+        yield pytest.param(case, base, dtype, marks=marks, id=f"{case}-{base}-{dtype}")
+
+
+@pytest.mark.parametrize(("case", "base", "dtype"), list(starts()))
 def test_a_gated_model_begins_as_the_pretrained_one(tmp_path, case, base, dtype):
     """Bit for bit; with a stock class where one has the gate, with ours otherwise."""
     model = make(CONFIGS[base]).to(dtype)
@@ -330,9 +338,7 @@ def test_what_fits_a_stock_class(ranks, tmp_path, case):
         at_once = model(words).logits
     for found in (at_once, in_two_steps(model, words)):
         torch.testing.assert_close(found, expected[..., : found.shape[-1]], rtol=0, atol=1e-5)
-    verification = Pair.open(tmp_path / "save", tmp_path / "hf").verify()
-    assert verification.agrees
-    assert verification.logits.max_difference < 1e-5
+    assert Pair.open(tmp_path / "save", tmp_path / "hf").verify(logits=False).agrees
 
 
 def test_what_no_stock_class_has_is_refused_by_name(stock):
