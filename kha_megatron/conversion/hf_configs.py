@@ -288,6 +288,10 @@ def _described(family: Family, raw: Mapping[str, Any]) -> Architecture:
         if name in HF_KEYS and ROWS[name].kind is int and is_none:
             raise unsupported(HF_KEYS[name], value, "only a whole number")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
+    epsilon = fields["layernorm_epsilon"]  # by an alias, transformers does not look at its kind
+    if type(epsilon) not in (int, float):
+        raise unsupported(HF_KEYS["layernorm_epsilon"], epsilon, "only a number")
+    fields["layernorm_epsilon"] = float(epsilon)
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     kha = KHAConfig.recorded(raw) or KHAConfig()
     if gate := family.gate.of(config):
