@@ -25,7 +25,9 @@ PLUG_IN: Symbols = MappingProxyType(
         "megatron.core.tensor_parallel.mappings:all_gather_last_dim_from_tensor_parallel_region": (
             "group"
         ),
-        "megatron.core.tensor_parallel:ColumnParallelLinear": "input_size output_size tp_group",
+        "megatron.core.tensor_parallel:ColumnParallelLinear": (
+            "input_size output_size init_method tp_group"
+        ),
         "megatron.core.tensor_parallel:all_to_all_hp2sp": "group",
         "megatron.core.tensor_parallel:all_to_all_sp2hp": "group",
         "megatron.core.tensor_parallel:copy_to_tensor_model_parallel_region": "group",
