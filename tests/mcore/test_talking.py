@@ -201,6 +201,28 @@ def test_a_layer_refuses(ranks, talking, overrides, words):
     assert re.search(words, ranks(refusal, 1, kha, overrides, 7)[0])
 
 
+def other_engines(kha):
+    """What a layer says to packed sequences and to dynamic batching."""
+    layer, _ = sharded_layer.build(kha, 1, False, 7, {})
+    said = []
+    for attend, options in (
+        (layer.core_attention, {"packed_seq_params": object()}),
+        (layer.flash_decode_and_prefill, {}),
+    ):
+        try:
+            attend(None, None, None, None, **options)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_packed_sequences_and_dynamic_batches_are_refused(ranks):
+    packed, dynamic = ranks(other_engines, 1, BOTH)[0]
+    assert "packed sequences with talking heads" in packed
+    assert "talking with dynamic batching" in dynamic
+    assert "static batch" in dynamic
+
+
 def test_longer_sequences_are_refused_before_anything_is_built():
     kha = KHAConfig(talking=TalkingHeads())
     with pytest.raises(ConfigError, match=r"4096 tokens, more than talking.max_tokens=2048"):

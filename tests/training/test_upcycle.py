@@ -74,6 +74,15 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     assert history[1] == losses(tmp_path / "stock")[1]
     assert history[2] != losses(tmp_path / "stock")[2]
 
+    # heads begin to talk, as if they did not
+    talking = ["--heads", "talking", "--exit-interval", "2", *tensorboard("talking")]
+    talking += ["--kha-upcycle", "--pretrained-checkpoint", str(plain)]
+    ended = start(["--device", "cpu", *words, *talking])
+    assert ended.codes == [0], ended.output[-4000:]
+    history = losses(tmp_path / "talking")
+    assert history[1] == losses(tmp_path / "stock")[1]
+    assert history[2] != losses(tmp_path / "stock")[2]
+
     said = f"kha_megatron: a new run with the weights of {base.path}; the shared matrices start"
     assert [ended.output.count(said) for ended in (first, second)] == [1, 0]
     expected, history = losses(tmp_path / "stock"), losses(tmp_path / "first")
