@@ -5,6 +5,7 @@ import logging
 from copy import deepcopy
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Gate
 from tests.conversion.checkpoints import save_and_run, tokens
+from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, SIZES, make
 from tests.conversion.models import tokens as ids
 from tests.versions import needs_training_package
@@ -362,3 +364,20 @@ def test_what_no_stock_class_has_is_refused_by_name(stock):
         model = from_arguments(held | args, KHAConfig.recorded(held), 56)
         with pytest.raises(CheckpointError, match=f"qwen3_next cannot express {message}"):
             to_hf_config(model, "qwen3_next")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.whole)])
+def test_megatron_begins_as_before_too(ranks, tmp_path, dtype):
+    """Gates at three positions beside a knock, on two ranks."""
+    needs_training_package()
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "stock")
+    kha = KHAConfig(value="mlp", gate=Gate(output="element", value="head", dense="element"))
+    to_megatron.plan(tmp_path / "stock", dtype=dtype, divisible_by=8).write(tmp_path / "plain")
+    planned = to_megatron.plan(tmp_path / "stock", upcycle=kha, dtype=dtype, divisible_by=8)
+    planned.write(tmp_path / "gated")
+    plain, gated = (
+        ranks(load_and_run, 2, str(tmp_path / folder), ids().tolist(), TP2, dtype)[-1]
+        for folder in ("plain", "gated")
+    )
+    assert np.array_equal(plain, gated)
+    assert len(np.unique(plain.argmax(-1))) > 3
