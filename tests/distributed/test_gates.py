@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.distributed.test_parallelism import (
     SELECTIVE,
     ZERO,
     case,
+    megatron_fsdp_losses,
     mutated,
     unsharded,  # noqa: F401  # a fixture
 )
@@ -96,6 +98,14 @@ def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, case):  #
         parallelism_table(str(case), str(kha), float(found[where]), where)
         wrong = {name: e for name, e in found.items() if not e <= FP32}
         assert not wrong, f"{kha}: {wrong}"
+
+
+@pytest.mark.parametrize("kha", BOTH, ids=str)
+def test_megatron_fsdp_shards_and_gathers_what_reads_the_input(ranks, kha):
+    """What of it runs without a GPU: every weight in shards, and a forward pass."""
+    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
+    for plain, sharded in ranks(megatron_fsdp_losses, 2, kha):
+        np.testing.assert_array_equal(plain, sharded)
 
 
 def with_the_rule_of_knocking_heads():

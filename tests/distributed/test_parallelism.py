@@ -313,7 +313,7 @@ def test_megatron_fsdp_equals_the_unsharded_run(gpu_ranks):
     assert not wrong
 
 
-def megatron_fsdp_losses():
+def megatron_fsdp_losses(kha=MIXED):
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
@@ -321,7 +321,7 @@ def megatron_fsdp_losses():
 
     models.initialize()
     config = models.transformer_config()
-    model = models.gpt_model(config, MIXED)
+    model = models.gpt_model(config, kha)
     tokens, positions, mask = models.batch()
     with torch.no_grad():
         plain = model(tokens, positions, mask, labels=tokens)
