@@ -1,5 +1,6 @@
 """``kha-megatron quickstart``: the whole product once, on this machine's CPU."""
 
+import argparse
 import itertools
 import json
 import shutil
@@ -86,7 +87,12 @@ def quickstart(
     written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
-    inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
+    kha = recipe.run_for(megatron or []).kha
+    if kha.variants and not kha.others:
+        inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
+    else:  # what other mechanisms do shows on a text: a file of those that it was trained on
+        text = Path(argparse.__file__)
+        inspect(output / "hf", output / "pictures", text=text, overwrite=True)
     plots.loss_curve(history, output / "pictures" / "loss.png")
 
     summary = _summary(output, history, trained, written, verification)

@@ -112,6 +112,8 @@ def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F
             assert stream.read(8) == b"\x89PNG\r\n\x1a\n"
     with open(summary["files"]["log"]) as log:
         assert f"knocks {knocks} in 2 of 2 layers" in log.read()
+    assert (output / "pictures/attention.png").exists() == bool(variant)
+    assert ("gate-score" in done.stdout) == bool(variant)
     gate = json.loads((output / "hf/config.json").read_text()).get("kha_gate", {})
     assert gate.get("output") == ("element" if variant else None)
     assert "the model continues 'def main('" in done.stdout
