@@ -142,6 +142,7 @@ def test_gradients_that_accumulate_are_summed_once(runs):
     [
         *((kha, {}) for kha in ({}, {"value": "mlp"}, every_projection("linear"), MIXED)),
         *FAMILY.values(),
+        *((kha, sizes) for name, (kha, sizes, _) in CASES.items() if "kha_talking" not in sizes),
     ],
 )
 def test_the_plan_names_what_this_model_has(kha, sizes):
