@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
+    ColumnParallelMapping,
     GatedMLPMapping,
     MegatronParamMapping,
     QKVMapping,
@@ -16,10 +17,10 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 from torch import Tensor, nn
 
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.packing import Vocabulary
-from kha_megatron.conversion.table import OUTPUT_LAYER, Row, places
-from kha_megatron.heads import HeadTensor
+from kha_megatron.conversion.packing import HeadParameter, QKVRows, Vocabulary
+from kha_megatron.conversion.table import OUTPUT_LAYER, Row, head_row, places
 from kha_megatron.hf import KHAModelConfig
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
@@ -70,33 +71,57 @@ class VocabularyMapping(AutoMapping):
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
 
 
-class SharedMatricesMapping(MegatronParamMapping[dict[str, Tensor]]):
-    """``[n, D, D]``, ``x @ W``, on every rank: each matrix is an ``nn.Linear``'s weight there.
+class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
+    """As the table packs it: a parameter of a mechanism of the heads, or ``linear_qkv`` with the
+    rows of one.
 
     Args:
-        megatron_param: the stacked parameter.
-        hf_param: Hugging Face names of the matrices, in the order in which they are stacked.
+        megatron_param: the parameter.
+        hf_param: Hugging Face names of its tensors, in the order of the packing.
+        row: its row of the table.
+        model: of which sizes.
     """
 
-    def __init__(self, megatron_param: str, hf_param: dict[str, str]) -> None:
+    def __init__(
+        self, megatron_param: str, hf_param: dict[str, str], row: Row, model: Architecture
+    ) -> None:
         super().__init__(megatron_param, hf_param)
-        self._replicated = ReplicatedMapping(megatron_param, megatron_param)
+        self._row, self._model = row, model
+        # Megatron's one projection and our modules, of which Bridge knows nothing
+        self._cut = ColumnParallelMapping(megatron_param, megatron_param)
+        self._whole = ReplicatedMapping(megatron_param, megatron_param)
+
+    @property
+    def _over_ranks(self) -> MegatronParamMapping[Tensor]:
+        """How tensor-parallel ranks have it: cut by heads, or each all of it."""
+        packing = self._row.packing
+        if isinstance(packing, HeadParameter) and packing.tensor.ranks(self.tp_size) == 1:
+            return self._whole
+        return self._cut
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        """Transpose and stack, the same on every rank."""
-        stacked = torch.stack([hf_weights[matrix].T for matrix in self.hf_param])
-        return self._replicated.hf_to_megatron(stacked, megatron_module)
+        """This rank's part of the tensors together."""
+        parts = [hf_weights[name] for name in self.hf_param]
+        whole = torch.cat(self._row.packing.join(parts, self._model))
+        return self._over_ranks.hf_to_megatron(whole, megatron_module)
 
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Each matrix, transposed, by its name."""
-        found = self._replicated.megatron_to_hf(megatron_weights, megatron_module)
+        """Each tensor by its name; rows that only fill a group up are left out."""
+        found = self._over_ranks.megatron_to_hf(megatron_weights, megatron_module)
         return {
-            name: weight.T.contiguous()
-            for stacked in found.values()
-            for name, weight in zip(self.hf_param.values(), stacked, strict=True)
+            name: part.contiguous()
+            for whole in found.values()
+            for name, part in zip(
+                self.hf_param.values(), self._row.packing.split(whole, self._model), strict=True
+            )
         }
+
+    def resolve(self, captures: tuple[str, ...]) -> "PackedMapping":
+        """This mapping of one layer."""
+        ours, theirs = self._resolve_names(captures)
+        return type(self)(ours, theirs, self._row, self._model)
 
 
 def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
@@ -108,13 +133,27 @@ def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
             only) leaves those tensors out.
     """
     found: list[MegatronParamMapping[Any]] = []
+    model = None if config is None else from_hf_config(config.to_dict())
     for row, layer, _ in _PLACES:
-        if not isinstance(row.packing, Vocabulary):
+        if isinstance(row.packing, QKVRows) and model is not None and not _is_plain(model):
+            found.append(_packed(row, model))
+        elif not isinstance(row.packing, Vocabulary):
             found += _of_row(row, layer is not None)
         elif config is not None and not (config.tie_word_embeddings and row is OUTPUT_LAYER):
             found.append(VocabularyMapping(row.names[0], row.packing.name, config.vocab_size))
-    heads = () if config is None else config.kha.tensors(config.head_sizes)
-    return [*found, *map(_matrices, heads)]
+    if model is None:
+        return found
+    return [*found, *(_packed(head_row(tensor), model) for tensor in model.head_tensors)]
+
+
+def _is_plain(model: Architecture) -> bool:
+    """Whether ``linear_qkv`` has queries, keys and values, and nothing else."""
+    return list(model.qkv.parts) == list(_EVERYTHING.qkv.parts)
+
+
+def _packed(row: Row, model: Architecture) -> PackedMapping:
+    names = {name: HF + name for name in row.packing.names(model)}
+    return PackedMapping(MEGATRON + row.names[0], names, row, model)
 
 
 def _of_row(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
@@ -128,10 +167,3 @@ def _of_row(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
     bare = row.names[0].endswith("gate_weight")
     kind = ReplicatedMapping if bare else _KINDS[len(parts) - 1]
     return [kind(key, *(theirs + part for part in parts)) for key in keys]
-
-
-def _matrices(tensor: HeadTensor) -> SharedMatricesMapping:
-    names = [HF + name for name in tensor.hf_names]
-    return SharedMatricesMapping(
-        MEGATRON + tensor.key, dict(zip(tensor.matrices, names, strict=True))
-    )

@@ -8,18 +8,25 @@ or ``AutoBridge.from_hf_pretrained(folder).to_megatron_provider()`` after ``brid
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 from kha_megatron.bridge.imports import bridge_imports
 from kha_megatron.bridge.provider_fields import kha_of
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import KHAConfig, mechanism_types
 
 with bridge_imports():
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.utils.instantiate_utils import target_allowlist
     from torch.nn.functional import silu
 
+    from kha_megatron.mcore.added_loss import LossScale
     from kha_megatron.mcore.specs import Spec, kha_layer_spec
+
+_Mechanisms: Any = make_dataclass(
+    "_Mechanisms", [(f"kha_{name}", dict | None, None) for name in mechanism_types()]
+)
+"""One field for each mechanism of the heads beside the knock."""
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
@@ -34,12 +41,14 @@ def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = Non
 
 
 @dataclass
-class KHAModelProvider(GPTModelProvider):
-    """A ``GPTModelProvider`` whose self-attention knocks.
+class KHAModelProvider(_Mechanisms, GPTModelProvider):
+    """A ``GPTModelProvider`` whose self-attention knocks, or has another mechanism of the heads.
 
     The defaults are those of the paper's models; the sizes have none. What is knocked is said in
     plain words, so that recipes can override it (``model.kha_value=mlp``) and ``run_config.yaml``
-    holds it. ``transformer_impl`` chooses Transformer Engine or local modules.
+    holds it. The other mechanisms are objects of their settings, or None: ``kha_gate``, ``kha_moh``
+    and so on (``model.kha_gate={output:element}``); Megatron's own output gate is
+    ``attention_output_gate``. ``transformer_impl`` chooses Transformer Engine or local modules.
 
     Raises:
         ConfigError: from :meth:`finalize`, for a word that is no variant.
@@ -78,6 +87,7 @@ class KHAModelProvider(GPTModelProvider):
         super().finalize()
 
 
-# Bridge builds what a checkpoint's run_config.yaml names, if it is on this list
-for target in (KHAModelProvider, knocking_layer_spec):
+# Bridge builds what a checkpoint's run_config.yaml names, if it is on this list; the scale of an
+# added loss is there because a model with one leaves it in its provider
+for target in (KHAModelProvider, knocking_layer_spec, LossScale):
     target_allowlist.add_exact(f"{target.__module__}.{target.__name__}")

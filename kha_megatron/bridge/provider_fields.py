@@ -43,7 +43,6 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
         ("rope_parameters", model.scaling),
         ("kha_attention", model.kha.attention),
         ("kv_lora_rank", model.multi_latent_attention or None),
-        *((f"kha_{mechanism.name}", mechanism) for mechanism in model.kha.others),
     ):
         if value is not None:
             raise CheckpointError(

@@ -46,8 +46,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "softmax": _EXPERTS | {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"},
     "presoftmax": _EXPERTS | {"kha_value": "linear", "norm_topk_prob": False},
+    "gated": {"kha_value": "mlp", "kha_gate": {"output": "element"}},
+    "gated_heads": {
+        "kha_gate": {"output": "head", "value": "head", "dense": "element"},
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+    },
+    "gated_alike": {"kha_gate": {"output": "shared", "value": "head", "reads_input": False}},
+    "moh": {"kha_value": "linear", "kha_moh": {"shared": 1, "active": [2, 3, 1, 2]}},
+    "talking": {"kha_talking": {}},
+    "collaborative": {"kha_collaborative": {"dim": 14}, "kha_gate": {"value": "element"}},
 }
-"""Every variant, layout and router, by a name."""
+"""Every variant, layout, router and mechanism of the heads, by a name."""
 
 
 def hf_config(**overrides: Any) -> KHAModelConfig:

@@ -68,6 +68,13 @@ def refusal(folder, overrides):
             f"without moe_router_enable_expert_bias, and not zero: model.layers.1.{BIAS}",
         ),
         ("baseline", {"hidden_act": "relu"}, {}, "hidden_act='relu'"),
+        ("moh", {}, {"kha_moh": None}, "kha_moh None against {'shared': 1, "),
+        (
+            "gated_heads",
+            {"drop": ["model.layers.3.self_attn.gate_value.bias"]},
+            {},
+            "missing in the folder: model.layers.3.self_attn.gate_value.bias",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -130,11 +137,20 @@ def through_a_checkpoint(folder, megatron, target, config_only):
 
 
 @pytest.mark.parametrize("config_only", [False, True])
-def test_through_a_megatron_checkpoint(bridge_ranks, folders, tmp_path, config_only):
+@pytest.mark.parametrize(
+    ("name", "kha"),
+    [
+        ("sigmoid", "value=mlp"),
+        ("gated", "value=mlp gate(output=element)"),
+        ("moh", "value=linear moh(shared=1, active=(2, 3, 1, 2))"),
+    ],
+)
+def test_through_a_megatron_checkpoint(bridge_ranks, folders, tmp_path, name, kha, config_only):
+    """A loss of its own leaves its scale in the configuration, which is written with it."""
     target, megatron = str(tmp_path / "out"), str(tmp_path / "megatron")
-    source = folders["sigmoid"]
+    source = folders[name]
     built = bridge_ranks(through_a_checkpoint, 1, source, megatron, target, config_only)[0]
-    assert built == ("KHAModelProvider", "value=mlp")
+    assert built == ("KHAModelProvider", kha)
     before, after = cases.tensors(source), cases.tensors(target)
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())

@@ -37,6 +37,10 @@ def provider(fields, **overrides):
         kha_value: str | None = None
         kha_init: str = "identity"
         kha_init_seed: int = 1234
+        kha_gate: dict | None = None
+        kha_moh: dict | None = None
+        kha_talking: dict | None = None
+        kha_collaborative: dict | None = None
 
     same = {
         "normalization": "RMSNorm",

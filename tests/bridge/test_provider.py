@@ -4,6 +4,8 @@ import pytest
 
 from tests.bridge import cases
 
+HEADS = ("knock_query", "knock_value", "gate_value", "moh_router")
+
 
 def loss_and_gradients():
     """One step of a provider's own model, as a recipe would build it: no folder involved."""
@@ -21,6 +23,8 @@ def loss_and_gradients():
         vocab_size=51,
         kha_query="linear",
         kha_value="mlp",
+        kha_gate={"value": "shared"},
+        kha_moh={"shared": 1, "active": 3},
         **cases.LOCAL,
     )
     with cases.quiet():
@@ -33,13 +37,12 @@ def loss_and_gradients():
     return {
         name: bool(parameter.grad.abs().sum() > 0)
         for name, parameter in model.named_parameters()
-        if "knock_" in name
+        if name.rsplit(".", 2)[1] in HEADS
     }
 
 
 def test_a_provider_trains(bridge_ranks):
-    knocks = ("knock_query", "knock_value")
-    names = [f"decoder.layers.{i}.self_attention.{k}.weight" for i in (0, 1) for k in knocks]
+    names = [f"decoder.layers.{i}.self_attention.{k}.weight" for i in (0, 1) for k in HEADS]
     assert bridge_ranks(loss_and_gradients, 1)[0] == dict.fromkeys(names, True)
 
 
@@ -67,7 +70,8 @@ def recipe(file):
     sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "kv_channels": 10}
     cfg.model = KHAModelProvider(**sizes, kha_value="mlp", **cases.LOCAL)
     with cases.quiet():
-        cfg = process_config_with_overrides(cfg, cli_overrides=["model.kha_query=linear"])
+        words = ["model.kha_query=linear", "model.kha_moh={shared:1,active:2}"]
+        cfg = process_config_with_overrides(cfg, cli_overrides=words)
         runtime_config_update(cfg)
         cfg.to_yaml(file)
         read = ConfigContainer.from_yaml(file)
@@ -76,4 +80,4 @@ def recipe(file):
 
 def test_a_recipe_takes_the_provider(bridge_ranks, tmp_path):
     found = bridge_ranks(recipe, 1, str(tmp_path / "run_config.yaml"))[0]
-    assert found == ("KHAModelProvider", *["query=linear value=mlp"] * 2)
+    assert found == ("KHAModelProvider", *["query=linear value=mlp moh(shared=1, active=2)"] * 2)
