@@ -13,22 +13,19 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
-from tests.distributed.parallelism import train
-from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import (
     FOLDABLE,
-    FP32,
     FULL,
     LATENT,
     OVERLAP_ALL,
     SELECTIVE,
     ZERO,
     case,
+    check_case,
     megatron_fsdp_losses,
     mutated,
     unsharded,  # noqa: F401  # a fixture
 )
-from tests.versions import needs_attention_family, needs_fsdp2
 
 OUTPUT = KHAConfig(value="mlp", gate=Gate(output="element"))
 """Beside Megatron's own gate, which its flag makes it apply itself."""
@@ -87,17 +84,7 @@ def whole_cases():
     ids=str,
 )
 def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, case):  # noqa: F811
-    if case.fsdp:
-        needs_fsdp2()
-    if case.config == LATENT:
-        needs_attention_family()
-    results = ranks(train, case.layout.world, case, timeout=600)
-    for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
-        found = errors(quantities(got), want)
-        where = max(found, key=found.get)
-        parallelism_table(str(case), str(kha), float(found[where]), where)
-        wrong = {name: e for name, e in found.items() if not e <= FP32}
-        assert not wrong, f"{kha}: {wrong}"
+    check_case(ranks, unsharded, parallelism_table, case)
 
 
 @pytest.mark.parametrize("kha", BOTH, ids=str)

@@ -10,19 +10,17 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.moh import MixtureOfHeads
-from tests.distributed.parallelism import train
-from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import (
-    FP32,
     FULL,
     OVERLAP_ALL,
     SELECTIVE,
     ZERO,
     case,
+    check_case,
     mutated,
     unsharded,  # noqa: F401  # a fixture
 )
-from tests.versions import needs_added_losses, needs_fsdp2
+from tests.versions import needs_added_losses
 
 MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 """Each layer with another number of heads, so that one in a wrong place is seen."""
@@ -78,15 +76,7 @@ def whole_cases():
     ids=str,
 )
 def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, case):  # noqa: F811
-    if case.fsdp:
-        needs_fsdp2()
-    results = ranks(train, case.layout.world, case, timeout=600)
-    for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
-        found = errors(quantities(got), want)
-        where = max(found, key=found.get)
-        parallelism_table(str(case), str(kha), float(found[where]), where)
-        wrong = {name: e for name, e in found.items() if not e <= FP32}
-        assert not wrong, f"{kha}: {wrong}"
+    check_case(ranks, unsharded, parallelism_table, case)
 
 
 def with_the_load_of_each_context_parallel_rank():

@@ -21,8 +21,8 @@ from tests.hf.conftest import (
     make_model,
     tokens,
 )
+from tests.hf.generating import check_greedy, check_padding, check_pieces
 from tests.hf.test_attention import backend, rotary
-from tests.hf.test_generation import NEW, greedy
 from tests.hf.test_serving import SEQUENCES
 
 every_attention = pytest.mark.parametrize("name", FAMILY)
@@ -141,10 +141,7 @@ def test_the_cache_has_its_paper_size(name):
 @every_attention
 def test_greedy_with_and_without_cache_agree(name, cache):
     model = model_of(name, initializer_range=0.5, **MOE if name == "gla" else {})
-    ids = tokens()
-    without = greedy(model, ids, use_cache=False)
-    assert without[:, ids.shape[1] :].unique().numel() > 3, "a constant output proves nothing"
-    assert torch.equal(greedy(model, ids, cache_implementation=cache), without)
+    check_greedy(model, cache)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -152,42 +149,13 @@ def test_greedy_with_and_without_cache_agree(name, cache):
 def test_logits_with_a_cache_are_those_without(name, static):
     """In pieces of several tokens; padding on the left of one sequence changes nothing either."""
     model = model_of(name)
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    if static:
-        cache = StaticCache(config=model.config, max_cache_len=12)
-    parts, start = [], 0
-    with torch.no_grad():
-        alone = [model(ids[:1, 3:]).logits[0], model(ids[1:]).logits[0]]
-        for length in (5, 3, 1):
-            end = start + length
-            parts.append(
-                model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end],
-                    past_key_values=cache,
-                ).logits
-            )
-            start = end
-    expected = torch.cat(alone)
-    assert expected.std(dim=0).mean() > 0.3
-    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected, rtol=1e-5, atol=2e-5)
+    check_pieces(model, static, (5, 3, 1))
 
 
 @every_attention
 def test_generation_with_padding_on_the_left(name):
     model = model_of(name, initializer_range=0.5)
-    short, long = (tokens(1, length).clamp(min=1) for length in (4, 7))  # 0 would be padding
-    padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
-    mask = torch.ones_like(padded)
-    mask[0, :3] = 0
-    together = greedy(model, padded, attention_mask=mask)[:, -NEW:]
-    alone = [greedy(model, ids)[0, -NEW:] for ids in (short, long)]
-    assert torch.equal(together, torch.stack(alone))
+    check_padding(model)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
@@ -21,7 +21,7 @@ from tests.hf.conftest import (
     make_model,
     tokens,
 )
-from tests.hf.test_generation import NEW, greedy
+from tests.hf.generating import check_greedy, check_padding, check_pieces
 from tests.hf.test_serving import SEQUENCES
 
 HEADS = {"output": 6, "query": 6, "key": 3, "value": 3}
@@ -116,10 +116,7 @@ def test_gates_stand_before_qk_norm():
 @every_use
 def test_greedy_with_and_without_cache_agree(gate, cache):
     model = gated_model(gate, initializer_range=0.5)
-    ids = tokens()
-    without = greedy(model, ids, use_cache=False)
-    assert without[:, ids.shape[1] :].unique().numel() > 3, "a constant output proves nothing"
-    assert torch.equal(greedy(model, ids, cache_implementation=cache), without)
+    check_greedy(model, cache)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -127,29 +124,7 @@ def test_greedy_with_and_without_cache_agree(gate, cache):
 def test_logits_with_a_cache_are_those_without(gate, static):
     """In pieces, down to one token; padding on the left of one sequence changes nothing either."""
     model = gated_model(gate, **MOE)
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    if static:
-        cache = StaticCache(config=model.config, max_cache_len=12)
-    parts, start = [], 0
-    with torch.no_grad():
-        alone = [model(ids[:1, 3:]).logits[0], model(ids[1:]).logits[0]]
-        for length in (5, 2, 1, 1):
-            end = start + length
-            parts.append(
-                model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end],
-                    past_key_values=cache,
-                ).logits
-            )
-            start = end
-    expected = torch.cat(alone)
-    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected, rtol=1e-5, atol=2e-5)
+    check_pieces(model, static)
 
 
 def test_the_cache_holds_gated_keys_and_values():
@@ -166,12 +141,7 @@ def test_the_cache_holds_gated_keys_and_values():
 
 def test_generation_with_padding_on_the_left():
     model = gated_model(CASES["everywhere"], initializer_range=0.5)
-    short, long = (tokens(1, length).clamp(min=1) for length in (4, 7))
-    padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
-    mask = (padded != 0).long()
-    together = greedy(model, padded, attention_mask=mask)[:, -NEW:]
-    alone = [greedy(model, ids)[0, -NEW:] for ids in (short, long)]
-    assert torch.equal(together, torch.stack(alone))
+    check_padding(model)
 
 
 @every_use

@@ -15,27 +15,16 @@ from tests.hf.conftest import (
     make_model,
     tokens,
 )
+from tests.hf.generating import NEW, check_greedy, greedy
 
-NEW = 6
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
-
-
-def greedy(model, ids, **settings):
-    # No end token: every sequence runs to its full length.
-    return model.generate(
-        ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **settings
-    )
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
 def test_greedy_with_and_without_cache_agree(moe, cache):
     model = make_model(MIXED, initializer_range=0.5, **moe)
-    ids = tokens()
-    without = greedy(model, ids, use_cache=False)
-    assert without.shape == (2, ids.shape[1] + NEW)
-    assert without[:, ids.shape[1] :].unique().numel() > 3, "a constant output proves nothing"
-    assert torch.equal(greedy(model, ids, cache_implementation=cache), without)
+    check_greedy(model, cache)
 
 
 def test_padding_on_the_left_changes_nothing():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
@@ -20,7 +20,7 @@ from tests.hf.conftest import (
     make_model,
     tokens,
 )
-from tests.hf.test_generation import NEW, greedy
+from tests.hf.generating import check_greedy, check_padding, check_pieces
 
 ROUTED = {"shared": 2, "active": 2}
 MIXTURES = {
@@ -130,10 +130,7 @@ def test_collaborative_heads_equal_the_oracle(use_qk_norm):
 @every_case
 def test_greedy_with_and_without_cache_agree(name, cache):
     model = model_of(name, initializer_range=0.5)
-    ids = tokens()
-    without = greedy(model, ids, use_cache=False)
-    assert without[:, ids.shape[1] :].unique().numel() > 3, "a constant output proves nothing"
-    assert torch.equal(greedy(model, ids, cache_implementation=cache), without)
+    check_greedy(model, cache)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -141,39 +138,13 @@ def test_greedy_with_and_without_cache_agree(name, cache):
 def test_logits_with_a_cache_are_those_without(name, static):
     """In pieces, down to one token; padding on the left of one sequence changes nothing either."""
     model = model_of(name, **MOE)
-    ids = tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    if static:
-        cache = StaticCache(config=model.config, max_cache_len=12)
-    parts, start = [], 0
-    with torch.no_grad():
-        alone = [model(ids[:1, 3:]).logits[0], model(ids[1:]).logits[0]]
-        for length in (5, 2, 1, 1):
-            end = start + length
-            parts.append(
-                model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end],
-                    past_key_values=cache,
-                ).logits
-            )
-            start = end
-    expected = torch.cat(alone)
-    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected, rtol=1e-5, atol=2e-5)
+    check_pieces(model, static)
 
 
 @every_case
 def test_generation_with_padding_on_the_left(name):
     model = model_of(name, initializer_range=0.5)
-    short, long = (tokens(1, length).clamp(min=1) for length in (4, 7))
-    padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
-    together = greedy(model, padded, attention_mask=(padded != 0).long())[:, -NEW:]
-    alone = [greedy(model, ids)[0, -NEW:] for ids in (short, long)]
-    assert torch.equal(together, torch.stack(alone))
+    check_padding(model)
 
 
 @every_case
