@@ -21,6 +21,7 @@ from torch import Tensor
 from kha_megatron.bridge.mappings import mappings
 from kha_megatron.bridge.provider import KHAModelProvider
 from kha_megatron.bridge.provider_fields import check_agreement, hf_config_of, provider_fields
+from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
@@ -93,6 +94,26 @@ class KHABridge(MegatronModelBridge):
         """Bridge's; tasks that were built before may come from another instance than this one."""
         self._look_at(megatron_model if isinstance(megatron_model, list) else [megatron_model])
         return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
+
+    def build_adapter_conversion_tasks(
+        self, megatron_model: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, list[Any]]:
+        """Bridge's, which knows how to cut what adapts queries, keys and values only.
+
+        Raises:
+            CheckpointError: an adapter on a ``linear_qkv`` that has other rows.
+        """
+        models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        config = unwrap_model(models)[0].config
+        parts = list(from_hf_config(hf_config_of(config).to_dict()).qkv.parts)
+        tasks = super().build_adapter_conversion_tasks(models, *args, **kwargs)
+        adapted = next((name for name in tasks if "linear_qkv" in name), None)
+        if adapted and parts != ["query", "key", "value"]:
+            raise CheckpointError(
+                f"an adapter on {adapted}, whose rows are {', '.join(parts)}: Megatron-Bridge cuts "
+                "adapters of query, key, value only: leave linear_qkv out of its target_modules"
+            )
+        return tasks
 
     def _look_at(self, megatron_model: list[Any]) -> Any:
         config = unwrap_model(megatron_model)[0].config

@@ -158,3 +158,28 @@ def test_through_a_megatron_checkpoint(bridge_ranks, folders, tmp_path, name, kh
     for config in configs:
         config.pop("transformers_version")
     assert {k: v for k, v in configs[1].items() if configs[0].get(k) != v} == {}
+
+
+def adapted(folder, target):
+    """Export a model whose ``linear_qkv`` has adapters that add nothing yet; or why not."""
+    auto, model = cases.build(folder, "local")
+    from megatron.bridge.peft.lora import LoRA
+
+    with cases.quiet():
+        model = LoRA(target_modules=["linear_qkv"], dim=2)(model, training=True)
+    try:
+        cases.write(auto, model, target)
+    except CheckpointError as refused:
+        return str(refused)
+    return None
+
+
+def test_adapters_of_other_rows_than_qkv_are_refused(bridge_ranks, folders, tmp_path):
+    """Bridge cuts an adapter only where it finds three parts, by their names."""
+    out = str(tmp_path / "out")
+    assert bridge_ranks(adapted, 1, folders["tied"], out)[0] is None
+    before, after = cases.tensors(folders["tied"]), cases.tensors(out)
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    message = bridge_ranks(adapted, 1, folders["gated"], str(tmp_path / "none"))[0]
+    assert "linear_qkv" in message
+    assert "rows are query, gate_output, key, value" in message
