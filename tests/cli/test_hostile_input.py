@@ -162,6 +162,12 @@ cli.main()
 """
 
 
+def as_from_a_terminal():
+    """With signals as they are there: children ignore what `nohup` and background jobs do."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )
@@ -171,7 +177,7 @@ def test_a_terminated_command_leaves_nothing(tmp_path, number, code):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=as_from_a_terminal,
     )
     assert process.stdout.readline() == "ready\n"
     assert any(".partial-" in name for name in os.listdir(tmp_path))
