@@ -357,12 +357,8 @@ class KHAConfig:
         return tuple(r for mechanism in self.mechanisms for r in mechanism.rows(sizes))
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """How many parameters one layer gains, on each of ``tp`` tensor-parallel ranks.
-
-        Rows in the projection count without those that only fill it up (``model.qkv``).
-        """
-        rows = sum(r.size(sizes) for r in self.rows(sizes))
-        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
+        """How many parameters one layer gains, on each of ``tp`` tensor-parallel ranks."""
+        return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
 
     def flops(self, sizes: HeadSizes) -> int:
         """FLOPs of matrix products that one layer gains for a token in the forward pass.

@@ -178,10 +178,13 @@ class Mechanism(ABC):
         """What it has in the projection of queries, keys and values, in the order of the rows."""
         return ()
 
-    def parameters(self, sizes: HeadSizes) -> int:
-        """How many one layer has of it, over all ranks."""
+    def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
+        """How many one layer has of it, on each of ``tp`` tensor-parallel ranks.
+
+        Rows count without those that only fill up their group (``model.qkv``).
+        """
         rows = sum(row.size(sizes) for row in self.rows(sizes))
-        return sum(tensor.size for tensor in self.tensors(sizes)) + rows
+        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
 
     def flops(self, sizes: HeadSizes) -> int:
         """FLOPs of its matrix products for one token in one layer, forward."""

@@ -76,11 +76,6 @@ class TalkingHeads(Mechanism):
         """Nothing: both mixings begin at the identity."""
         return ()
 
-    @property
-    def is_exact_at_start(self) -> bool:
-        """Both mixings begin as the identity."""
-        return True
-
     def refusal(self, facts: HeadFacts) -> str | None:
         """Other kinds of attention, and sequences that are too long."""
         return super().refusal(facts) or self.too_long(facts.tokens)

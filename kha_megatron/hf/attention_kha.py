@@ -32,8 +32,9 @@ from kha_megatron.heads import HeadTensor, Mechanism
 from kha_megatron.heads.knock import PROJECTIONS, Variant
 from kha_megatron.heads.mechanism import Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.hf.head_ranks import Listener, ModelRanks
+from kha_megatron.hf.head_ranks import ModelRanks
 from kha_megatron.ops.heads import applied
+from kha_megatron.ops.heads.ranks import Listener
 from kha_megatron.ops.heads.talking import attend as talk
 
 CosSin = tuple[Tensor, Tensor]
@@ -183,6 +184,8 @@ class KHAHeads:
         """
         ranks, mechanisms = self._ranks(), []
         for mechanism, parameters in self.mechanisms:
+            if not mechanism.acts_at(stage):
+                continue
             weights = {tensor.name: getattr(self, tensor.hf)() for tensor in parameters}
             for tensor in parameters:
                 if tensor.per_head:

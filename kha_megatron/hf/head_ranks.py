@@ -1,15 +1,12 @@
 """What a head mechanism asks of the ranks over which transformers splits a model's heads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from kha_megatron.ops.heads.ranks import Ranks
-
-Listener = Callable[[str, Callable[[], Tensor]], None]
-"""Gets the name of a figure, and a function that computes it (``Ranks.observe``)."""
+from kha_megatron.ops.heads.ranks import Listener, Ranks
 
 
 class ModelRanks(Ranks):
@@ -20,7 +17,7 @@ class ModelRanks(Ranks):
 
     Args:
         split: a parameter that tensor parallelism splits with the heads, by which it is known.
-        listeners: who gets what a mechanism observes.
+        listeners: who gets what a mechanism observes (:mod:`kha_megatron.hf.instruments`).
     """
 
     def __init__(self, split: Any, listeners: Sequence[Listener] = ()) -> None:
@@ -49,11 +46,6 @@ class ModelRanks(Ranks):
         if self.mesh is None:
             return weight
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
-
-    def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
-        """For ``hf.instruments``, where it listens."""
-        for listener in self.listeners:
-            listener(name, figure)
 
     def _laid(self, x: Tensor, now: Any, then: Any) -> Tensor:
         placed = DTensor.from_local(x, self.mesh, [now], run_check=False)

@@ -14,10 +14,7 @@ from torch import Tensor
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.added_loss import LossScale, with_loss
 from kha_megatron.mcore.settings import training_arguments
-from kha_megatron.ops.heads.ranks import Ranks
-
-Listener = Callable[[str, Callable[[], Tensor]], None]
-"""Gets what a mechanism observes: ``Ranks.observe``."""
+from kha_megatron.ops.heads.ranks import Listener, Ranks
 
 
 class HeadRanks(Ranks):
@@ -44,7 +41,7 @@ class HeadRanks(Ranks):
         self.tp, self.cp = groups.tp, groups.cp
         self.is_training = is_training
         self.loss_scale = LossScale.of(config) if adds_loss else None
-        self.listeners: list[Listener] = []
+        self.listeners: list[Listener] = []  # the instruments, where there are any
 
     @property
     def trains(self) -> bool:
@@ -109,8 +106,3 @@ class HeadRanks(Ranks):
             loss = loss / self.cp.size()
         assert self.loss_scale is not None
         return with_loss(carrier, loss, self.loss_scale)
-
-    def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
-        """To the instruments, where there are any (:mod:`kha_megatron.mcore.instruments`)."""
-        for listener in self.listeners:
-            listener(name, figure)

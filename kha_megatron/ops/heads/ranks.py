@@ -1,8 +1,11 @@
 """What a mechanism's function asks of the ranks over which heads and tokens are spread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
+
+Listener = Callable[[str, Callable[[], Tensor]], None]
+"""Gets the name of a figure, and a function that computes it (:meth:`Ranks.observe`)."""
 
 
 class Ranks:
@@ -10,6 +13,9 @@ class Ranks:
 
     ``...`` are any leading dimensions, the tokens among them.
     """
+
+    listeners: Sequence[Listener] = ()
+    """Who draws figures, if anybody does."""
 
     @property
     def trains(self) -> bool:
@@ -62,3 +68,5 @@ class Ranks:
             figure: computes it, where somebody listens: one number ``[]``, a mean over the tokens
                 of this rank; or ``[heads]`` of all heads, drawn as ``kha-{name}/head-i/layer-L``.
         """
+        for listener in self.listeners:
+            listener(name, figure)
