@@ -117,3 +117,25 @@ def check_decoding_is_one_graph(model):
             ]
         runs.append(torch.cat(logits, 1))
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
+
+
+def check_checkpointing(make):
+    """Layers that run twice give the gradients of those that run once.
+
+    Args:
+        make: builds the model, from torch's random state.
+    """
+    ids, gradients = tokens(), []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model = make().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        runs = []
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        model(ids, labels=ids).loss.backward()
+        assert len(runs) == (2 if checkpointing else 1)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, recomputed = gradients
+    assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)

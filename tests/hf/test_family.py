@@ -16,6 +16,7 @@ from tests.hf.conftest import (
     MOE,
     SIZES,
     TOKENS,
+    check_checkpointing,
     check_decoding_is_one_graph,
     make_config,
     make_model,
@@ -189,21 +190,7 @@ def test_eager_gives_the_attention_weights(name):
 
 @every_attention
 def test_gradient_checkpointing_gives_the_same_gradients(name):
-    ids = tokens()
-    gradients = []
-    for checkpointing in (False, True):
-        torch.manual_seed(1)
-        model = model_of(name).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        runs = []
-        model.model.layers[0].self_attn.register_forward_hook(lambda *_, runs=runs: runs.append(1))
-        model(ids, labels=ids).loss.backward()
-        assert len(runs) == (2 if checkpointing else 1)
-        gradients.append({n: p.grad for n, p in model.named_parameters()})
-    plain, recomputed = gradients
-    assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
-    assert all(torch.equal(plain[n], recomputed[n]) for n in plain)
+    check_checkpointing(lambda: model_of(name))
 
 
 @every_attention

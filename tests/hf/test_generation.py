@@ -10,6 +10,7 @@ from kha_megatron.ops import fold
 from tests.hf.conftest import (
     MOE,
     SIZES,
+    check_checkpointing,
     check_decoding_is_one_graph,
     every_projection,
     make_model,
@@ -60,21 +61,7 @@ def test_cache_holds_the_knocked_value_and_a_step_knocks_one_token():
 
 @pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
 def test_gradient_checkpointing_gives_the_same_gradients(moe):
-    ids = tokens()
-    gradients = []
-    for checkpointing in (False, True):
-        torch.manual_seed(1)
-        model = make_model(MIXED, **moe).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        runs = []
-        model.model.layers[0].self_attn.register_forward_hook(lambda *_, runs=runs: runs.append(1))
-        model(ids, labels=ids).loss.backward()
-        assert len(runs) == (2 if checkpointing else 1)
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    plain, recomputed = gradients
-    assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    check_checkpointing(lambda: make_model(MIXED, **moe))
 
 
 def decoding_step(model, length: int) -> tuple[int, int]:

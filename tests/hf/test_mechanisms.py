@@ -15,6 +15,7 @@ from tests.hf.conftest import (
     MOE,
     SIZES,
     TOKENS,
+    check_checkpointing,
     check_decoding_is_one_graph,
     make_config,
     make_model,
@@ -164,17 +165,7 @@ def test_a_saved_folder_loads_to_the_same(name, tmp_path):
 
 @every_case
 def test_gradient_checkpointing_gives_the_same_gradients(name):
-    ids, gradients = tokens(), []
-    for checkpointing in (False, True):
-        torch.manual_seed(1)
-        model = model_of(name).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model(ids, labels=ids).loss.backward()
-        gradients.append({key: p.grad for key, p in model.named_parameters()})
-    plain, recomputed = gradients
-    assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
-    assert all(torch.equal(plain[key], recomputed[key]) for key in plain)
+    check_checkpointing(lambda: model_of(name))
 
 
 @every_case
