@@ -161,13 +161,19 @@ def transformer_engine(case: Case, data: Tensors) -> dict[str, Way | str]:
 
 def call(work: str, way: Way, data: Tensors) -> Callable[[], Any]:
     """Do the work in that way. The forward pass before a gradient alone is not timed."""
-    x = data.x.detach().requires_grad_()
+    x = data.x.detach().requires_grad_(work != "weight gradients")
     if work == "forward":
         return lambda: torch.no_grad()(way.knock)(x)
     if work == "forward + all gradients":
         return lambda: torch.autograd.grad(way.knock(x), [x, *way.weights], data.dy)
     leaves = [x] if work == "input gradient" else way.weights
-    return functools.partial(torch.autograd.grad, way.knock(x), leaves, data.dy, retain_graph=True)
+    # a kernel's backward pass computes every gradient that its forward pass was told of
+    for weight in way.weights:
+        weight.requires_grad_(work != "input gradient")
+    y = way.knock(x)
+    for weight in way.weights:
+        weight.requires_grad_()
+    return functools.partial(torch.autograd.grad, y, leaves, data.dy, retain_graph=True)
 
 
 def products(work: str, case: Case, data: Tensors) -> Callable[[], Any]:
@@ -207,6 +213,17 @@ def contenders(
     return calls, skipped
 
 
+def right(found: dict[str, float], case: Any) -> dict[str, float]:
+    """The errors of the kernels, by name.
+
+    Raises:
+        SystemExit: one is too large: what is wrong is not worth timing.
+    """
+    if not all(error < TOLERANCE[case.dtype] for error in found.values()):
+        sys.exit(f"error: the kernels are wrong for {case}: {found}")
+    return found
+
+
 def check(case: Case, data: Tensors) -> dict[str, float]:
     """Relative errors of the kernels against float64, on some of the tokens.
 
@@ -223,9 +240,7 @@ def check(case: Case, data: Tensors) -> dict[str, float]:
     got, want = results(fused.knock, case.dtype), results(knocking.knock, torch.float64)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
     found = dict(zip(("y", "dx", "dw"), errors, strict=True))
-    if not all(error < TOLERANCE[case.dtype] for error in errors):
-        sys.exit(f"error: the kernels are wrong for {case}: {found}")
-    return found
+    return right(found, case)
 
 
 def measure(case: Case, repetitions: int) -> list[dict[str, Any]]:
@@ -242,24 +257,33 @@ def measure(case: Case, repetitions: int) -> list[dict[str, Any]]:
     for work, moves in WORKS.items():
         size = moves * data.x.numel() * data.x.element_size()
         calls, skipped = contenders(work, size, case, data, ways)
-        times = interleaved(calls, case.device, repetitions=repetitions)
-        ours = times.get("kernels")
         results.append(
             {
                 "cell": f"{case}, {work}",
                 "case": str(case),
                 "work": work,
-                "bytes": size,
                 "relative_errors": errors,
                 "skipped": skipped,
-                "microseconds": {n: Spread.of([1e6 * s for s in t]) for n, t in times.items()},
-                "terabytes_per_second": {
-                    n: Spread.of([size / s / 1e12 for s in t]) for n, t in times.items()
-                },
-                "kernels_over": {n: ratios(ours, t) for n, t in times.items()} if ours else {},
+                **timed(calls, size, case.device, repetitions),
             }
         )
     return results
+
+
+def timed(
+    calls: dict[str, Callable[[], Any]], size: int, device: torch.device, repetitions: int
+) -> dict[str, Any]:
+    """The figures of a result: of work that must move ``size`` bytes, done by each contender."""
+    times = interleaved(calls, device, repetitions=repetitions)
+    ours = times.get("kernels")
+    return {
+        "bytes": size,
+        "microseconds": {n: Spread.of([1e6 * s for s in t]) for n, t in times.items()},
+        "terabytes_per_second": {
+            n: Spread.of([size / s / 1e12 for s in t]) for n, t in times.items()
+        },
+        "kernels_over": {n: ratios(ours, t) for n, t in times.items()} if ours else {},
+    }
 
 
 HEADER = ["case", "work", "contender", "µs", "TB/s", "kernels / contender"]

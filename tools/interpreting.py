@@ -1,5 +1,13 @@
 """Triton's interpreter, for kernels without a GPU."""
 
+import os
+
+
+def interpret() -> None:
+    """Let Triton interpret in this process, which must not have imported it yet."""
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks once, when it is imported
+    mend()
+
 
 def mend() -> None:
     """Make Triton's interpreter, in this process, run with today's numpy and not too slowly."""

@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.ops.fused import prologue_kernel
+from kha_megatron.ops.fused import prologue_kernel, trusts_prologue
 from kha_megatron.ops.prologue import PrologueSettings
+from kha_megatron.ops.verification import PrologueCase
 
 type _Rotary = Tensor | tuple[Tensor, Tensor] | None
 
@@ -46,6 +47,9 @@ _OPTIONS = {
 }
 """Fields of the configuration with which a layer is left to Megatron, and why."""
 
+_agreed: dict[tuple[PrologueCase, torch.distributed.ProcessGroup], bool] = {}
+"""Whether all tensor-parallel ranks trust the kernels."""
+
 
 class FusedPrologue(Attention):
     """Goes before Megatron's ``SelfAttention`` among the bases of a knocked attention.
@@ -54,7 +58,8 @@ class FusedPrologue(Attention):
     runs, and the first rank of each pipeline stage says why, once for each reason:
 
     - the kernels run here and have this dtype and head dim (``kha_megatron.ops.fused.refusal``),
-      and ``KHA_KERNELS`` does not say ``torch``;
+      ``KHA_KERNELS`` does not say ``torch``, and on every tensor-parallel rank they equal plain
+      torch (``kha_megatron.ops.verdicts``);
     - self-attention with keys and values of its own (not GTA), training or evaluating: no inference
       context, no packed sequences, no activations of ``qkv_linear`` offloaded;
     - QK-norms are RMSNorms without bias that agree on ``eps``, or there are none;
@@ -161,16 +166,71 @@ class FusedPrologue(Attention):
             return None
         return rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
 
-    def _is_fused(self, hidden_states: Tensor, *call: Any, **kwargs: Any) -> bool:
+    def _is_fused(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None,
+        inference_context: Any,
+        rotary_pos_emb: _Rotary,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
         kernel, reason = prologue_kernel(hidden_states, self.hidden_size_per_attention_head)
         if kernel is not None:
+            call = key_value_states, inference_context, rotary_pos_emb, *args
             others = self._call_refusals(hidden_states, *call, **kwargs)
             reason = self._layer_refusal or next(others, "")
+            if not reason and not self._is_trusted(self._case(hidden_states, rotary_pos_emb)):
+                return False  # and it was said why
         elif not reason:  # this process computes in torch, and said so
             return False
         what = f"not used: {reason}" if reason else "used"
         announce(f"fused prologue {what}", once=("prologue", what))
         return not reason
+
+    def _case(self, hidden_states: Tensor, rotary_pos_emb: _Rotary) -> PrologueCase:
+        """How :meth:`run_fused` is going to call the kernels."""
+        folds = self.folding.folds(hidden_states)
+        variants = {p: k.variant for p, k in self.knockings.items()}
+        if folds:
+            variants = {p: variant for p, variant in variants.items() if variant != "linear"}
+        layout, ranks = self.split.layout, self.split.tp_group.size()
+        groups = 1 if self.split.is_shared else layout.groups // ranks
+        norms: list[Any] = self._norms()
+        query_norm, key_norm = (None if norm is None else norm.weight.dtype for norm in norms)
+        angles = self._angles(rotary_pos_emb)
+        return PrologueCase(
+            settings=replace(self._settings, variants=variants),
+            dtype=hidden_states.dtype,
+            batch=hidden_states.shape[1],
+            groups=groups,
+            features=layout.group_rows,
+            width=layout.group_rows * (layout.groups if self.split.is_shared else groups),
+            norms=(query_norm, key_norm),
+            turning=0 if angles is None else angles.shape[-1],
+            own_angles=angles is not None and angles.shape[1] > 1,
+            device=hidden_states.device,
+        )
+
+    def _is_trusted(self, case: PrologueCase) -> bool:
+        """Whether all tensor-parallel ranks trust the kernels.
+
+        They must do the same: with it, the gradients of shared matrices are all-reduced in another
+        order than without.
+        """
+        group = self.split.tp_group
+        if (case, group) not in _agreed:
+            mine = trusts_prologue(case)
+            if mine is None:  # as on all ranks, which have made the same calls
+                return False
+            no = torch.tensor(float(not mine), device=case.device)
+            if group.size() > 1:
+                torch.distributed.all_reduce(no, torch.distributed.ReduceOp.MAX, group=group)
+            _agreed[case, group] = not no
+            if mine and no:
+                why = "its kernels are wrong or fail on another tensor-parallel rank"
+                announce(f"fused prologue not used: {why}", once=("prologue", why))
+        return _agreed[case, group]
 
     @functools.cached_property
     def _layer_refusal(self) -> str | None:

@@ -4,11 +4,14 @@
 reason, which way it went. The environment variable ``KHA_KERNELS`` overrides that:
 
 ==========  ======================================================================================
-``auto``    the kernels where they run, plain torch elsewhere (the default)
+``auto``    the kernels where they run and equal plain torch, plain torch elsewhere (the default)
 ``torch``   plain torch always
-``triton``  the kernels, or an error that says why not. With ``TRITON_INTERPRET=1``, CPU tensors go
-            through Triton's interpreter: slow, for tests
+``triton``  the kernels, compared with nothing, or an error that says why not. With
+            ``TRITON_INTERPRET=1``, CPU tensors go through Triton's interpreter: slow, for tests
 ==========  ======================================================================================
+
+``auto`` compares the kernels with plain torch the first time that they are called in some way
+(:mod:`kha_megatron.ops.verdicts`), and says so where they are wrong or fail.
 
 Both ways compute the same function. The kernels keep only their input for the backward pass, where
 plain torch keeps ``kha_megatron.config.SAVED`` tensors of its size, and round fewer times between.
@@ -17,6 +20,7 @@ plain torch keeps ``kha_megatron.config.SAVED`` tensors of its size, and round f
 import functools
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,7 +32,9 @@ from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import Variant
 from kha_megatron.ops.heads import knock as knocking
-from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS, SHARED_MEMORY
+from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS, OLDEST_TRITON, SHARED_MEMORY
+from kha_megatron.ops.verdicts import trusts
+from kha_megatron.ops.verification import KnockCase, PrologueCase
 
 KERNELS_VARIABLE = "KHA_KERNELS"
 """Environment variable that chooses the way; the module's docstring says how."""
@@ -45,8 +51,10 @@ def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
             cannot do this.
     """
     if torch.compiler.is_compiling():
+        if torch.is_autocast_enabled(x.device.type):  # it casts for torch's operators, not for ours
+            return knocking.knock(x, weight, variant)
         return torch.ops.kha_megatron.knock(x, weight, variant)
-    if _takes_kernels(x, weight):
+    if _takes_kernels(x, weight, variant):
         from kha_megatron.ops.kernels.knock_launch import FusedKnock
 
         return FusedKnock.apply(x, weight, variant)
@@ -72,31 +80,60 @@ def prologue_kernel(x: Tensor, head_dim: int) -> tuple[Callable | None, str]:
 
     Returns:
         ``fused_prologue`` and nothing; or None, with the reason where kernels could be expected.
+        Whether it is right for the call, :func:`trusts_prologue` says.
     """
-    if os.environ.get(KERNELS_VARIABLE) == "torch":
+    if _choice() == "torch":
         return None, ""
     if why := refusal(x, x.new_empty(0, head_dim, head_dim)):
         return None, why if x.is_cuda else ""
-    from kha_megatron.ops.kernels.prologue_launch import fused_prologue
-
-    return fused_prologue, ""
+    return _fused_prologue, ""
 
 
-def _takes_kernels(x: Tensor, weight: Tensor) -> bool:
+def _fused_prologue(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from kha_megatron.ops.kernels.prologue_launch import fused_prologue  # which may not be possible
+
+    return fused_prologue(*inputs)
+
+
+def trusts_prologue(case: PrologueCase) -> bool | None:
+    """Whether the prologue's kernels may be taken for these calls, as ``verdicts.trusts`` says."""
+    return _choice() == "triton" or trusts(case)
+
+
+def _takes_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
+    if not _may_take_kernels(x, weight):
+        return False
+    if _choice() != "triton" and not trusts(KnockCase.of(x, variant)):
+        return False
+    _announce(_way())
+    return True
+
+
+def _choice() -> str:
+    """``auto``, ``torch`` or ``triton``, as ``KHA_KERNELS`` says.
+
+    Raises:
+        ConfigError: it says something else.
+    """
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    if choice not in ("auto", "torch", "triton"):
+        raise ConfigError(f"{KERNELS_VARIABLE}={choice!r}: choose one of auto, torch, triton")
+    return choice
+
+
+def _may_take_kernels(x: Tensor, weight: Tensor) -> bool:
+    """Whether they could, by ``KHA_KERNELS`` and by what they can do; says why not."""
+    choice = _choice()
     if choice == "torch":
         _announce(f"plain torch ({KERNELS_VARIABLE}=torch)")
         return False
-    if choice not in ("auto", "triton"):
-        raise ConfigError(f"{KERNELS_VARIABLE}={choice!r}: choose one of auto, torch, triton")
     why = refusal(x, weight)
     if why is None:
-        _announce(_way())
-    elif choice == "triton":
+        return True
+    if choice == "triton":
         raise ConfigError(f"{KERNELS_VARIABLE}=triton, but {why}: unset it, or set it to torch")
-    else:
-        _announce(f"plain torch: {why}")
-    return why is None
+    _announce(f"plain torch: {why}")
+    return False
 
 
 @functools.cache
@@ -111,6 +148,8 @@ def _refusal(
         return "Triton is not installed"
     if device.type != "cuda" and not _interpreted():
         return f"tensors are on {device.type}, and the kernels need a CUDA device"
+    if why := triton_refusal():
+        return why
     if device != weight_device:
         return f"activations are on {device} and matrices on {weight_device}"
     if dtype != weight_dtype:
@@ -123,6 +162,24 @@ def _refusal(
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         if architecture not in SHARED_MEMORY:
             return f"there are tilings for {_words(SHARED_MEMORY)} only, and this is {architecture}"
+    return None
+
+
+def triton_refusal() -> str | None:
+    """Why the kernels cannot use the Triton that is here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        import triton
+    except Exception as error:  # whatever one that does not fit its torch or its driver raises
+        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    numbers = re.findall(r"\d+", triton.__version__)
+    if tuple(map(int, numbers[:2])) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return (
+            f"the kernels need Triton {oldest}, which torch 2.9 brings, "
+            f"and this is {triton.__version__}"
+        )
     return None
 
 
@@ -147,11 +204,12 @@ def _announce(way: str) -> None:
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
 def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
-    if _takes_kernels(x, weight):
+    form = cast(Variant, variant)
+    if _takes_kernels(x, weight, form):
         from kha_megatron.ops.kernels import knock_launch
 
-        return knock_launch.knock_forward(x, weight.contiguous(), cast(Variant, variant))
-    return knocking.knock(x, weight, cast(Variant, variant)).contiguous()
+        return knock_launch.knock_forward(x, weight.contiguous(), form)
+    return knocking.knock(x, weight, form).contiguous()
 
 
 @_knock.register_fake
@@ -161,10 +219,13 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 
 @torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
 def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    form = cast(Variant, variant)
+    if not _takes_kernels(x, weight, form):
+        dx, dw = knocking.gradients(x, dy, weight, form)
+        return dx.contiguous(), dw.contiguous()
     from kha_megatron.ops.kernels import knock_launch
 
-    weight = weight.contiguous()
-    arguments = x, dy, weight, cast(Variant, variant)
+    arguments = x, dy.contiguous(), weight.contiguous(), form
     dx = knock_launch.knock_backward_input(*arguments)
     return dx, knock_launch.knock_backward_weight(*arguments)
 
@@ -181,13 +242,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    if _takes_kernels(x, weight):
+    if _may_take_kernels(x, weight):  # which of the two, the operator says when it runs
         return *_knock_backward(x, dy, weight, ctx.variant), None
-    with torch.enable_grad():  # traced, and compiled with the rest
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        y = knocking.knock(x, weight, ctx.variant)
-        dx, dw = torch.autograd.grad(y, (x, weight), dy)
-        return dx, dw, None
+    return *knocking.gradients(x, dy, weight, ctx.variant), None  # compiled with the rest
 
 
 _knock.register_autograd(_gradients, setup_context=_keep)

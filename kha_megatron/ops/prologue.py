@@ -24,12 +24,12 @@ class PrologueSettings:
     head_dim: int
     """``D``."""
 
-    heads: Mapping[Projection, tuple[int, int]]
+    heads: Mapping[Projection, tuple[int, int]] = field(hash=False)
     """Of each group's ``n`` heads in the buffer those of query, key and value (in this order) that
     are wanted: the first, and the one after the last. Where several tensor-parallel ranks share a
     key/value head, a rank gets its whole group and wants a part of its queries."""
 
-    variants: Mapping[Projection, Variant] = field(default_factory=dict)
+    variants: Mapping[Projection, Variant] = field(default_factory=dict, hash=False)
     """How each projection is knocked; one that is left out is not."""
 
     eps: float = 1e-5

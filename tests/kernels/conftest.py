@@ -4,27 +4,33 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
+from kha_megatron.ops import fused
 from tests.kernels.interpreter import Interpreter
 
 
 @pytest.fixture(scope="session")
-def interpreter():
+def usable_triton():
+    """Skip where the kernels refuse the Triton that is here."""
+    if why := fused.triton_refusal():
+        pytest.skip(f"NOT TESTED: {why}")
+
+
+@pytest.fixture(scope="session")
+def interpreter(usable_triton):
     """A process in which Triton interprets: ``interpreter(case, *args) -> its result``."""
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels were not tested")
     process = Interpreter()
     yield process
     process.close()
 
 
 @pytest.fixture(scope="session")
-def reports(pytestconfig):
+def reports(pytestconfig, usable_triton):
     """What the compiler says of each of some things: ``reports(things, compile) -> by thing``.
 
     From pytest's cache where an earlier run has compiled it and neither the kernels nor what
     compiles them has changed since; ``compile`` gets the others.
     """
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels were not compiled")
-    from tests.kernels.cross_compile import Report, fingerprint
+    from tools.cross_compile import Report, fingerprint
 
     cache, key = getattr(pytestconfig, "cache", None), "kernels/reports"
     kept = cache.get(key, {}) if cache else {}

@@ -57,11 +57,11 @@ def test_times_what_runs_here_and_says_what_does_not(tmp_path):
     assert "not measured" in result.stdout
 
 
-def run_here(words):
-    """The tool within this process, which may be the interpreter's."""
+def run_here(words, name="kernels"):
+    """A tool within this process, which may be the interpreter's."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.syspath_prepend(TOOLS)
-        assert importlib.import_module("bench").main(["kernels", *words]) == 0
+        assert importlib.import_module("bench").main([name, *words]) == 0
     return out.getvalue()
 
 
@@ -73,6 +73,21 @@ def test_compares_the_kernels_with_everything_else(interpreter, tmp_path):
         assert set(found["kernels_over"]) == {"kernels", "eager", "gemms", "copy"}
         assert found["kernels_over"]["kernels"]["median"] == 1
         assert 0 < found["relative_errors"]["dx"] < 1e-2
+
+
+@pytest.mark.parametrize("variant", ["none", "mlp"])
+def test_compares_the_prologue_with_everything_else(interpreter, tmp_path, variant):
+    path = tmp_path / "prologue.json"
+    words = ["--variants", variant, "--repetitions", "2", "--json", str(path)]
+    assert "| kernels |" in interpreter(run_here, [*SMALL, *words], "prologue")
+    results = json.loads(path.read_text())["results"]
+    assert [found["work"] for found in results] == ["forward", "forward + all gradients"]
+    for found in results:
+        assert set(found["kernels_over"]) == {"kernels", "eager", "copy"}
+        errors = found["relative_errors"]
+        assert {"query", "value", "d qkv", "d key norm"} <= errors.keys()
+        assert all(0 <= error < 1e-2 for error in errors.values())
+    assert results[0]["bytes"] == 2 * 5 * 3 * 10 * 64 * 2
 
 
 def test_help_has_an_example():

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from kha_megatron import announcements
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import fused, knock
 from kha_megatron.ops.heads import knock as knocking
 
@@ -70,6 +71,8 @@ def test_another_word_is_refused(monkeypatch):
     monkeypatch.setenv("KHA_KERNELS", "cuda")
     with pytest.raises(ConfigError, match="'cuda': choose one of auto, torch, triton"):
         knock(*inputs(), "gate")
+    with pytest.raises(ConfigError, match="'cuda': choose one of auto, torch, triton"):
+        fused.prologue_kernel(inputs()[0], 16)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +89,49 @@ def test_another_word_is_refused(monkeypatch):
     ],
 )
 def test_reasons(arguments, reason, monkeypatch):
+    monkeypatch.setattr(fused, "triton_refusal", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert re.search(reason, fused._refusal(*arguments))
 
 
 def test_architectures_without_tilings_fall_back(monkeypatch):
     arguments = (CUDA, torch.bfloat16, CUDA, torch.bfloat16, 128)
+    monkeypatch.setattr(fused, "triton_refusal", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert fused._refusal(*arguments) is None
     fused._refusal.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert fused._refusal(*arguments) == "there are tilings for sm_90 only, and this is sm_80"
+
+
+@pytest.mark.parametrize("release", ["3.3.1", "3.4.0+git1a2b"])
+def test_a_triton_that_is_too_old_falls_back(monkeypatch, capsys, release):
+    """3.3, which torch 2.7 brings, has no tensor descriptors."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton, "__version__", release)
+    monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", None)
+    x, weight = inputs()
+    assert torch.equal(knock(x, weight, "gate"), knocking.knock(x, weight, "gate"))
+    why = f"the kernels need Triton 3.5, which torch 2.9 brings, and this is {release}"
+    assert capsys.readouterr().err == f"kha_megatron: knocking runs in plain torch: {why}\n"
+    monkeypatch.setenv("KHA_KERNELS", "triton")
+    with pytest.raises(ConfigError, match=re.escape(f"KHA_KERNELS=triton, but {why}")):
+        knock(x, weight, "gate")
+
+
+@pytest.mark.parametrize("release", ["3.5.0", "3.10.1", "4.0"])
+def test_newer_tritons_are_taken(monkeypatch, release):
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", release)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fused._refusal(CUDA, torch.bfloat16, CUDA, torch.bfloat16, 128) is None
+
+
+def test_a_triton_that_cannot_be_imported_falls_back(monkeypatch):
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "triton", None)
+    found = fused._refusal(CUDA, torch.bfloat16, CUDA, torch.bfloat16, 128)
+    assert found.startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
 def test_autocast_falls_back(monkeypatch):
@@ -120,6 +155,29 @@ def test_plain_torch_compiles_with_gradients():
     got = torch.autograd.grad(compiled(x, weight, "gate").square().sum(), (x, weight))
     want = torch.autograd.grad(knock(x, weight, "gate").square().sum(), (x, weight))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("variant", MATRICES)
+def test_a_compiled_knock_falls_back_in_its_backward_pass(monkeypatch, variant):
+    """Whose kernels are found wrong when it runs: an operator's body cannot ask autograd."""
+    monkeypatch.setattr(fused, "_may_take_kernels", lambda x, weight: True)
+    monkeypatch.setattr(fused, "_takes_kernels", lambda x, weight, variant: False)
+    x = torch.randn(3, 7, 2, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(MATRICES[variant]), 16, 16, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(knock, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(x, weight, variant).square().sum(), (x, weight))
+    plain = knocking.knock(x, weight, variant)
+    torch.testing.assert_close(got, torch.autograd.grad(plain.square().sum(), (x, weight)))
+
+
+def test_autocast_casts_in_a_compiled_knock_too():
+    x, weight = torch.randn(5, 16, dtype=torch.bfloat16), torch.randn(3, 16, 16, requires_grad=True)
+    compiled = torch.compile(knock, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (function(x, weight, "mlp") for function in (compiled, knock))
+    torch.testing.assert_close(got, want)
+    (gradient,) = torch.autograd.grad(got.float().sum(), weight)
+    assert gradient.dtype == torch.float32
 
 
 def test_needs_no_triton():

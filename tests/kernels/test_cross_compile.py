@@ -8,7 +8,7 @@ import torch
 
 from kha_megatron.ops.kernels import tilings
 from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
-from tests.kernels.cross_compile import (
+from tools.cross_compile import (
     Launch,
     Report,
     compile_all,
@@ -19,7 +19,7 @@ from tests.kernels.cross_compile import (
     launches,
 )
 
-pytest.importorskip("triton", reason="Triton is not installed: its kernels were not compiled")
+pytestmark = pytest.mark.usefixtures("usable_triton")
 
 if sys.platform != "linux":
     pytest.skip("Triton brings ptxas on Linux only", allow_module_level=True)
@@ -58,15 +58,25 @@ def test_only_what_has_not_changed_is_not_compiled_again(reports, monkeypatch):
 
     def once(things):
         asked.append(things)
-        return dict.fromkeys(things, Report(1, 2, 3, True))
+        return dict.fromkeys(things, Report(1, 2, 3, 4, {}))
 
     for _ in range(2):
-        assert reports([thing], once) == {thing: Report(1, 2, 3, True)}
+        assert reports([thing], once) == {thing: Report(1, 2, 3, 4, {})}
     assert reports([thing, another], once)[another].spilled == 2
     assert asked == [[thing], [another]]
     before = fingerprint()
     monkeypatch.setattr("triton.__version__", "another")
     assert fingerprint() != before
+
+
+def test_the_papers_products_are_a_warpgroups_wide(reports):
+    """No product of one warp, whose instructions keep Hopper's tensor cores half idle."""
+    chosen = [
+        launch for launch in launches((torch.bfloat16,)) if launch.head_dim == 128 and launch.tma
+    ]
+    assert len(chosen) == 9  # 3 kernels, 3 variants
+    found = reports(chosen, compile_all)
+    assert {str(launch) for launch, r in found.items() if "HMMA" in r.instructions} == set()
 
 
 def test_covers_what_is_launched():
@@ -84,6 +94,6 @@ def test_a_spilling_tiling_is_found(monkeypatch):
 
 def test_too_much_shared_memory_is_found():
     launch = Launch("forward", "mlp", 128, torch.bfloat16, True)
-    report = Report(registers=200, spilled=0, shared=227 * 1024, tensor_cores=True)
+    report = Report(200, 0, 227 * 1024, 256, {"HGMMA": 24})
     assert complaints(launch, report) == []
     assert "shared memory" in complaints(launch, report._replace(shared=227 * 1024 + 1))[0]

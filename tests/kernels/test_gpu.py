@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from kha_megatron.ops import fused
 from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
-from tests.kernels import cases
+from tests.kernels import cases, prologue_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -35,13 +35,52 @@ def device(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("rows", cases.ROWS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@dtypes
+def first_if(condition):
+    """The marks of what the first minute of ``make gpu-check`` runs."""
+    return [pytest.mark.first] if condition else []
+
+
+USUAL = torch.bfloat16, 128
+"""Dtype and head dim of the paper's models."""
+SIZES = [
+    pytest.param(dtype, head_dim, marks=first_if((dtype, head_dim) == USUAL))
+    for dtype in DTYPES
+    for head_dim in HEAD_DIMS
+]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), SIZES, ids=str)
+@pytest.mark.parametrize("knocked", [{"value": "mlp"}, {}], ids=["mlp", "plain"])
+def test_the_prologue_equals_float64_with_every_gradient(device, dtype, head_dim, knocked):
+    for tokens in (prologue_cases.MANY, 7):
+        found = prologue_cases.errors(tokens, 4, head_dim, dtype, device, variants=knocked)
+        assert all(error < TOLERANCE[dtype] for error in found.values()), (tokens, found)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), SIZES, ids=str)
 @variants
-def test_equals_float64_with_every_gradient(device, variant, dtype, head_dim, rows):
-    found = cases.errors(variant, head_dim, dtype, rows, device)
-    assert all(error < TOLERANCE[dtype] for error in found.values()), found
+def test_equals_float64_with_every_gradient(device, variant, dtype, head_dim):
+    for lead in (cases.MANY, *cases.ROWS.values()):
+        found = cases.errors(variant, head_dim, dtype, lead, device)
+        assert all(error < TOLERANCE[dtype] for error in found.values()), (lead, found)
+
+
+@pytest.mark.parametrize("options", prologue_cases.OPTIONS.values(), ids=prologue_cases.OPTIONS)
+def test_options_of_the_prologue(device, options):
+    found = prologue_cases.errors(prologue_cases.MANY, 4, 96, torch.bfloat16, device, **options)
+    assert all(error < TOLERANCE[torch.bfloat16] for error in found.values()), found
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@variants
+def test_the_prologue_knocks_in_every_place(device, variant, projection):
+    options = {"variants": {projection: variant}, "rotary": 64}
+    found = prologue_cases.errors(prologue_cases.MANY, 2, 128, torch.bfloat16, device, **options)
+    assert all(error < TOLERANCE[torch.bfloat16] for error in found.values()), found
+
+
+def test_gradients_of_the_prologue_repeat_to_the_bit(device):
+    assert all(prologue_cases.repeats(prologue_cases.MANY, device) for _ in range(5))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

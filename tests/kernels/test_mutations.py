@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kha_megatron
-from tests.kernels import cases
+from tests.kernels import cases, prologue_cases
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.test_interpreted import TOLERANCE
 
@@ -28,13 +28,13 @@ MISTAKES = {
     ),
     "the last split is not summed": (
         "knock_kernels.py",
-        "for s in range(S)",
-        "for s in range(S - 1)",
+        "(s < S)[:, None]",
+        "(s < S - 1)[:, None]",
         {"d_gate"},
     ),
     "the sigmoid's slope lacks a factor": (
         "tiles.py",
-        "* x_j.to(tl.float32) * (1.0 - s)",
+        "* x_j.to(tl.float32) * (1.0 - 0.5 * factor)",
         "* x_j.to(tl.float32)",
         {"dx", "d_gate"},
     ),
@@ -45,6 +45,62 @@ MISTAKES = {
         {"y", "dx", "d_gate"},
     ),
 }
+
+IN_THE_PROLOGUE = {
+    "RoPE turns backwards": (
+        "prologue_kernels.py",
+        "x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin",
+        "x[0] * cos + x[1] * sin, x[1] * cos - x[0] * sin",
+        {"query", "key", "d qkv"},
+    ),
+    "RoPE's gradient turns forwards": (
+        "prologue_kernels.py",
+        "turned(dy, cos, -sin)",
+        "turned(dy, cos, sin)",
+        {"d qkv", "d query norm", "d key norm"},
+    ),
+    "cosines and sines are 0.5": (
+        "prologue_kernels.py",
+        "    return cos, sin\n",
+        "    return cos * 0.0 + 0.5, sin * 0.0 + 0.5\n",
+        {"query", "key", "d qkv"},
+    ),
+    "gradients of the norms' weights are halved": (
+        "prologue_kernels.py",
+        "d_gains = times(dy, unit)",
+        "d_gains = times((dy[0] * 0.5, dy[1] * 0.5, dy[2] * 0.5), unit)",
+        {"d query norm", "d key norm"},
+    ),
+    "a norm does not see that its scale moves": (
+        "prologue_kernels.py",
+        "along = inner(dy, unit) / D",
+        "along = inner(dy, unit) * 0.0",
+        {"d qkv"},
+    ),
+    "a program stops after its first tile": (
+        "prologue_kernels.py",
+        "tl.cdiv(T, M) * G, tl.num_programs(0)",
+        "tl.num_programs(0), tl.num_programs(0)",
+        {"d qkv", "d query norm", "d key norm"},
+    ),
+    "the ragged end is left out": (
+        "prologue_kernels.py",
+        "tl.cdiv(T, M) * G",
+        "(T // M) * G",
+        {"d qkv", "d query norm", "d key norm"},
+    ),
+    "keys are normalised as queries are": (
+        "prologue_kernels.py",
+        "gains = load_gains(GAIN_K",
+        "gains = load_gains(GAIN_Q",
+        {"key"},
+    ),
+}
+
+
+def errors_of_a_prologue():
+    """Of three tiles of each group, the last one ragged."""
+    return prologue_cases.errors(129, 2, 64, torch.float32)
 
 
 def errors_of_separate_heads():
@@ -66,13 +122,21 @@ def wrong(found):
     return {name for name, error in found.items() if not error < TOLERANCE[torch.float32]}
 
 
-def test_nothing_is_wrong_without_a_mistake(interpreter):
-    assert wrong(interpreter(errors_of_separate_heads)) == set()
+EXPERIMENTS = {
+    **dict.fromkeys(MISTAKES, errors_of_separate_heads),
+    **dict.fromkeys(IN_THE_PROLOGUE, errors_of_a_prologue),
+}
+"""By the name of a mistake, what finds it."""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("experiment", dict.fromkeys(EXPERIMENTS.values()))
+def test_nothing_is_wrong_without_a_mistake(interpreter, experiment):
+    assert wrong(interpreter(experiment)) == set()
+
+
+@pytest.mark.parametrize("mistake", EXPERIMENTS)
 def test_finds(interpreter, mistake, tmp_path):
-    name, right, mistaken, expected = MISTAKES[mistake]
+    name, right, mistaken, expected = (MISTAKES | IN_THE_PROLOGUE)[mistake]
     shutil.copytree(PACKAGE, tmp_path / "kha_megatron", ignore=shutil.ignore_patterns("*.pyc"))
     path = tmp_path / "kha_megatron" / "ops" / "kernels" / name
     text = path.read_text()
@@ -80,7 +144,7 @@ def test_finds(interpreter, mistake, tmp_path):
     path.write_text(text.replace(right, mistaken, 1))
     process = Interpreter(package=tmp_path)
     try:
-        found = process(errors_of_separate_heads)
+        found = process(EXPERIMENTS[mistake])
     finally:
         process.close()
     assert wrong(found) >= expected, found

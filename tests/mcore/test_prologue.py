@@ -5,7 +5,11 @@ what must hold is that the layer around it computes what it computes without it,
 parallelism. Tolerance: as in ``tests/distributed/test_parallelism.py``.
 """
 
+import contextlib
+import io
+import os
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,6 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
-from tests.distributed.launcher import RankPool
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import FULL, MIXED, OVERLAP_ALL, SELECTIVE, case
@@ -35,19 +38,41 @@ def fused(*, optional=False):
     from kha_megatron.mcore import fused_forward as room
     from kha_megatron.ops.prologue import prologue
 
-    calls = []
+    calls, compared = [], []
 
     def counted(*inputs):
         calls.append(inputs)
+        assert case_of(*inputs) in compared, "the kernels were compared for other calls"
         return prologue(*inputs)
 
-    rule = room.prologue_kernel
+    rules = room.prologue_kernel, room.trusts_prologue
+    room._agreed.clear()
     room.prologue_kernel = lambda x, head_dim: (counted, "")
+    room.trusts_prologue = lambda case: compared.append(case) is None
     try:
         yield calls
         assert calls or optional, "no layer came through the fused prologue"
     finally:
-        room.prologue_kernel = rule
+        room.prologue_kernel, room.trusts_prologue = rules
+
+
+def case_of(qkv, weights, query_norm, key_norm, angles, settings):
+    """How the kernels are called."""
+    from kha_megatron.ops.verification import PrologueCase
+
+    assert qkv[0].numel() == 0 or qkv[0, 0].is_contiguous()
+    return PrologueCase(
+        settings=settings,
+        dtype=qkv.dtype,
+        batch=qkv.shape[1],
+        groups=qkv.shape[2],
+        features=qkv.shape[3],
+        width=qkv.stride(0) // qkv.shape[1],
+        norms=tuple(None if norm is None else norm.dtype for norm in (query_norm, key_norm)),
+        turning=0 if angles is None else angles.shape[-1],
+        own_angles=angles is not None and angles.shape[1] > 1,
+        device=qkv.device,
+    )
 
 
 def against_oracle_fused(*args):
@@ -101,6 +126,23 @@ def test_trains_as_the_unsharded_layer_without_it(ranks, unfused, case):
     found = errors(quantities([result for (result,) in results]), unfused(case))
     wrong = {name: e for name, e in found.items() if not e <= FP32}
     assert not wrong
+
+
+@contextmanager
+def one_rank_distrusts():
+    """The second rank finds that its kernels are wrong."""
+    from kha_megatron.mcore import fused_forward as room
+
+    with fused(optional=True) as calls:
+        room.trusts_prologue = lambda case: torch.distributed.get_rank() == 0
+        yield
+        assert not calls, "another rank all-reduces in another order"
+
+
+def test_a_rank_that_distrusts_its_kernels_takes_the_others_along(ranks, unfused):
+    results = ranks(train, 2, case(tp=2, sp=True), one_rank_distrusts)
+    found = errors(quantities([result for (result,) in results]), unfused(case(tp=2, sp=True)))
+    assert not {name: e for name, e in found.items() if not e <= FP32}
 
 
 @contextmanager
@@ -259,9 +301,6 @@ def test_falls_back_where_it_would_be_wrong(ranks, why, settings):
 
 def run_and_listen(settings):
     """``run_layer`` and what it printed."""
-    import contextlib
-    import io
-
     from kha_megatron import announcements
 
     announcements.forget()
@@ -304,48 +343,33 @@ def test_says_why_a_call_is_not_fused(ranks):
     assert len({why for why in found.values() if why}) == 7  # both ways to infer say the same
 
 
-@pytest.fixture(scope="module")
-def interpreting_ranks():
-    """Ranks on the CPU runtime in which Triton interprets its kernels."""
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels were not tested")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        pool = RankPool()
-        yield pool
-    pool.close()
-
-
-def model_with_kernels(kha, layout):
+def model_with_kernels(kha):
     """Losses and gradients of a model without kernels and with them, and what was said."""
-    import contextlib
-    import io
-    import os
-
     from kha_megatron import announcements
     from tests.distributed import models
-    from tools.interpreting import mend
 
-    mend()
     announcements.forget()
     results = []
     for choice in ("torch", "triton"):
-        os.environ["KHA_KERNELS"] = choice
-        models.initialize(**layout)
+        models.initialize()
         config = models.transformer_config(
             kv_channels=64, num_attention_heads=6, num_query_groups=3, num_layers=1
         )
         model = models.gpt_model(config, kha)
         tokens, positions, mask = models.batch()
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with (
+            mock.patch.dict(os.environ, {"KHA_KERNELS": choice}),
+            contextlib.redirect_stderr(io.StringIO()) as said,
+        ):
             losses = model(tokens, positions, mask, labels=tokens)
-        losses.sum().backward()
+            losses.sum().backward()
         gradients = {n: p.grad for n, p in model.named_parameters()}
         results.append({"losses": losses.detach()} | gradients)
     return *results, said.getvalue()
 
 
 @pytest.mark.parametrize("kha", [MLP, MIXED], ids=str)
-def test_a_model_through_the_kernels_equals_one_without(interpreting_ranks, kha):
-    plain, through, said = interpreting_ranks(model_with_kernels, 1, kha, {}, timeout=300)[0]
+def test_a_model_through_the_kernels_equals_one_without(interpreting_rank, kha):
+    plain, through, said = interpreting_rank(model_with_kernels, kha)
     assert "fused prologue used" in said
     assert not close(plain, through, 1e-5)

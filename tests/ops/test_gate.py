@@ -36,4 +36,6 @@ def test_saved_elements_are_those_of_the_function(gate, shape, score, activation
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         gated(x, activated(scores, activation), form).sum()
     found = sum(tensor.nbytes for tensor in kept.values()) / 2
-    assert found == tokens * Gate(**gate, activation=activation, form=form).saved(SIZES)
+    mechanism = Gate(**gate, activation=activation, form=form)
+    assert found == tokens * (mechanism.saved(SIZES) + mechanism.saved_between(SIZES))
+    assert bool(mechanism.saved_between(SIZES)) == ("dense" in gate)

@@ -1,6 +1,6 @@
 """Gates on plain tensors (arXiv 2505.06708)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -26,19 +26,15 @@ def apply(
         if position in tensors:
             name = f"gate_{position}"
             score = activated(weights[name] if name in weights else tensors[name], gates.activation)
-            observe(position, score, ranks)
+            observe(position, partial(torch.Tensor.detach, score), ranks)
             changed[position] = gated(tensors[position], score, gates.form)
     return changed
 
 
-def observe(position: str, score: Tensor, ranks: Ranks) -> None:
-    """Offer what :func:`apply` says of an activated score."""
-    ranks.observe(f"gate-score/{position}", score.mean)
-    ranks.observe(f"gate-shut/{position}", partial(_share_shut, score))
-
-
-def _share_shut(score: Tensor) -> Tensor:
-    return (score < SHUT).float().mean()
+def observe(position: str, score: Callable[[], Tensor], ranks: Ranks) -> None:
+    """Offer what :func:`apply` says of an activated score, asked for where it is wanted."""
+    ranks.observe(f"gate-score/{position}", lambda: score().mean())
+    ranks.observe(f"gate-shut/{position}", lambda: (score() < SHUT).float().mean())
 
 
 def activated(score: Tensor, activation: Activation) -> Tensor:

@@ -38,6 +38,40 @@ def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     return (2 * (x @ up) * torch.sigmoid(x @ gate)) @ down
 
 
+def gradients(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+    """Those of :func:`knock` for ``x`` and ``weight``, without autograd.
+
+    An operator's body runs where autograd records nothing.
+
+    Args:
+        x: as it was given to :func:`knock`.
+        dy: the gradient of its result, ``[..., D]``.
+        weight: as it was given.
+        variant: as it was given.
+
+    Returns:
+        ``[..., D]`` and ``[n, D, D]``, dtypes of ``x`` and ``weight``.
+    """
+    if variant == "linear":
+        return dy @ weight[0].mT, _outer(x, dy)[None]
+    if variant == "gate":
+        opened = torch.sigmoid(x @ weight[0])
+        of_gate = 2 * dy * x * opened * (1 - opened)
+        return 2 * dy * opened + of_gate @ weight[0].mT, _outer(x, of_gate)[None]
+    up, gate, down = weight.unbind(0)
+    risen, opened = x @ up, torch.sigmoid(x @ gate)
+    of_hidden = dy @ down.mT
+    of_up = 2 * of_hidden * opened
+    of_gate = 2 * of_hidden * risen * opened * (1 - opened)
+    of_weight = _outer(x, of_up), _outer(x, of_gate), _outer(2 * risen * opened, dy)
+    return of_up @ up.mT + of_gate @ gate.mT, torch.stack(of_weight)
+
+
+def _outer(rows: Tensor, others: Tensor) -> Tensor:
+    """``[D, D]``: the sum of the outer products of all rows."""
+    return rows.flatten(0, -2).mT @ others.flatten(0, -2)
+
+
 def fold(
     projection: Tensor, weight: Tensor, *, head_rows: int | None = None, start: int = 0
 ) -> Tensor:

@@ -78,7 +78,7 @@ def knock_forward(
     """
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
         first = tile * M
         x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
         if J == P:
@@ -109,7 +109,7 @@ def knock_backward_input(
     """``DX``, the gradient of ``X`` when ``DY`` is that of ``Y``. Arguments as in forward."""
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
         first = tile * M
         dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
         if VARIANT == "linear":
@@ -165,8 +165,8 @@ def knock_backward_weight(
     d_first = tl.zeros((P, J), tl.float32)
     if VARIANT == "mlp":
         d_gate = tl.zeros((P, J), tl.float32)
-        d_down = tl.zeros((J, P), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0)):
+        d_down = tl.zeros((P, J), tl.float32)  # transposed: tensor cores take 64 rows or more
+    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
         first = tile * M
         x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
         dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
@@ -180,26 +180,31 @@ def knock_backward_weight(
         d_first = dot_add(x_columns, gradients[0], d_first)
         if VARIANT == "mlp":
             d_gate = dot_add(x_columns, gradients[1], d_gate)
-            d_down = dot_add(tl.trans(gradients[2]), dy, d_down)
+            d_down = dot_add(tl.trans(dy), gradients[2], d_down)
     if VARIANT == "mlp":
         to = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * D * D)
         store_matrix(to + D * D, every, block, d_gate, D)
-        store_matrix(to + 2 * D * D, block, every, d_down, D)
+        store_matrix(to + 2 * D * D, block, every, tl.trans(d_down), D)
     else:
         to = PARTIAL + tl.program_id(0).to(tl.int64) * (D * D)
     store_matrix(to, every, block, d_first, D)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
-def sum_partials(PARTIAL, DW, S, N, BLOCK: tl.constexpr):
+def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """``DW[i]`` is the sum of ``PARTIAL[s, i]`` over ``s`` in float32, in a fixed order.
+
+    Many splits are on their way at once: one after another, each would wait for its memory.
 
     Args:
         PARTIAL: ``[S, N]`` float32.
         DW: ``[N]``, any floating dtype.
+        SPLITS: how many at once.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for s in range(S):
-        total += tl.load(PARTIAL + s * N + i, mask=i < N, other=0.0)
+    for first in range(0, S, SPLITS):
+        s = first + tl.arange(0, SPLITS)
+        inside = (s < S)[:, None] & (i < N)[None, :]
+        total += tl.sum(tl.load(PARTIAL + s[:, None] * N + i[None, :], mask=inside, other=0.0), 0)
     tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)

@@ -1,11 +1,11 @@
-"""Starting the kernels: where a tensor's rows lie, what is launched over them, and autograd.
+"""Starting the kernels: what is launched over a tensor's rows, and autograd.
 
 Needs Triton, and a CUDA device or Triton's interpreter (``TRITON_INTERPRET=1``). Shape legend:
 ``...`` any leading dimensions, ``R`` their product; ``D`` head dim; ``n`` matrices of the variant.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,47 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kha_megatron.heads.knock import Variant
 from kha_megatron.ops.kernels import knock_kernels as kernels
+from kha_megatron.ops.kernels.rows import Rows, rows_of
 from kha_megatron.ops.kernels.tiles import INTERPRETED
 from kha_megatron.ops.kernels.tilings import Kernel, padded, tiling
 
 PROGRAMS_INTERPRETED = 3
-REDUCTION_BLOCK = 1024
-
-
-class Rows(NamedTuple):
-    """The rows of ``[..., D]`` as a kernel addresses them; strides in elements.
-
-    Row ``r`` is head ``r % heads`` of token ``r // heads``. With one stride between all rows there
-    is one head a token.
-    """
-
-    tensor: Tensor
-    heads: int
-    token_stride: int
-    head_stride: int
-
-    @property
-    def fit_a_descriptor(self) -> bool:
-        """Whether the tensor memory accelerator can read them: multiples of 16 bytes."""
-        step = self.token_stride * self.tensor.element_size()
-        return self.heads == 1 and step > 0 and not (step | self.tensor.data_ptr()) % 16
-
-
-def rows_of(x: Tensor) -> Rows:
-    """Where the rows of ``x`` ``[..., D]`` lie, copied only if two strides do not say it."""
-    steps: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size == 1:
-            continue
-        if steps and steps[-1][1] == size * stride:
-            steps[-1] = (steps[-1][0] * size, stride)
-        else:
-            steps.append((size, stride))
-    if len(steps) > 2 or x.stride(-1) != 1:
-        return rows_of(x.contiguous())
-    if len(steps) == 2:
-        return Rows(x, steps[1][0], steps[0][1], steps[1][1])
-    return Rows(x, 1, steps[0][1] if steps else x.shape[-1], 0)
+REDUCTION = {"SPLITS": 16, "BLOCK": 128}
+"""Splits and elements that one program sums at once."""
 
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
@@ -96,8 +62,9 @@ def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Varian
     partials = _launch("backward_weight", variant, weight, [x, dy], [])
     assert partials is not None  # there are rows
     gradient, count = torch.empty_like(weight), weight.numel()
-    grid = (triton.cdiv(count, REDUCTION_BLOCK),)
-    kernels.sum_partials[grid](partials, gradient, len(partials), count, BLOCK=REDUCTION_BLOCK)
+    grid = (triton.cdiv(count, REDUCTION["BLOCK"]),)
+    with torch.cuda.device_of(weight):
+        kernels.sum_partials[grid](partials, gradient, len(partials), count, **REDUCTION)
     return gradient
 
 
@@ -118,6 +85,7 @@ class FusedKnock(torch.autograd.Function):
         """Gradients of ``x`` and the weight, where they are asked for."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
+        dy = dy.contiguous()  # the layout that is compared with torch (ops/verification.py)
         dx = knock_backward_input(x, dy, weight, ctx.variant) if needs_x else None
         dw = knock_backward_weight(x, dy, weight, ctx.variant) if needs_weight else None
         return dx, dw, None

@@ -4,8 +4,9 @@ Shape legend: ``T`` tokens (sequence times batch ``b``), ``G`` key/value heads, 
 heads of each, ``D`` head dim, ``HALF`` features that turn against as many others, ``REST`` those of
 a head that do not turn; ``P``, ``PH`` and ``PR`` their powers of two.
 
-A tile is ``M`` tokens of one group: all its query heads, its key, its value. The cosines of a
-tile's tokens are read once for all its heads. A head's row lies in up to three pieces, ``[M, PH]``
+A tile is ``M`` tokens of one group: all its query heads, its key, its value. The angles of a
+tile's tokens are read once for all its heads, and their cosines never lie in memory: computing them
+takes less than reading them would. A head's row lies in up to three pieces, ``[M, PH]``
 twice and ``[M, PR]``, because a program cannot reach columns that it holds elsewhere: the two that
 turn against each other then meet in the same registers, and each column is read once.
 
@@ -18,10 +19,13 @@ on a multiprocessor at once. That is why values are not knocked in it: three mat
 tiles leave room for one program, which cannot keep the memory busy.
 """
 
-# ruff: noqa: SIM108 (Triton compiles both sides of a conditional expression)
+# ruff: noqa: RET505, SIM108 (Triton compiles both sides of a conditional expression, and what
+# follows an `if` that returned)
 
 import triton
 import triton.language as tl
+
+from kha_megatron.ops.kernels.tiles import INTERPRETED
 
 
 @triton.jit
@@ -172,15 +176,35 @@ def prepared_gradient(
 
 
 @triton.jit
+def cosine_and_sine(angle, dtype: tl.constexpr):
+    """Of radians in float32, as accurate as ``dtype``, a head's, can tell.
+
+    The whole turns go in float64, which leaves nothing of the rounding that a long sequence's
+    angles would suffer. Of the rest the two instructions ``cos.approx`` and ``sin.approx`` are off
+    by at most 2**-20.5 (PTX); two bytes are rounded by 2**-12 or more.
+    """
+    turns = angle.to(tl.float64) * 0.15915494309189535
+    rest = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    if INTERPRETED or dtype == tl.float32:
+        return tl.cos(rest), tl.sin(rest)
+    else:
+        cosine: tl.constexpr = "cos.approx.f32 $0, $1;"
+        sine: tl.constexpr = "sin.approx.f32 $0, $1;"
+        return (
+            tl.inline_asm_elementwise(cosine, "=f,f", [rest], tl.float32, is_pure=True, pack=1),
+            tl.inline_asm_elementwise(sine, "=f,f", [rest], tl.float32, is_pure=True, pack=1),
+        )
+
+
+@triton.jit
 def load_turn(
-    TURNS, tokens, rows, angle_tokens,
+    ANGLES, tokens, rows, angle_tokens, dtype: tl.constexpr,
     TURN: tl.constexpr, HALF: tl.constexpr, PH: tl.constexpr,
 ):  # fmt: skip
-    """Cosine and sine ``[M, PH]`` of these tokens."""
+    """Cosine and sine ``[M, PH]`` of these tokens' angles."""
     if TURN:
         starts = (tokens // angle_tokens).to(tl.int64) * (2 * HALF)
-        cos = load_piece(TURNS, starts, rows, 0, HALF, PH)
-        sin = load_piece(TURNS, starts, rows, HALF, HALF, PH)
+        cos, sin = cosine_and_sine(load_piece(ANGLES, starts, rows, 0, HALF, PH), dtype)
     else:
         cos = 1.0
         sin = 0.0
@@ -193,7 +217,7 @@ def prologue_forward(
     XK, xk_s, xk_b, xk_group,
     XV, xv_s, xv_b, xv_group,
     GAIN_Q, GAIN_K,
-    TURNS, angle_tokens,
+    ANGLES, angle_tokens,
     Q, K, V,
     T, b, eps,
     COPY_V: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr, CENTRE: tl.constexpr,
@@ -207,21 +231,22 @@ def prologue_forward(
         XQ: the first wanted query head of the first group and token; likewise ``XK`` and ``XV``.
         xq_s, xq_b, xq_group: strides in elements, the last between groups.
         GAIN_Q, GAIN_K: ``[D]``, the norms' weights.
-        TURNS: ``[.., 2, HALF]`` float32, cosines and sines; row ``t // angle_tokens`` is token
-            ``t``'s.
+        ANGLES: ``[.., 2 * HALF]`` float32, of which the first half is read; row
+            ``t // angle_tokens`` is token ``t``'s.
         Q, K, V: ``[T, G * QUERIES, D]``, ``[T, G, D]``, ``[T, G, D]``.
         COPY_V: whether to copy values; those that are knocked are not there yet.
         CENTRE: what a norm adds to its weight.
     """
     tile = tl.program_id(0)
-    group = tile % G
+    group = tl.cast(tile % G, tl.int64)
     tokens = tile // G * M + tl.arange(0, M)
     rows = tokens < T
     if COPY_V:
         starts = row_starts(tokens, b, xv_s, xv_b, group * xv_group)
         to = row_starts(tokens, 1, G * D, 0, group * D)
         copy_rows(XV, V, starts, to, rows, D, P)
-    cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
+    dtype: tl.constexpr = XQ.dtype.element_ty
+    cos, sin = load_turn(ANGLES, tokens, rows, angle_tokens, dtype, TURN, HALF, PH)
     gains = load_gains(GAIN_K, HALF, PH, REST, PR, NORM_K, CENTRE)
     starts = row_starts(tokens, b, xk_s, xk_b, group * xk_group)
     x = load_pieces(XK, starts, rows, HALF, PH, REST, PR)
@@ -265,7 +290,7 @@ def prologue_backward(
     XQ, xq_s, xq_b, xq_group,
     XK, xk_s, xk_b, xk_group,
     GAIN_Q, GAIN_K,
-    TURNS, angle_tokens,
+    ANGLES, angle_tokens,
     DQ, dq_s, dq_b, dq_head,
     DK, dk_s, dk_b, dk_head,
     DV, dv_s, dv_b, dv_head,
@@ -286,19 +311,21 @@ def prologue_backward(
         DXQ, DXK, DXV: gradients of the rows, with strides between tokens and groups.
         PARTIAL: ``[programs, 2, D]`` float32, for queries and keys, written where there is a norm.
     """
+    dq_head = tl.cast(dq_head, tl.int64)  # like the others; converting it anew takes registers
     if NORM_Q:
         sums_q = zeros(M, PH, PR)
     if NORM_K:
         sums_k = zeros(M, PH, PR)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, M) * G, tl.num_programs(0)):
-        group = tile % G
+        group = tl.cast(tile % G, tl.int64)
         tokens = tile // G * M + tl.arange(0, M)
         rows = tokens < T
         if COPY_V:
             starts = row_starts(tokens, b, dv_s, dv_b, group * dv_head)
             to = row_starts(tokens, 1, dxv_token, 0, group * dxv_group)
             copy_rows(DV, DXV, starts, to, rows, D, P)
-        cos, sin = load_turn(TURNS, tokens, rows, angle_tokens, TURN, HALF, PH)
+        dtype: tl.constexpr = XQ.dtype.element_ty
+        cos, sin = load_turn(ANGLES, tokens, rows, angle_tokens, dtype, TURN, HALF, PH)
         gains = load_gains(GAIN_K, HALF, PH, REST, PR, NORM_K, CENTRE)
         x_starts = row_starts(tokens, b, xk_s, xk_b, group * xk_group)
         x = load_pieces(XK, x_starts, rows, HALF, PH, REST, PR)

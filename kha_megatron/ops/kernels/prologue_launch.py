@@ -36,18 +36,38 @@ class PrologueTiling(NamedTuple):
     stages: int
     """Heads whose loads are under way at once."""
     per_processor: int = 0
-    """Programs that a multiprocessor runs at once, each of which takes several tiles."""
+    """Programs that a multiprocessor runs at once, each of which takes several tiles; 0 where a
+    program takes one tile and as many run as the compiler's choice of registers allows."""
+
+    def options(self) -> dict[str, int]:
+        """What the compiler is told beside :func:`sizes`: it takes no more registers than let
+        ``per_processor`` programs run, in the eights that a multiprocessor hands out."""
+        options = {"num_warps": self.warps, "num_stages": 1}
+        if self.per_processor:
+            options["maxnreg"] = REGISTERS // (32 * self.warps * self.per_processor) // 8 * 8
+        return options
 
 
-def tiling(direction: str, head_dim: int) -> PrologueTiling:
-    """Of ``forward`` or ``backward``: as many elements for every head dim."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
+
+def tiling(direction: str, head_dim: int, turned: int) -> PrologueTiling:
+    """Of ``forward`` or ``backward``: as many elements for every head dim.
+
+    Args:
+        direction: which of the two.
+        head_dim: ``D``.
+        turned: features that turn against as many others; the rest take registers of their own.
+    """
     if INTERPRETED:
         # the interpreter takes its time by the operation, not by the number
         return PrologueTiling(64, 1, 1, 1)
     padded = triton.next_power_of_2(head_dim)
     if direction == "forward":
         return PrologueTiling(2048 // padded, 4, 3)
-    return PrologueTiling(1024 // padded, 4, 3, per_processor=5 if padded <= 128 else 4)
+    many = padded <= 128 and turned in (0, head_dim // 2)
+    return PrologueTiling(1024 // padded, 4, 3, per_processor=5 if many else 4)
 
 
 def fused_prologue(
@@ -104,7 +124,7 @@ class _Pass:
         self.rows = dict(self.views)
         for p in self.knocked_before():
             self.rows[p] = self.knocked(p)
-        self.turns, self.turned = _turns(angles)
+        self.angles, self.turned = _contiguous(angles)
         self.tokens_of_an_angle = 1
         if angles is not None and angles.shape[1] == 1:
             self.tokens_of_an_angle = qkv.shape[1]
@@ -141,7 +161,7 @@ class _Pass:
         d_rows = dict(places)
         for p in self.knocked_before():
             d_rows[p] = torch.empty_like(self.rows[p])
-        heads = {p: _rows_contiguous(g) for p, g in gradients.items()}
+        heads = {p: _as_compared(g) for p, g in gradients.items()}
         partials = self.launch(
             prologue_backward, "backward", list(d_rows.values()), list(heads.values())
         )
@@ -172,13 +192,13 @@ class _Pass:
     ) -> Tensor | None:
         """Start a kernel; backward gives the norms' partial sums ``[programs, 2, D]``."""
         s, b, groups, queries, head_dim = self.rows["query"].shape
-        cut = tiling(direction, head_dim)
+        cut = tiling(direction, head_dim, self.turned)
         tiles = triton.cdiv(s * b, cut.tokens) * groups
         programs = tiles
         arguments: list[Any] = []
         for p in PROJECTIONS if direction == "forward" else PROJECTIONS[:2]:
             arguments += [self.rows[p], *self.rows[p].stride()[:3]]
-        arguments += [*self.norms, self.turns, self.tokens_of_an_angle]
+        arguments += [*self.norms, self.angles, self.tokens_of_an_angle]
         partials = None
         if gradients is None:
             arguments += results
@@ -207,7 +227,7 @@ class _Pass:
                     G=groups,
                     QUERIES=queries,
                     **sizes(head_dim, self.turned, cut),
-                    num_warps=cut.warps,
+                    **cut.options(),
                 )
         return partials
 
@@ -228,14 +248,13 @@ def sizes(head_dim: int, turned: int, cut: PrologueTiling) -> dict[str, int]:
     }
 
 
-def _turns(angles: Tensor | None) -> tuple[Tensor | None, int]:
-    """Cosines and sines ``[.., 2, R / 2]`` in float32, and ``R / 2``."""
+def _contiguous(angles: Tensor | None) -> tuple[Tensor | None, int]:
+    """Megatron's angles as they are, which no step copies, and how many features turn one way."""
     if angles is None:
         return None, 0
-    half = angles.shape[-1] // 2
-    angle = angles[..., :half].reshape(-1, half).float()
-    return torch.stack([angle.cos(), angle.sin()], dim=1), half
+    return angles.float().contiguous(), angles.shape[-1] // 2
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _as_compared(x: Tensor) -> Tensor:
+    """A gradient ``[s, b, ...]`` in one of the layouts that ``ops/verification.py`` compares."""
+    return x if x.is_contiguous() or x.transpose(0, 1).is_contiguous() else x.contiguous()

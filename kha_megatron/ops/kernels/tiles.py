@@ -55,6 +55,25 @@ def dot_add(a, b, total):
 
 
 @triton.jit
+def doubled_sigmoid(x, dtype: tl.constexpr):
+    """``2 * sigmoid(x)`` of float32, which is exactly 1 at 0.
+
+    As accurate as float32, but for products of bfloat16. These take ``1 + tanh(x / 2)`` by the one
+    instruction ``tanh.approx.f32``, whose relative error PTX bounds by 2**-11: at most an eighth of
+    what rounding the factor to bfloat16 would do. The interpreter then errs by all of that bound.
+    """
+    if dtype != tl.bfloat16:
+        return 2.0 * tl.sigmoid(x)
+    elif INTERPRETED:
+        return 1.0 + (2.0 * tl.sigmoid(x) - 1.0) * (1.0 - 2.0**-11)
+    else:
+        instruction: tl.constexpr = "tanh.approx.f32 $0, $1;"
+        return 1.0 + tl.inline_asm_elementwise(
+            instruction, "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def load_rows(
     X,
     first,
@@ -152,10 +171,10 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
     """
     if VARIANT == "mlp":
         up, gate, down = weights
-        hidden = 2.0 * dot(x, up) * tl.sigmoid(dot(x, gate))
+        hidden = dot(x, up) * doubled_sigmoid(dot(x, gate), x.dtype)
         return dot(hidden.to(x.dtype), down)
     elif VARIANT == "gate":
-        return 2.0 * x_j.to(tl.float32) * tl.sigmoid(dot(x, weights[0]))
+        return x_j.to(tl.float32) * doubled_sigmoid(dot(x, weights[0]), x.dtype)
     else:
         return dot(x, weights[0])
 
@@ -177,16 +196,16 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
     """
     if VARIANT == "mlp":
         up, gate, down = weights
-        s = tl.sigmoid(dot(x, gate))
-        d_up = 2.0 * dot(dy, tl.trans(down)) * s
-        u = dot(x, up)
-        d_gate = d_up * u * (1.0 - s)
-        return d_up.to(x.dtype), d_gate.to(x.dtype), (2.0 * u * s).to(x.dtype)
+        factor = doubled_sigmoid(dot(x, gate), x.dtype)
+        d_up = dot(dy, tl.trans(down)) * factor
+        hidden = dot(x, up)
+        d_gate = d_up * hidden * (1.0 - 0.5 * factor)
+        return d_up.to(x.dtype), d_gate.to(x.dtype), (hidden * factor).to(x.dtype)
     elif VARIANT == "gate":
-        s = tl.sigmoid(dot(x, weights[0]))
-        d_factor = 2.0 * dy_j.to(tl.float32) * s
-        d_gate = d_factor * x_j.to(tl.float32) * (1.0 - s)
-        return d_gate.to(x.dtype), d_factor
+        factor = doubled_sigmoid(dot(x, weights[0]), x.dtype)
+        d_x = dy_j.to(tl.float32) * factor
+        d_gate = d_x * x_j.to(tl.float32) * (1.0 - 0.5 * factor)
+        return d_gate.to(x.dtype), d_x
     else:
         return (dy_j,)
 

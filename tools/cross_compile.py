@@ -1,9 +1,9 @@
 """Compiling the kernels for an architecture on a machine without it, and what ptxas says of them.
 
-    python -m tests.kernels.cross_compile          every launch on sm_90: registers, spills, memory
+    python -m tools.cross_compile     every launch on sm_90: registers, spills, memory, instructions
 
-A ``Launch`` is what a GPU would be asked to compile. Triton brings ptxas, so that nothing else is
-needed; what runs is not found out.
+A ``Launch`` is what a GPU would be asked to compile. Triton brings ptxas and nvdisasm, so that
+nothing else is needed; what runs is not found out.
 """
 
 import contextlib
@@ -11,6 +11,9 @@ import hashlib
 import io
 import itertools
 import re
+import subprocess
+import tempfile
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,13 +56,46 @@ class Launch(NamedTuple):
         return f"{self.kernel}-{self.variant}-{self.head_dim}-{dtype}-{how}"
 
 
+class PrologueLaunch(NamedTuple):
+    """One kernel of the prologue, for the paper's 8 queries of each of 4 groups."""
+
+    direction: str
+    head_dim: int
+    dtype: torch.dtype
+    turning: int
+    """Features of a head that RoPE turns."""
+    copies_values: bool = True
+    """Whether it moves values too, which no kernel has knocked."""
+    architecture: str = "sm_90"
+
+
 class Report(NamedTuple):
-    """What the compiler says: bytes of spills are for each thread."""
+    """What the compiler says of one launch."""
 
     registers: int
+    """Of a thread."""
     spilled: int
+    """Bytes, of a thread."""
     shared: int
-    tensor_cores: bool
+    """Bytes, of a program."""
+    threads: int
+    """Of a program."""
+    instructions: dict[str, int]
+    """How many of each stand in the machine's code, by the first word of their names: ``HGMMA``
+    are products of a warpgroup, ``HMMA`` of one warp."""
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether they multiply."""
+        return bool(self.instructions.keys() & {"HGMMA", "HMMA"})
+
+    @property
+    def programs(self) -> int:
+        """How many fit on a multiprocessor of Hopper at once."""
+        # registers come in 256 for a warp; a program takes a kilobyte of shared memory for itself
+        of_a_warp = -(-32 * self.registers // 256) * 256
+        by_registers = 65536 // of_a_warp // (self.threads // 32)
+        return min(by_registers, 228 * 1024 // (self.shared + 1024), 2048 // self.threads, 32)
 
 
 def launches(dtypes: tuple[torch.dtype, ...], architecture: str = "sm_90") -> list[Launch]:
@@ -94,14 +130,44 @@ def compile_launch(launch: Launch) -> Report:
     return _compile(function, signature, constants, aligned, options, launch.architecture)
 
 
+def compile_prologue(launch: PrologueLaunch) -> Report:
+    """Compile a kernel of the prologue as the package launches it, with both norms."""
+    from triton import knobs
+
+    from kha_megatron.ops.kernels import prologue_kernels
+    from kha_megatron.ops.kernels.prologue_launch import sizes, tiling
+
+    function = getattr(prologue_kernels, f"prologue_{launch.direction}")
+    turned = launch.turning // 2
+    cut = tiling(launch.direction, launch.head_dim, turned)
+    constants = sizes(launch.head_dim, turned, cut)
+    constants |= {"COPY_V": launch.copies_values, "NORM_Q": True, "NORM_K": True, "CENTRE": 0.0}
+    constants |= {"G": 4, "QUERIES": 8}
+    signature = {}
+    for name in function.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in ("ANGLES", "PARTIAL"):
+            signature[name] = "*fp32"
+        elif name.isupper() and name != "T":
+            signature[name] = f"*{TRITON_DTYPES[launch.dtype]}"
+        else:
+            signature[name] = "fp32" if name == "eps" else "i32"
+    whole = ("T", "b", "eps", "angle_tokens", *constants)
+    aligned = [name for name in function.arg_names if name not in whole]
+    knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+    return _compile(function, signature, constants, aligned, cut.options(), launch.architecture)
+
+
 def compile_reduction(architecture: str = "sm_90") -> Report:
     """Compile the sum over splits."""
     from triton import knobs
 
     from kha_megatron.ops.kernels import knock_kernels, knock_launch
 
-    signature = {"PARTIAL": "*fp32", "DW": "*bf16", "S": "i32", "N": "i32", "BLOCK": "constexpr"}
-    constants = {"BLOCK": knock_launch.REDUCTION_BLOCK}
+    constants = dict(knock_launch.REDUCTION)
+    signature = {"PARTIAL": "*fp32", "DW": "*bf16", "S": "i32", "N": "i32"}
+    signature |= dict.fromkeys(constants, "constexpr")
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     function = knock_kernels.sum_partials
     options = {"num_warps": 4, "num_stages": 3}
@@ -132,7 +198,8 @@ def _compile(function, signature, constants, aligned, options, architecture) -> 
         attrs={(at(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    options = {name: options[name] for name in ("num_warps", "num_stages")}
+    chosen = ("num_warps", "num_stages", "maxnreg")
+    options = {name: options[name] for name in chosen if name in options}
     with contextlib.redirect_stdout(io.StringIO()) as said:
         compiled = triton.compile(source, target=target, options=options)
     words = said.getvalue()
@@ -141,8 +208,23 @@ def _compile(function, signature, constants, aligned, options, architecture) -> 
         registers=int(re.search(r"Used (\d+) registers", words)[1]),
         spilled=max(int(spills[1]), int(spills[2])),
         shared=compiled.metadata.shared,
-        tensor_cores="mma" in compiled.asm["ptx"],
+        threads=32 * options["num_warps"],
+        instructions=_instructions(compiled.asm["cubin"]),
     )
+
+
+def _instructions(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [nvdisasm, "-c", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # an address, perhaps a predicate, a name whose words after points say how
+    lines = re.finditer(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", listing, re.M)
+    return dict(Counter(line[1] for line in lines))
 
 
 def fingerprint() -> str:
@@ -181,7 +263,8 @@ def main() -> None:
         bound = launch.tiling.spills
         print(
             f"{launch!s:45} registers {report.registers:3}  spilled {report.spilled:4} "
-            f"(bound {bound:3})  shared {report.shared / 1024:6.1f} KB",
+            f"(bound {bound:3})  shared {report.shared / 1024:6.1f} KB  "
+            f"{sum(report.instructions.values()):4} instructions",
             *complaints(launch, report),
         )
 
