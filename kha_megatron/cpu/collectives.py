@@ -2,19 +2,47 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 def patch() -> None:
-    """Replace the three collectives of ``torch.distributed`` for this process."""
+    """Replace four collectives of ``torch.distributed``, and their bundling, for this process."""
     dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _listed(
         dist.all_to_all_single
     )
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
+    dist.all_gather_into_tensor = dist.distributed_c10d.all_gather_into_tensor = _of_bytes(
+        dist.all_gather_into_tensor
+    )
+    dist._coalescing_manager = _without_a_device(dist._coalescing_manager)
+
+
+class _Done:
+    """The handle of collectives that have run."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformer Engine bundles the gathers of a block-scaled tensor by its device, which gloo
+    cannot: there each one runs when it is called."""
+
+    @contextmanager
+    def manager(group=None, device=None, async_ops=False):
+        if device is not None:
+            yield _Done()
+            return
+        with coalescing(group, async_ops=async_ops) as work:
+            yield work
+
+    return manager
 
 
 def _listed(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +92,25 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
         return None
 
     return wrapper
+
+
+def _of_bytes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Coalesced gathers take tensors of several dtypes on NCCL; gloo mixes them up, in silence.
+
+    FP8 parameters beside bf16 ones are such a case: what is gathered together is gathered as bytes.
+    """
+    coalescing = dist.distributed_c10d._world.pg_coalesce_state
+
+    def as_bytes(tensor: Tensor) -> Tensor:
+        return tensor.detach().view(-1).view(torch.uint8)
+
+    @functools.wraps(all_gather)
+    def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+        if (group or dist.group.WORLD) in coalescing:
+            output_tensor, input_tensor = as_bytes(output_tensor), as_bytes(input_tensor)
+        return all_gather(output_tensor, input_tensor, group, async_op)
+
+    return all_gather_into_tensor
 
 
 def _even(tensors: list[Tensor], async_op: bool) -> bool:

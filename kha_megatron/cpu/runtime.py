@@ -1,14 +1,13 @@
-"""The one rewriting mode and the short list of ``torch.cuda`` stand-ins behind ``cpu.install()``.
+"""The short lists of torch's functions that are replaced by ``cpu.install()``.
 
-Three layers, each because the one before cannot reach it:
+1. :func:`_rewrite_devices`: what takes a device (torch's functions that make a tensor, and some
+   methods of tensors) is given the CPU for a CUDA device. A ``TorchFunctionMode`` would catch them
+   all, at the price of a call into Python for every operation: 6,000 in a step of a small model.
+2. :func:`_cuda_stand_ins`: functions of ``torch.cuda``.
+3. :func:`_patch_torch`: places of torch that cannot work without a device.
 
-1. :class:`CudaToCpu`, a ``TorchFunctionMode`` entered for good: rewrites every CUDA device that
-   reaches a torch function as an argument.
-2. :func:`_cuda_stand_ins`: functions of ``torch.cuda`` that take no tensor and so bypass the mode.
-3. :func:`_patch_torch`: four places of torch that leave the mode or cannot work without a device.
-
-Limits: the mode is thread-local (it survives ``fork``); the "CUDA" random generator *is* the CPU
-generator; streams and events are in order, as everything on a CPU is.
+Limits: the "CUDA" random generator *is* the CPU generator; streams and events are in order, as
+everything on a CPU is.
 """
 
 import functools
@@ -22,43 +21,72 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from kha_megatron.announcements import announce
-from kha_megatron.cpu import collectives
+from kha_megatron.cpu import collectives, engine
 from kha_megatron.errors import ConfigError
 
 _CPU = torch.device("cpu")
-_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")
+_CUDA_ONLY = ("apex", "flash_attn")
 """Packages that Megatron prefers where they are installed, and whose kernels need a GPU."""
 
-_mode: "CudaToCpu | None" = None
+_ALIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+"""Functions ``torch.X_like`` that take a device, and below methods ``Tensor.new_X``."""
+_NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
+
+_NO_DEVICE = (8, 0)  # a compute capability that asks for nothing newer than bf16
+
+_installed = False
 
 
 def is_installed() -> bool:
     """Whether this process already runs on the CPU stand-in."""
-    return _mode is not None
+    return _installed
 
 
 def install(
-    *, despite_cuda: bool = False, hide_cuda_only: bool = True, quiet: bool = False
+    *,
+    despite_cuda: bool = False,
+    transformer_engine: bool = False,
+    capability: str = "9.0",
+    quiet: bool = False,
 ) -> None:
     """Make "cuda" mean the CPU in this process. Later calls do nothing.
+
+    apex, flash-attn and, unless asked for, Transformer Engine look as if they were not installed,
+    so that Megatron takes its own modules.
 
     Args:
         despite_cuda: go on although the machine has a CUDA device; without it a GPU machine is
             refused, because training on its CPU is rarely what was meant.
-        hide_cuda_only: make Transformer Engine, apex and flash-attn look as if they were not
-            installed, so that Megatron takes its own modules. Without it, models of Transformer
-            Engine modules can be constructed, and not run.
-        quiet: do not print the line that says so (rank 0 prints it once).
+        transformer_engine: run Transformer Engine's Python above a stand-in for its kernels, see
+            :mod:`kha_megatron.cpu.engine`; needs the extra ``te-cpu``.
+        capability: the device that is played for Transformer Engine: ``9.0`` (Hopper), or ``10.0``
+            (Blackwell), which MXFP8 needs.
+        quiet: do not print the lines that say so (rank 0 prints them once).
 
     Raises:
         ConfigError: a CUDA device is present and ``despite_cuda`` is False, or Megatron was
-            imported first (it binds CUDA names while it is imported).
+            imported first (it binds CUDA names while it is imported), or Transformer Engine is
+            asked for in a process that runs without, or the capability is another.
+        MissingDependencyError: Transformer Engine is asked for and not installed.
+        VersionError: it is of a version that was not tested.
     """
-    global _mode
-    if _mode is not None:
+    global _installed
+    if capability not in engine.CAPABILITIES:
+        raise ConfigError(
+            f"compute capability {capability} cannot be played on the CPU: choose "
+            f"{' or '.join(engine.CAPABILITIES)}"
+        )
+    if _installed:
+        if transformer_engine and not engine.is_installed():
+            raise ConfigError(
+                "kha_megatron.cpu runs without Transformer Engine in this process: ask for it in "
+                "the first cpu.install(transformer_engine=True)"
+            )
+        if transformer_engine:
+            os.environ |= engine.ENVIRONMENT  # a forked process may have been given another
         return
     if torch.cuda.is_available() and not despite_cuda:
         raise ConfigError(
@@ -69,14 +97,19 @@ def install(
         raise ConfigError("kha_megatron.cpu.install() must run before the first `import megatron`")
     if not quiet:
         announce("Megatron-Core runs on the CPU with gloo: a correctness device, not a fast one")
-    if hide_cuda_only:
-        modules: dict[str, Any] = sys.modules
-        modules.update(dict.fromkeys(_CUDA_ONLY))  # None makes `import` raise ImportError
-    for name, stand_in in _cuda_stand_ins().items():
+    if transformer_engine:
+        engine.check()
+    modules: dict[str, Any] = sys.modules
+    hidden = (*_CUDA_ONLY, *(() if transformer_engine else ("transformer_engine",)))
+    modules.update(dict.fromkeys(hidden))  # None makes `import` raise ImportError
+    played = engine.CAPABILITIES[capability] if transformer_engine else _NO_DEVICE
+    for name, stand_in in _cuda_stand_ins(played).items():
         setattr(torch.cuda, name, stand_in)
-    _mode = CudaToCpu()
-    _mode.__enter__()
-    _patch_torch(_mode)
+    _rewrite_devices()
+    _patch_torch()
+    _installed = True
+    if transformer_engine:
+        engine.install(played, quiet=quiet)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
@@ -88,23 +121,48 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)  # torch reads 0 as cuda:0
 
 
-class CudaToCpu(TorchFunctionMode):
-    """Send what is addressed to a CUDA device to the CPU."""
+def _rewrite_devices() -> None:
+    """Let every function of torch that takes a device take a CUDA device for the CPU."""
+    # torch keeps this list for `with torch.device(...)`, and must make it of its own functions
+    makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
+    for name in makers | {f"{name}_like" for name in _ALIKE}:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    for name in _NEW:
+        setattr(tensor, f"new_{name}", _on_cpu(getattr(tensor, f"new_{name}")))
+    move, kind = _on_cpu(tensor.to), tensor.type
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers accept a parameter by comparing this string
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": _CPU}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+    @functools.wraps(tensor.to)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        return move(self, *args, **kwargs)
+
+    @functools.wraps(kind)
+    def type_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return kind(self, *args, **kwargs)
+        # Megatron's optimizers accept a parameter by comparing this string
+        return kind(self).replace("torch.", "torch.cuda.", 1)
+
+    def stays(name: str) -> Any:
+        return functools.wraps(getattr(tensor, name))(lambda self, *args, **kwargs: self)
+
+    tensor.to, tensor.type = to, type_
+    tensor.cuda, tensor.pin_memory = stays("cuda"), stays("pin_memory")
+
+
+def _on_cpu(function: Any) -> Any:
+    @functools.wraps(function)
+    def rewritten(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return rewritten
 
 
 class _Stream:
@@ -137,7 +195,7 @@ class _Stream:
     synchronize = wait = wait_stream = wait_event = _nothing
 
 
-def _cuda_stand_ins() -> dict[str, Any]:
+def _cuda_stand_ins(capability: tuple[int, int]) -> dict[str, Any]:
     """Replacements for attributes of ``torch.cuda``, by name.
 
     Each is an object of its own: ``torch._dynamo`` keys a table on their identities.
@@ -167,7 +225,11 @@ def _cuda_stand_ins() -> dict[str, Any]:
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, nothing())
     properties = SimpleNamespace(
-        name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1
+        name="cpu",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=0,
+        multi_processor_count=1,
     )
     return {
         "is_available": lambda: True,
@@ -177,7 +239,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": nothing(),
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: "cpu",
         "Stream": stream_class("Stream"),
         "Event": stream_class("Event"),
@@ -199,7 +261,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
     }
 
 
-def _patch_torch(mode: CudaToCpu) -> None:
+def _patch_torch() -> None:
     # Megatron fuses small functions with torch.compile, which would look for the device's compiler
     def uncompiled(model: Any = None, **kwargs: Any) -> Any:
         return model if model is not None else (lambda f: f)
@@ -210,18 +272,6 @@ def _patch_torch(mode: CudaToCpu) -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-
-    # Tensor.backward is itself overridable, so the mode is popped while it runs and the bodies of
-    # Function.backward would see raw CUDA devices: enter it again at the engine's door
-    run_backward = torch.autograd.graph._engine_run_backward
-
-    @functools.wraps(run_backward)
-    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run_backward(*args, **kwargs)
-
-    torch.autograd.graph._engine_run_backward = engine_run_backward
-    torch.autograd._engine_run_backward = engine_run_backward
 
     if dist.is_available():
         collectives.patch()
@@ -243,7 +293,7 @@ def _patch_device_mesh() -> None:
 
 def _patch_data_loader() -> None:
     # a new iterator draws its base seed from the CPU generator, which here is the model's own:
-    # give it back; and its pinning thread would run outside the mode
+    # give it back; and there is nothing to pin for
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     initialise = iterator.__init__
 

@@ -8,22 +8,27 @@ tensor-parallel marks see nothing of it, and a run may change between both ways 
 ``r`` heads with a linear matrix out of the ``n`` heads of ``linear_qkv`` (both over all ranks, who
 must agree), ``K`` hidden, elements read and written:
 
-======================================  =================  ==================
+======================================  =================  =======================
 of one microbatch                       direct             folded
-======================================  =================  ==================
+======================================  =================  =======================
 forward                                 ``2 t r``          ``2 K n``
 gradient of activations or weight       ``2 t r``          ``2 K n``
 gradient of ``T``                       ``2 t r``          ``2 K n``
-``W_eff`` again for the backward pass                      ``2 K n``
+``W_eff`` again for the backward pass                      ``2 K n``, FP8: none
 if it ends gradient-accumulation fusion                    ``2 K n``
-======================================  =================  ==================
+======================================  =================  =======================
 
 Each pass multiplies by ``D x D``: ``D`` FLOPs for each of its elements on either side. In 16 bits
 that is ``D / 2`` FLOPs a byte, below what a GPU can do (some 180 on an H200) for every usual
 ``D``, so bytes decide, and FLOPs would decide alike. Hence ``auto`` folds in training when
-``3 t r > 4 K n`` (``5 K n`` with fusion): for matrices on q, k and v when a microbatch has more
-than 4/3 of the hidden size in tokens. Evaluation has the first row only: ``t r > K n``. Direct
-application also keeps ``t r D`` numbers for the backward pass; folding keeps nothing.
+``3 t r > 4 K n`` (``3 K n`` with FP8; ``K n`` more with fusion): for matrices on q, k and v when a
+microbatch has more than 4/3 of the hidden size in tokens. Evaluation has the first row only:
+``t r > K n``.
+
+**What it keeps** for the backward pass: nothing, where direct application keeps ``t r D`` numbers.
+The memory of ``W_eff`` is let go when the projection has run, though Transformer Engine holds on to
+the tensor, and the backward pass makes it again for the product that reads it. With FP8 that
+product reads the quantised copy which Transformer Engine keeps of every weight, one a layer.
 
 **Where it is not done.** Multi-latent attention, FSDP, CUDA graphs, FP8 or FP4 parameters, delayed
 weight gradients, offloaded activations, an adapter around ``linear_qkv``, and tensor-parallel ranks
@@ -149,7 +154,7 @@ class Folding:
         try:
             for knocking in knockings:
                 knocking.is_folded = True
-            with weight.saved() if torch.is_grad_enabled() else nullcontext():
+            with weight.saved(linear) if torch.is_grad_enabled() else nullcontext():
                 yield
         finally:
             hook.remove()
@@ -171,7 +176,7 @@ class Folding:
         config = self.attention.config
         direct, folded = 1, 1
         if self.attention.training:
-            direct, folded = 3, 4 + config.gradient_accumulation_fusion
+            direct, folded = 3, 4 - bool(config.fp8) + config.gradient_accumulation_fusion
         return folded * config.hidden_size * len(self.heads) / (direct * self.folded_heads)
 
     def folds(self, hidden_states: Tensor) -> bool:
@@ -240,6 +245,7 @@ class _Weight:
         self.folded: Tensor | None = None
         self.again: Callable[[], Tensor]
         self.packed = self.asked = 0
+        self.is_read = True
         self.remade: Tensor | None = None
 
     def substitute(self, linear: Any, knockings: list[KnockingHeads], held: dict[str, Any]) -> None:
@@ -258,15 +264,22 @@ class _Weight:
 
         @torch.no_grad()
         def again() -> Tensor:
-            return fold_heads(whole, matrices, self.owners)
+            if self.is_read:
+                return fold_heads(whole, matrices, self.owners)
+            # only its shape is asked for: if ever a value is, it shows
+            nan = torch.full((), torch.nan, dtype=whole.dtype, device=whole.device)
+            return nan.expand(whole.shape)
 
         self.again = again
 
     @contextmanager
-    def saved(self) -> Iterator[None]:
-        """Within, autograd keeps nothing of the weight; after it, the weight is let go."""
+    def saved(self, linear: Any) -> Iterator[None]:
+        """Within, autograd keeps nothing of the weight; after it, its memory is let go."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
+        self.is_read = not _multiplies_by_copy(linear)
+        if self.folded is not None:  # Transformer Engine stores the tensor, and never reads it
+            self.folded.untyped_storage().resize_(0)
         self.folded = None
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
@@ -287,6 +300,14 @@ class _Weight:
         if self.asked % self.packed == 0:  # Transformer Engine saves it twice
             self.remade = None
         return remade
+
+
+def _multiplies_by_copy(linear: Any) -> bool:
+    """Whether the backward pass of a layer that just ran reads a quantised copy of its weight."""
+    if not getattr(linear, "fp8", False):
+        return False
+    recipe = linear.fp8_meta["recipe"]
+    return getattr(recipe, "backward_override", None) != "high_precision"
 
 
 def _refusal(obstacle: str) -> ConfigError:

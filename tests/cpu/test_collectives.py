@@ -1,4 +1,4 @@
-"""Collectives of unequal sizes on gloo, against what NCCL would give."""
+"""Collectives of unequal sizes and of several dtypes on gloo, against what NCCL would give."""
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,27 @@ def test_reduce_scatter_of_unequal_sizes(ranks):
         assert untouched
 
 
+def coalesced():
+    """Two gathers in one call, of bytes and of bf16, as FP8 parameters beside others make them."""
+    parts = [
+        torch.arange(4, dtype=torch.uint8) + 100 * dist.get_rank(),
+        torch.arange(7, dtype=torch.bfloat16) - 0.5 * dist.get_rank(),
+    ]
+    outputs = [part.new_empty(2 * len(part)) for part in parts]
+    with dist.distributed_c10d._coalescing_manager(dist.group.WORLD):
+        for output, part in zip(outputs, parts, strict=True):
+            dist.all_gather_into_tensor(output, part)
+    return [output.tolist() for output in outputs]
+
+
+def test_coalesced_gathers_of_several_dtypes(ranks):
+    whole, halves = [*range(4), *range(100, 104)], [*range(7), *(n - 0.5 for n in range(7))]
+    assert ranks(coalesced, 2) == [[whole, halves]] * 2
+
+
 def refused():
     parts = [torch.empty(size, 2) for size in SIZES]
+    dist.barrier()  # nobody leaves while others are still connecting
     try:
         dist.all_gather(parts, parts[dist.get_rank()], async_op=True)
     except NotImplementedError as error:

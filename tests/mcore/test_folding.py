@@ -6,10 +6,11 @@ with direct application; here is one layer in float64, what chooses, and what ma
 
 import contextlib
 import io
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -244,36 +245,44 @@ def ways_of_a_rank(tokens, overrides, sizes, fused=False):
     return [built.folding.folds(torch.empty(n, BATCH, HIDDEN)) for n in tokens]
 
 
-def kept(pack):
-    """Whether the folded weight is still there after the forward pass, and after the backward."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
+def kept(lets_go):
     from kha_megatron.mcore.folding import _Weight
     from tests.distributed import models
 
     models.initialize()
     built = layer(models, replace(LINEAR, fold="always"))
-    alive = []
+    saved = _Weight.saved if lets_go else lambda self, linear: nullcontext()
+    with mock.patch.object(_Weight, "saved", saved):
+        return bytes_of_folded(built, torch.randn(TOKENS, BATCH, HIDDEN))
 
-    def look(linear, inputs):
-        alive.append(StorageWeakRef(linear.weight.untyped_storage()))
 
-    original = _Weight._pack
-    _Weight._pack = original if pack else lambda self, tensor: tensor
-    built.linear_qkv.register_forward_hook(lambda linear, inputs, output: look(linear, inputs))
-    try:
-        output, _ = built(torch.randn(TOKENS, BATCH, HIDDEN), None)
-        after_forward = alive[0].expired()
-        output.sum().backward()
-        del output
-        return after_forward, alive[0].expired()
-    finally:
-        _Weight._pack = original
+def bytes_of_folded(attention, hidden):
+    """Bytes that the folded weight has: in use, after the projection, after the backward pass."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    made, found = [], []
+
+    def alive():
+        storage = torch.UntypedStorage._new_with_weak_ptr(made[0].cdata)
+        return storage.nbytes() if storage is not None else 0
+
+    def look(linear, inputs, output):
+        made.append(StorageWeakRef(linear.weight.untyped_storage()))
+        found.append(alive())
+
+    hook = attention.linear_qkv.register_forward_hook(look)
+    outputs = attention.get_query_key_value_tensors(hidden)
+    hook.remove()
+    found.append(alive())
+    sum(x.float().sum() for x in outputs).backward()
+    del outputs
+    return [*found, alive()]
 
 
 def test_nothing_of_the_folded_weight_is_kept_for_the_backward_pass(ranks):
-    assert ranks(kept, 1, True)[0] == (True, True)
-    assert ranks(kept, 1, False)[0] == (False, True), "the test cannot see what is kept"
+    size = (HEADS + 2 * GROUPS) * HEAD_DIM * HIDDEN * 4
+    assert ranks(kept, 1, True)[0] == [size, 0, 0]
+    assert ranks(kept, 1, False)[0][:2] == [size, size], "the test cannot see what is kept"
 
 
 def case(kha=LINEAR, **fields):

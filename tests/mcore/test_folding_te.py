@@ -1,12 +1,10 @@
-"""Folding in Transformer Engine's own linear layers, with torch in place of its CUDA kernels.
+"""Folding in Transformer Engine's own linear layers, which run on the CPU (``cpu.engine``).
 
-What runs is all of its Python: where a layer looks for its weight, what its autograd functions
-save and return, and when it makes its FP8 copy anew. What needs a GPU, FP8 and its caches among it,
-was never run.
+It reaches where a layer looks for its weight, what its autograd functions save, and when it makes
+its FP8 copy anew.
 """
 
-import importlib.util
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -14,70 +12,13 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from tests.distributed.launcher import RankPool
+from tests.mcore.test_folding import bytes_of_folded, counted_folds
 
-pytestmark = [
-    pytest.mark.te,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' "
-        "with a CUDA toolkit); folding was not tried in its linear layers",
-    ),
-]
+pytestmark = pytest.mark.te
 
 LINEAR = KHAConfig(query="linear", key="linear", value="linear")
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
-
-
-@pytest.fixture(scope="module")
-def ranks_with_te():
-    pool = RankPool(hide_cuda_only=False)
-    yield pool
-    pool.close()
-
-
-def gemm(a, b, out_dtype=None, *, layout="TN", out=None, bias=None, grad=False, **options):
-    """``general_gemm``: ``b a^T``, ``b a`` or ``b^T a``, and the gradient of a bias."""
-    rows = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    if layout == "NT":
-        result, of_bias = rows[1].mT @ rows[0], rows[1].sum(0) if bias is not None else None
-        if out is not None:
-            result = out.add_(result) if options["accumulate"] else out.copy_(result)
-        return result, of_bias, None, None
-    result = b @ (a.mT if layout == "TN" else a)
-    if bias is not None and not grad:
-        result = result + bias
-    return result, None, None, None
-
-
-def norm(x, out, weight, bias, eps, *rest):
-    """``apply_normalization``: RMSNorm, and the reciprocal that its backward takes."""
-    reciprocal = (x.square().mean(-1) + eps).rsqrt()
-    return x * reciprocal[:, None] * weight, None, reciprocal
-
-
-def norm_backward(gradient, x, reciprocal, weight, *rest):
-    """``rmsnorm_bwd``, from autograd."""
-    with torch.enable_grad():
-        inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        eps = (1 / reciprocal.square() - x.square().mean(-1))[:, None]
-        output = inputs[0] * (inputs[0].square().mean(-1, keepdim=True) + eps).rsqrt() * inputs[1]
-        return torch.autograd.grad(output, inputs, gradient)
-
-
-@contextmanager
-def torch_kernels():
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.module import layernorm_linear, linear
-
-    with ExitStack() as stack:
-        for module in (linear, layernorm_linear):
-            stack.enter_context(mock.patch.object(module, "general_gemm", gemm))
-        stack.enter_context(mock.patch.object(layernorm_linear, "apply_normalization", norm))
-        stack.enter_context(mock.patch.object(tex, "rmsnorm_bwd", norm_backward, create=True))
-        always = property(lambda tensor: True)
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", always, create=True))
-        yield
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
 def layer(fold, plain, overrides):
@@ -115,15 +56,14 @@ def two_ways(plain, overrides):
     for fold in ("never", "always"):
         built = layer(fold, plain, overrides)
         found = {}
-        with torch_kernels():
-            for microbatch in range(3):
-                generator = torch.Generator().manual_seed(microbatch)
-                hidden = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).requires_grad_()
-                outputs = built.get_query_key_value_tensors(hidden)
-                upstream = [torch.randn(x.shape, generator=generator) for x in outputs]
-                torch.autograd.backward(outputs, upstream)
-                found |= {f"output {microbatch}.{i}": x.detach() for i, x in enumerate(outputs)}
-                found[f"input gradient {microbatch}"] = hidden.grad
+        for microbatch in range(3):
+            generator = torch.Generator().manual_seed(microbatch)
+            hidden = torch.randn(TOKENS, BATCH, HIDDEN, generator=generator).requires_grad_()
+            outputs = built.get_query_key_value_tensors(hidden)
+            upstream = [torch.randn(x.shape, generator=generator) for x in outputs]
+            torch.autograd.backward(outputs, upstream)
+            found |= {f"output {microbatch}.{i}": x.detach() for i, x in enumerate(outputs)}
+            found[f"input gradient {microbatch}"] = hidden.grad
         found |= {n: p.grad for n, p in built.named_parameters() if p.grad is not None}
         seen.append(found)
     direct, folded = seen
@@ -134,8 +74,8 @@ def two_ways(plain, overrides):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("plain", [False, True], ids=["with-norm", "plain"])
-def test_folded_equals_direct(ranks_with_te, plain, bias):
-    name, found = ranks_with_te(two_ways, 1, plain, {"add_qkv_bias": bias})[0]
+def test_folded_equals_direct(ranks_with_engine, plain, bias):
+    name, found = ranks_with_engine(two_ways, 1, plain, {"add_qkv_bias": bias})[0]
     assert name == ("TEColumnParallelLinear" if plain else "TELayerNormColumnParallelLinear")
     assert len(found) == 3 * 4 + 1 + 3 + bias + (not plain)
     assert max(found.values()) < 1e-5, found
@@ -154,41 +94,70 @@ def fused_gradients():
     return answers
 
 
-def test_fused_gradient_accumulation_is_off_where_the_weight_is_folded(ranks_with_te):
-    answers = ranks_with_te(fused_gradients, 1)[0]
+def test_fused_gradient_accumulation_is_off_where_the_weight_is_folded(ranks_with_engine):
+    answers = ranks_with_engine(fused_gradients, 1)[0]
     assert answers == {"auto": [False, True], "never": [True, True]}
 
 
-def copies_made_anew():
-    """Whether the FP8 copy of the weight is made anew, for microbatches of these sizes."""
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+def model(fold, **options):
+    from tests.distributed.models import initialize
+    from tests.gpu import models
 
-    from tests.distributed import models
-
-    models.initialize()
-    built = layer("auto", False, {})
-    asked = []
-    forward = type(built.linear_qkv).__mro__[1].forward
-
-    def recording(self, inputs, is_first_microbatch=None):
-        asked.append((self.weight.grad_fn is not None, is_first_microbatch))
-        return forward(self, inputs, is_first_microbatch=is_first_microbatch)
-
-    assert issubclass(type(built.linear_qkv), TransformerEngineBaseModule)
-    with (
-        torch_kernels(),
-        mock.patch.object(type(built.linear_qkv).__mro__[1], "forward", recording),
-    ):
-        for tokens in (40, 40, 3, 3, 40):
-            built.get_query_key_value_tensors(torch.randn(tokens, BATCH, HIDDEN))
-    return asked
+    initialize()
+    kha = replace(LINEAR, fold=fold)
+    return models.build(kha, "transformer_engine", torch.bfloat16, moe=False, **options)
 
 
-def test_a_weight_cached_in_fp8_is_not_taken_for_the_other_one(ranks_with_te):
-    assert ranks_with_te(copies_made_anew, 1)[0] == [
-        (True, True),
-        (True, False),
-        (False, True),
-        (False, False),
-        (True, True),
-    ]
+def kept(options):
+    """``bytes_of_folded`` in a layer, and how often the whole model folds in a step."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    from tests.gpu import models
+
+    built = model("always", **options)
+    attention = built.decoder.layers[0].self_attention
+    hidden = torch.randn(16, 2, built.config.hidden_size, dtype=torch.bfloat16)
+    with get_fp8_context(built.config, 0) if options else nullcontext():
+        alive = bytes_of_folded(attention, hidden)
+    with counted_folds() as folds:
+        found = models.outcome(built)  # a forward pass alone, and one with its backward
+    assert all(value.isfinite().all() for value in found.values())
+    return alive, len(folds), attention.linear_qkv.weight.nbytes
+
+
+@pytest.mark.parametrize("options", [{}, FP8], ids=["bf16", "fp8"])
+def test_nothing_of_the_folded_weight_is_kept_for_the_backward_pass(ranks_with_engine, options):
+    alive, folds, size = ranks_with_engine(kept, 1, options)[0]
+    assert alive == [size, 0, 0]
+    layers = 2
+    assert folds == layers * (2 if options else 3), "FP8 multiplies by the copy that it has"
+
+
+def after_a_microbatch_of_the_other_way(forgets):
+    """Relative error of the logits of a long microbatch, which folds, after a short one, which
+    does not, against those of a step's first microbatch; ``forgets`` takes the rule out."""
+    from kha_megatron.mcore.folding import Folding
+    from tests.gpu import models
+
+    folds = Folding.folds
+
+    def unnoticed(folding, hidden_states):
+        folding.was_folded = folds(folding, hidden_states)
+        return folding.was_folded
+
+    built = model("auto", **FP8)
+    tokens, positions, mask = models.batch()
+    built.set_is_first_microbatch()
+    want = built(tokens, positions, mask).detach().float()
+    built.set_is_first_microbatch()
+    with mock.patch.object(Folding, "folds", unnoticed if forgets else folds):
+        built(tokens[:1], positions[:1], mask).float().sum().backward()
+        got = built(tokens, positions, mask).detach().float()
+    ways = [layer.self_attention.folding.least_tokens for layer in built.decoder.layers]
+    assert all(tokens[:1].numel() < least < tokens.numel() for least in ways)
+    return ((got - want).norm() / want.norm()).item()
+
+
+def test_a_weight_cached_in_fp8_is_not_taken_for_the_other_one(ranks_with_engine):
+    assert ranks_with_engine(after_a_microbatch_of_the_other_way, 1, False)[0] == 0
+    assert ranks_with_engine(after_a_microbatch_of_the_other_way, 1, True)[0] > 0.5

@@ -1,26 +1,16 @@
-"""Gates in Transformer Engine's own linear layers, with torch in place of its CUDA kernels.
+"""Gates in Transformer Engine's own linear layers, which run on the CPU (``cpu.engine``).
 
-Its first projection norms its input inside, where gates that read the input must find it. What runs
-is all of its Python, as in ``test_folding_te.py``; the truth is the local layer behind a norm.
+Its first projection norms its input inside, where gates that read the input must find it. The truth
+is the local layer behind a norm.
 """
-
-import importlib.util
 
 import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
-from tests.mcore.test_folding_te import ranks_with_te, torch_kernels  # noqa: F401  # a fixture
 
-pytestmark = [
-    pytest.mark.te,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None,
-        reason="NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' "
-        "with a CUDA toolkit); gates were not tried in its linear layers",
-    ),
-]
+pytestmark = pytest.mark.te
 
 KHA = KHAConfig(value="mlp", gate=Gate(query="shared", key="head", value="shared", form="add"))
 
@@ -49,17 +39,16 @@ def both_backends():
         normed = x
         if layer is local:
             normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * scale
-        with torch_kernels():
-            outputs = layer.get_query_key_value_tensors(normed)
-            sum((y * (i + 1)).square().sum() for i, y in enumerate(outputs)).backward()
+        outputs = layer.get_query_key_value_tensors(normed)
+        sum((y * (i + 1)).square().sum() for i, y in enumerate(outputs)).backward()
         gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
         gradients.setdefault("linear_qkv.layer_norm_weight", scale.grad)
         found.append(dict(enumerate(y.detach() for y in outputs)) | gradients | {"input": x.grad})
     return found
 
 
-def test_gates_read_what_the_projection_normed(ranks_with_te):  # noqa: F811
-    ours, local = ranks_with_te(both_backends, 1)[0]
+def test_gates_read_what_the_projection_normed(ranks_with_engine):
+    ours, local = ranks_with_engine(both_backends, 1)[0]
     assert ours.keys() == local.keys()
     assert {"gate_query.weight", "gate_value.weight"} < ours.keys()
     for name, expected in local.items():

@@ -1,0 +1,45 @@
+"""Transformer Engine's compiled extension: whether it is there, found without importing it.
+
+The extra ``te-cpu`` installs Transformer Engine's Python alone. Megatron takes it for the whole,
+and a plain ``import megatron.core`` then ends in a FileNotFoundError: Megatron falls back to its
+own modules on an ImportError only.
+"""
+
+import sys
+from importlib import util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+
+def find() -> ModuleSpec | None:
+    """Where Transformer Engine's Python is installed, hidden in this process or not."""
+    modules: dict[str, Any] = sys.modules
+    hidden = modules.get("transformer_engine", ...) is None
+    if hidden:
+        del modules["transformer_engine"]  # where it is hidden, nothing is found
+    try:
+        return util.find_spec("transformer_engine")
+    finally:
+        if hidden:
+            modules["transformer_engine"] = None
+
+
+def is_missing() -> bool:
+    """Whether Transformer Engine is installed, and its extension for torch is not."""
+    spec = find()
+    if spec is None or spec.origin is None:
+        return False
+    package = Path(spec.origin).parent  # the three places in which it looks itself
+    places = (package.parent, package, package / "wheel_lib")
+    return not any(file for place in places for file in place.glob("transformer_engine_torch*.so"))
+
+
+def hide_incomplete() -> None:
+    """Make an incomplete Transformer Engine look as if it were not installed, in this process.
+
+    Does nothing where it has been imported, hidden or replaced already.
+    """
+    modules: dict[str, Any] = sys.modules
+    if "transformer_engine" not in modules and is_missing():
+        modules["transformer_engine"] = None  # makes `import` raise ImportError

@@ -1,0 +1,325 @@
+"""Transformer Engine's own modules on the CPU against float64, in bf16 and every scaling of FP8.
+
+The truth is torch in float64 on the same bf16 weights and inputs. Its bounds are two-sided: a
+product that was not in FP8 has a tenth of the error, and fails as well.
+"""
+
+import re
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from kha_megatron import cpu
+from kha_megatron.cpu import bindings, engine, fp8
+from kha_megatron.errors import ConfigError, VersionError
+from kha_megatron.versions import version_of
+from tests.distributed.launcher import RankPool
+from tests.entry import Entry
+from tests.training.conftest import started_anew
+
+needs_engine = pytest.mark.skipif(
+    version_of("transformer-engine") is None,
+    reason="NOT TESTED: pip install 'kha-megatron[te-cpu]', which `make setup` does",
+)
+
+BOUNDS = {
+    # relative error of outputs, then of gradients
+    "bf16": ((0.001, 0.004), (0.0005, 0.004)),
+    "delayed": ((0.03, 0.045), (0.03, 0.08)),  # gradients are E5M2, with a bit less
+    "tensorwise": ((0.03, 0.045), (0.03, 0.08)),
+    "blockwise": ((0.03, 0.045), (0.03, 0.055)),  # and here E4M3, as everything
+    "mxfp8": ((0.03, 0.045), (0.03, 0.055)),
+}
+"""Found: 0.036 to 0.038, gradients with E5M2 0.055 to 0.063, with E4M3 0.037 to 0.041; those of a
+norm's weight, a sum over 56 rows, up to 0.070 and 0.047."""
+
+ROWS, COLUMNS, OUT = 56, 80, 48  # multiples of 8 and 16, of no power of two
+MX = 96, 160, 64  # multiples of 32
+
+
+@pytest.fixture
+def rank(ranks_with_engine):
+    return lambda case, *args: ranks_with_engine(case, 1, *args)[0]
+
+
+@pytest.fixture(scope="module")
+def blackwell_rank():
+    pool = RankPool(transformer_engine=True, capability="10.0")
+    yield lambda case, *args: pool(case, 1, *args)[0]
+    pool.close()
+
+
+def errors(kind, scaling, sizes):
+    """Relative errors of a module's output and gradients, by name."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    recipes = {
+        "bf16": None,
+        "delayed": recipe.DelayedScaling(),
+        "tensorwise": recipe.Float8CurrentScaling(),
+        "blockwise": recipe.Float8BlockScaling(),
+        "mxfp8": recipe.MXFP8BlockScaling(),
+    }
+    rows, columns, out = sizes
+    parts = [rows] if kind != "GroupedLinear" else [rows // 7 * n for n in (2, 0, 1, 4)]
+    options = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    torch.manual_seed(3)
+    if kind == "Linear":
+        module = te.Linear(columns, out, bias=True, **options)
+    elif kind == "GroupedLinear":
+        module = te.GroupedLinear(len(parts), columns, out, bias=False, **options)
+    elif kind in ("RMSNorm", "LayerNorm"):
+        module = getattr(te, kind)(columns, dtype=torch.bfloat16, device="cpu")
+        out = columns
+    else:
+        norm = kind.removesuffix("Linear")
+        module = te.LayerNormLinear(columns, out, bias=False, normalization=norm, **options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x = torch.randn(rows, columns, dtype=torch.bfloat16)
+    slope = torch.randn(rows, out, dtype=torch.bfloat16)
+    for _ in range(1 + (scaling == "delayed")):  # whose first step has no scale yet
+        module.zero_grad()
+        x = x.detach().requires_grad_()
+        with te.autocast(enabled=scaling != "bf16", recipe=recipes[scaling]):
+            y = module(x, parts) if kind == "GroupedLinear" else module(x)
+        y.backward(slope)
+    found = {"y": y, "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}
+    weights = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
+    exact = x.detach().double().requires_grad_()
+    truth = of_torch(kind, exact, weights, parts)
+    truth.backward(slope.double())
+    wanted = {"y": truth, "x": exact.grad} | {n: w.grad for n, w in weights.items()}
+    assert found.keys() == wanted.keys()
+    empty = {name for name, value in wanted.items() if not value.any()}
+    assert all(not found[name].any() for name in empty)
+    return {
+        name: ((found[name].double() - value).norm() / value.norm()).item()
+        for name, value in wanted.items()
+        if name not in empty
+    }
+
+
+def of_torch(kind, x, weights, parts):
+    functional = torch.nn.functional
+    if kind == "GroupedLinear":
+        pieces = enumerate(x.split(parts))
+        return torch.cat([piece @ weights[f"weight{i}"].T for i, piece in pieces])
+    norm = kind.removesuffix("Linear")
+    if norm:
+        prefix = "layer_norm_" if norm != kind else ""
+        weight, bias = weights[f"{prefix}weight"], weights.get(f"{prefix}bias")
+        if norm == "RMSNorm":
+            x = functional.rms_norm(x, x.shape[-1:], weight, eps=1e-5)
+        else:
+            x = functional.layer_norm(x, x.shape[-1:], weight, bias, eps=1e-5)
+    return x if norm == kind else functional.linear(x, weights["weight"], weights.get("bias"))
+
+
+def check_bounds(found, scaling):
+    for name, error in found.items():
+        low, high = BOUNDS[scaling][name != "y"]
+        if "bias" in name or ("layer_norm" not in name and name not in ("y", "x", *WEIGHTS)):
+            low = 0.0  # a sum of gradients, before or after they are rounded
+        assert low < error < high, (name, error, found)
+
+
+WEIGHTS = ("weight", "weight0", "weight2", "weight3")
+
+
+@needs_engine
+@pytest.mark.parametrize("scaling", ["bf16", "delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("kind", ["Linear", "RMSNormLinear", "LayerNormLinear", "GroupedLinear"])
+def test_modules_against_float64(rank, kind, scaling):
+    check_bounds(rank(errors, kind, scaling, (ROWS, COLUMNS, OUT)), scaling)
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norms_against_float64(rank, kind):
+    check_bounds(rank(errors, kind, "bf16", (7, COLUMNS, OUT)), "bf16")
+
+
+@needs_engine
+@pytest.mark.parametrize("kind", ["Linear", "RMSNormLinear"])
+def test_mxfp8_on_what_plays_blackwell(blackwell_rank, kind):
+    check_bounds(blackwell_rank(errors, kind, "mxfp8", MX), "mxfp8")
+
+
+def read_back():
+    """Values that one cast makes, and those that torch's own cast makes."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch import DType, Float8Quantizer
+
+    x = torch.tensor([[0.3, -1.7, 1000.0, 2.0**-9], [17.0, 19.0, -448.0, 0.0]])
+    quantizer = Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)
+    made = tex.quantize(x, quantizer)
+    return made.dequantize(), quantizer.amax
+
+
+@needs_engine
+def test_a_cast_rounds_to_even_and_saturates(rank):
+    values, amax = rank(read_back)
+    want = [[0.3125, -1.75, 448.0, 2.0**-9], [16.0, 20.0, -448.0, 0.0]]
+    assert values.tolist() == want
+    assert amax.item() == 1000.0
+
+
+def missing_operand():
+    """A weight gradient on Hopper reads both operands transposed: here one has its rows only."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch import DType, Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
+    said = []
+    for columnwise in (True, False):
+        quantizer.set_usage(rowwise=True, columnwise=columnwise)
+        a, b = (tex.quantize(torch.randn(16, n), quantizer) for n in (32, 48))
+        try:
+            said.append(str(general_gemm(a, b, torch.bfloat16, layout="NT")[0].shape))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@needs_engine
+def test_an_operand_that_was_not_provided_raises(rank):
+    worked, failed = rank(missing_operand)
+    assert worked == "torch.Size([48, 32])"
+    assert "transposed FP8 data of a Float8Tensor (16, 48)" in failed
+    assert "not provided" in failed
+
+
+def test_exponents_of_mxfp8_are_never_too_small():
+    ratios = torch.tensor([1.0, 1.0 + 2.0**-23, 2.0, 3.0, 0.0, 2.0**-127, 2.0**-126, float("inf")])
+    assert fp8.e8m0(ratios).tolist() == [127, 128, 128, 129, 0, 0, 1, 254]
+
+
+def test_a_scale_takes_the_largest_value_to_the_largest_of_the_format():
+    amax = torch.tensor([1.0, 3.0, 0.0, float("inf"), 1e-45])
+    scale = fp8.scale_from(amax, 448.0, power_of_two=False)
+    assert scale.tolist() == pytest.approx([448.0, 448 / 3, 1.0, 1.0, torch.finfo().max])
+    assert fp8.scale_from(amax[:2], 448.0, power_of_two=True).tolist() == [256.0, 128.0]
+
+
+def test_what_has_no_stand_in_says_its_name():
+    assert bindings.fused_rope_forward.__name__ == "fused_rope_forward"
+    with pytest.raises(NotImplementedError, match=r"fused_rope_forward has no stand-in"):
+        bindings.fused_rope_forward(1)
+    with pytest.raises(AttributeError):
+        bindings.__wrapped__  # noqa: B018
+
+
+@needs_engine
+def test_every_enum_that_transformer_engine_names_is_there():
+    folder = Path(metadata.distribution("transformer-engine").locate_file("transformer_engine"))
+    named = set()
+    for file in (folder / "pytorch").rglob("*.py"):
+        named |= set(re.findall(r"\btex\.([A-Z]\w+)\.([A-Za-z]\w+)", file.read_text()))
+    known = {(enum, member) for enum, member in named if hasattr(vars(bindings).get(enum), member)}
+    assert len(known) > 20
+    assert named - known == {("DType", "kX")}  # of a comment
+
+
+@pytest.mark.parametrize("found", ["2.8.0", "3.0"])
+def test_an_unknown_version_is_refused_and_stays_hidden(monkeypatch, found):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(engine, "version_of", lambda name: found)
+    with pytest.raises(
+        VersionError, match=rf"transformer-engine {found} was not tested .*2\.20\.2"
+    ):
+        engine.check()
+    assert sys.modules["transformer_engine"] is None  # Megatron and PEFT could not import the half
+
+
+def test_an_unknown_capability_is_refused():
+    with pytest.raises(ConfigError, match=r"8\.9 cannot be played on the CPU: choose 9\.0 or 10"):
+        cpu.install(capability="8.9")
+
+
+WORDS = shlex.split("""
+--device cpu --bf16 --kha-preset kha_mlp --mock-data --vocab-size 1000 --num-layers 2
+--hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --kv-channels 16 --qk-layernorm --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+--seq-length 32 --max-position-embeddings 32 --micro-batch-size 3 --global-batch-size 6
+--train-iters 4 --lr 1e-3 --clip-grad 1 --split 99,1,0 --num-workers 0 --eval-iters 0
+--log-interval 1 --tensor-model-parallel-size 2 --sequence-parallel
+""")
+ENGINE = ["--transformer-impl", "transformer_engine"]
+FP8 = [*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe"]
+
+
+@pytest.fixture(scope="module")
+def entry():
+    return Entry(transformer_engine=True)
+
+
+def losses(ended):
+    assert set(ended.codes) == {0}, ended.output[-3000:]
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", ended.output)]
+
+
+@needs_engine
+def test_the_entry_point_trains_with_transformer_engine(entry):
+    """The command of the README; bf16 beside it shows how much of the difference is FP8's."""
+    bf16 = losses(entry([*WORDS, *ENGINE], 2, timeout=300))
+    run = entry([*WORDS, *FP8, "tensorwise"], 2, timeout=300)
+    found = losses(run)
+    assert len(found) == len(bf16) == 4
+    assert found[-1] < found[0]
+    differences = [abs(a - b) / b for a, b in zip(found, bf16, strict=True)]
+    assert 0 < max(differences) < 5e-3, (found, bf16)
+    assert "transformer_engine" in run.output
+
+
+@needs_engine
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_weights_that_are_kept_in_fp8_train_the_same(entry, recipe):
+    """They are cast by the optimizer, rank by rank, and gathered as bytes."""
+    layout = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
+    words = [*(word for word in WORDS if word != "--sequence-parallel"), *layout, *FP8, recipe]
+    kept = losses(entry([*words, "--fp8-param-gather"], 2, timeout=300))
+    assert kept == losses(entry(words, 2, timeout=300))
+
+
+@needs_engine
+def test_weights_that_are_kept_in_mxfp8_train_the_same_and_resume(tmp_path):
+    """They are gathered in bf16, through the buffer of gradients, and cast on each rank. Norms are
+    summed over other shards then, so nothing is clipped."""
+    blackwell = Entry(transformer_engine=True, capability="10.0")
+    layout = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
+    layout += ["--micro-batch-size", "4", "--global-batch-size", "8", "--clip-grad", "0"]
+    words = [*(word for word in WORDS if word != "--sequence-parallel"), *layout, *FP8, "mxfp8"]
+    words += ["--cpu-capability", "10.0"]
+    kept = ["--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--overlap-grad-reduce"]
+    kept += ["--overlap-param-gather", "--save-interval", "9"]
+    kept += ["--save", str(tmp_path), "--load", str(tmp_path)]
+    plain = losses(blackwell(words, 2, timeout=300))
+    first = losses(blackwell([*words, *kept, "--exit-interval", "2"], 2, timeout=300))
+    rest = losses(blackwell([*words, *kept], 2, timeout=300))
+    # what Megatron prints second after a start is a mean of two
+    assert [*first, rest[0]] == plain[:3], (plain, first, rest)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*FP8, "mxfp8"], "mxfp8 needs compute capability 10.0 .* add --cpu-capability 10.0"),
+        (["--fp8-format", "hybrid"], "needs Transformer Engine: add --transformer-impl trans"),
+        ([*ENGINE, "--context-parallel-size", "2"], "use --transformer-impl local on the CPU"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_before_megatron_is_imported(words, message):
+    ended = started_anew(["--device", "cpu", *words])
+    assert ended.codes == [2]
+    assert len(ended.errors) == 1
+    assert re.search(message, ended.errors[0])

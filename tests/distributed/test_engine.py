@@ -1,0 +1,130 @@
+"""Transformer Engine's layers under every parallelism equal an unsharded run of Megatron's own.
+
+Its Python runs on the CPU (``kha_megatron.cpu.engine``). In float32 sharding only reorders sums,
+and the bound is that of ``test_parallelism.py``. With FP8 each rank scales the part that it holds,
+so that a sharded run is another rounding of the same model: it may be as far from the unsharded one
+in float32 as FP8 in one process is, and a half more. What ranks share holds the same bits always.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from tests.distributed import parallelism, pieces
+from tests.distributed.parallelism import train
+from tests.distributed.pieces import errors, quantities
+from tests.distributed.test_parallelism import (
+    FOLDED,
+    FP32,
+    FULL,
+    OVERLAP_ALL,
+    RANDOM,
+    case,
+    without_the_sum_over_tensor_parallel_ranks,
+)
+
+pytestmark = pytest.mark.te
+
+ENGINE = {"transformer_impl": "transformer_engine"}
+GROUPED = ENGINE | {"moe_grouped_gemm": True}
+
+CASES = [
+    case(tp=2, groups=2, savings=ENGINE),
+    case(tp=2, sp=True, groups=1, savings=ENGINE),
+    case(pp=2, khas=(RANDOM,), savings=ENGINE),
+    case(tp=2, sp=True, ep=2, model="moe", savings=GROUPED),
+    case(tp=2, sp=True, savings=ENGINE | FULL),
+    case(tp=2, dp=2, ddp=OVERLAP_ALL, khas=FOLDED, fold="always", savings=ENGINE),
+]
+
+
+@contextmanager
+def one_name_for_each_norm():
+    """In checkpoints Megatron's local layers of experts name their norm as dense layers do, and
+    Transformer Engine's by itself."""
+    sharded = pieces._sharded
+
+    def renamed(chunk):
+        for tensor in sharded(chunk):
+            tensor.key = tensor.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            yield tensor
+
+    with mock.patch.object(pieces, "_sharded", renamed):
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_unsharded_run_of_local_layers(ranks, ranks_with_engine, case):
+    named = one_name_for_each_norm
+    wanted = ranks(train, 1, case.twin(), named, timeout=600)[0]
+    results = ranks_with_engine(train, case.layout.world, case, named, timeout=600)
+    for kha, want, *got in zip(case.khas, wanted, *results, strict=True):
+        found = errors(quantities(got), quantities([want]))
+        assert any("knock_" in name for name in found)
+        assert not {name: e for name, e in found.items() if not e <= FP32}, kha
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_without_the_tensor_parallel_rule_replicas_drift(ranks_with_engine, sp):
+    broken = case(tp=2, sp=sp, savings=ENGINE)
+    rule = without_the_sum_over_tensor_parallel_ranks
+    results = ranks_with_engine(train, 2, broken, rule, timeout=600)
+    with pytest.raises(AssertionError, match=r"replicas of .*\.knock_\w+\.weight differ"):
+        quantities([result for (result,) in results])
+
+
+WIDE = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 64}
+"""Multiples of 16, as FP8 asks for."""
+TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+SCALED = [
+    case(tp=2, groups=2, savings=ENGINE | TENSORWISE),
+    case(tp=2, sp=True, savings=ENGINE | TENSORWISE | FULL),
+    case(tp=2, sp=True, savings=ENGINE | {"fp8": "hybrid", "fp8_recipe": "delayed"}),
+    case(tp=2, sp=True, savings=ENGINE | BLOCKWISE),
+    case(pp=2, groups=2, savings=ENGINE | TENSORWISE),
+    case(tp=2, sp=True, khas=FOLDED[:1], fold="always", savings=ENGINE | TENSORWISE),
+]
+
+
+BLOCKS = 128
+"""Of these multiples, tokens of a rank and hidden, block-scaled tensors are gathered in FP8."""
+
+
+def train_long(case):
+    """:func:`train` on sequences of which each rank has as many tokens as FP8 needs."""
+    blocks = case.config["hidden_size"] == BLOCKS
+    with mock.patch.object(parallelism, "SEQUENCE", BLOCKS if blocks else 32):
+        return train(case)
+
+
+@pytest.fixture(scope="module")
+def in_one_process(ranks, ranks_with_engine):
+    """What one process computes, in FP8 or, without Transformer Engine, in float32; once each."""
+    known = {}
+
+    def run(case):
+        if repr(case) not in known:
+            pool = ranks_with_engine if case.savings else ranks
+            ((result,),) = pool(train_long, 1, case, timeout=600)
+            known[repr(case)] = quantities([result])
+        return known[repr(case)]
+
+    return run
+
+
+@pytest.mark.parametrize("case", SCALED, ids=str)
+def test_fp8_rounds_alike_under_every_parallelism(ranks_with_engine, in_one_process, case):
+    config = WIDE | ({"hidden_size": BLOCKS} if BLOCKWISE.items() <= case.savings.items() else {})
+    case = replace(case, bf16=True, config=config, steps=1)
+    several = ranks_with_engine(train_long, case.layout.world, case, timeout=600)
+    want = in_one_process(replace(case.twin(), bf16=False))
+    scaled = {name: case.savings[name] for name in (*ENGINE, "fp8", "fp8_recipe")}
+    rounding = errors(in_one_process(replace(case.twin(), savings=scaled)), want)
+    found = errors(quantities([result for (result,) in several]), want)
+    compared = [name for name in found if name.startswith(("loss", "gradients"))]
+    assert any("knock_" in name for name in compared)
+    far = [name for name in compared if not found[name] <= 1.5 * rounding[name]]
+    assert not far, {name: (found[name], rounding[name]) for name in far}

@@ -1,0 +1,87 @@
+"""The local core attention, fused on a CPU, against Megatron's own, which it replaces there."""
+
+import numpy as np
+import pytest
+
+TOKENS, QUERY_HEADS, FEATURES = 7, 6, 10
+
+
+def core_attention(kind, groups, **options):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(
+        num_attention_heads=QUERY_HEADS,
+        num_query_groups=groups,
+        kv_channels=FEATURES,
+        hidden_size=QUERY_HEADS * FEATURES,
+        **options,
+    )
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    return kind(config, 3, AttnMaskType.causal, "self", pg_collection=collection)
+
+
+def attended(groups, options, tokens=TOKENS, mask=None):
+    """Outputs and gradients in float64 of Megatron's and ours, and what computed ours."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from kha_megatron.mcore.local_modules import GatheredDotProductAttention
+
+    generator = torch.Generator().manual_seed(3)
+    heads = (QUERY_HEADS, groups, groups)
+    found, kinds = [], []
+    for kind in (DotProductAttention, GatheredDotProductAttention):
+        generator.manual_seed(3)
+        given = [
+            torch.randn(tokens, 2, n, FEATURES, generator=generator, dtype=torch.float64)
+            for n in heads
+        ]
+        for x in given:
+            x.requires_grad_()
+        hidden = None if mask is None else torch.tensor(mask)[None, None]
+        output = core_attention(kind, groups, **options)(*given, hidden)
+        output.square().sum().backward()
+        found.append([output.detach().numpy(), *(x.grad.numpy() for x in given)])
+        kinds.append(_computed_by(output))
+    return found, kinds
+
+
+def _computed_by(output):
+    names, nodes = set(), [output.grad_fn]
+    while nodes:
+        if node := nodes.pop():
+            names.add(type(node).__name__)
+            nodes += [before for before, _ in node.next_functions]
+    return any("FlashAttention" in name for name in names)
+
+
+@pytest.mark.parametrize("groups", [6, 3, 1])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fused_attention_is_megatrons(ranks, groups, scaled):
+    # float32 scores are Megatron's condition for layers scaled by their number
+    options = {"apply_query_key_layer_scaling": scaled, "attention_softmax_in_fp32": scaled}
+    (((theirs, ours), fused),) = ranks(attended, 1, groups, options)
+    assert fused == [False, True]
+    for a, b in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_plain_stays_megatrons(ranks):
+    """Sliding windows, sinks, dropout, a mask of two documents."""
+    documents = np.triu(np.ones((TOKENS, TOKENS), bool), 1)
+    documents[4:, :4] = True
+    for options, mask in (
+        ({"window_size": (2, 0)}, None),
+        ({"softmax_type": "off-by-one"}, None),
+        ({}, documents.tolist()),
+    ):
+        (((theirs, ours), fused),) = ranks(attended, 1, 3, options, TOKENS, mask)
+        assert fused == [False, False], options
+        for a, b in zip(theirs, ours, strict=True):
+            np.testing.assert_array_equal(b, a)
+    ((_, fused),) = ranks(attended, 1, 3, {"attention_dropout": 0.5})
+    assert fused == [False, False]

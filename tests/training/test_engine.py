@@ -1,0 +1,190 @@
+"""Checkpoints of Transformer Engine's layers, by the commands of a user, on the CPU."""
+
+import importlib
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from tests.entry import Entry
+from tests.training.conftest import TRAINING, losses, start
+from tests.versions import needs_training_package
+
+pytestmark = pytest.mark.te
+
+MODEL = shlex.split("""
+--device cpu --bf16 --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --kv-channels 16 --qk-layernorm
+--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+--attention-dropout 0 --hidden-dropout 0 --seq-length 32 --max-position-embeddings 32
+--kha-query linear --kha-value mlp
+""")
+ENGINE = ["--transformer-impl", "transformer_engine"]
+FP8 = [*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+EXPERTS = shlex.split("""
+--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-load-balancing-type none --moe-router-dtype fp32
+--moe-token-dispatcher-type alltoall --moe-grouped-gemm
+""")
+VOCAB = 300
+"""Entries of the corpus's tokenizer, more than other tensors have rows: those beyond fill up the
+embedding for a layout, or for none."""
+STILL = shlex.split("""
+--finetune --no-load-optim --no-load-rng --lr 0 --weight-decay 0 --moe-router-bias-update-rate 0
+""")
+TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
+EXPERT_PARALLEL = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+
+
+@pytest.fixture(scope="module")
+def start_engine(engine):
+    """``start`` with Transformer Engine, from a server of its own."""
+    needs_training_package()
+    return Entry(transformer_engine=True)
+
+
+def weights(folder):
+    """Of the last checkpoint in it, by Transformer Engine's names of the norms."""
+    checkpoint = MegatronCheckpoint.open(folder)
+    names = [name for name in sorted(checkpoint.keys()) if not name.startswith("optimizer.")]
+    sparse = any(".experts." in name for name in names)
+    there, here = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+    return {
+        name.replace(there, here) if sparse else name: checkpoint.tensor(name) for name in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [([], TENSOR_PARALLEL), ([*EXPERTS, "--moe-grouped-gemm"], EXPERT_PARALLEL)],
+    ids=["dense", "experts"],
+)
+def test_a_checkpoint_moves_between_both_forms_and_converts(
+    start_engine, corpus, run, tmp_path, more, layout
+):
+    """What a form loads it saves again, bit for bit, in a run whose learning rate is zero."""
+    grouped = {"--moe-grouped-gemm"}
+
+    def trained(begin, name, words, origin=None):
+        words = [*words, *MODEL, *TRAINING, *corpus, "--train-iters", "2"]
+        words += ["--load", str(tmp_path / origin), *STILL] if origin else []
+        ended = begin([*words, "--save", str(tmp_path / name)], 2)
+        assert ended.codes == [0, 0], ended.output[-4000:]
+        return weights(tmp_path / name)
+
+    def convert(way, origin, target):
+        code, stdout, stderr = run("convert", way, tmp_path / origin, tmp_path / target, "--json")
+        assert code == 0, stderr
+        return json.loads(stdout)
+
+    written = trained(start_engine, "fp8", [*FP8, *more, *layout])
+    assert any("knock_value" in name for name in written)
+    local = [word for word in more if word not in grouped]
+    found = {"local": trained(start, "local", local, "fp8")}
+    assert convert("to-hf", "fp8", "hf")["verification"]["agrees"]
+    assert any("v_knock" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
+    convert("to-megatron", "hf", "release")
+    for origin in ("local", "release"):
+        found[f"from {origin}"] = trained(start_engine, f"from {origin}", [*FP8, *more], origin)
+    for kind, other in found.items():
+        assert other.keys() == written.keys(), kind
+        pairs = {name: (written[name][:VOCAB], other[name][:VOCAB]) for name in written}
+        assert not [name for name, pair in pairs.items() if not torch.equal(*pair)], kind
+
+
+SIX = ["--train-iters", "6", "--lr-decay-iters", "20"]
+DISTRIBUTED = "--use-distributed-optimizer"
+MOVES = "--dist-ckpt-optim-fully-reshardable"
+
+
+def in_turns(words, folder, *turns):
+    """Two steps of six in each turn, a way to begin and its own words; their losses by step."""
+    kept = ["--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tb")]
+    for begin, more in turns:
+        ended = begin([*words, *SIX, "--exit-interval", "2", *kept, *more])
+        assert ended.codes == [0], ended.output[-4000:]
+    return losses(folder / "tb")
+
+
+def at_once(words, folder, begin, more):
+    """The same six steps in one process."""
+    ended = begin([*words, *SIX, *more, "--tensorboard-dir", str(folder / "tb")])
+    assert ended.codes == [0], ended.output[-4000:]
+    return losses(folder / "tb")
+
+
+@pytest.mark.parametrize("optimizer", [[], [DISTRIBUTED, MOVES]], ids=["plain", "distributed"])
+def test_a_training_changes_its_layers_and_goes_on(start_engine, corpus, tmp_path, optimizer):
+    """In float32, where both forms compute the same: Adam's state is that of the same parameters,
+    though torch's Adam and Transformer Engine's keep the number of steps in two places."""
+    words = [*(word for word in MODEL if word != "--bf16"), *TRAINING, *corpus, *optimizer]
+    engine, local = (start_engine, ENGINE), (start, [])
+    want = at_once(words, tmp_path / "local", *local)
+    got = in_turns(words, tmp_path / "both", engine, local, engine)
+    assert want.keys() == got.keys() == set(range(1, 7))
+    assert want[6] < want[1] - 0.3
+    assert max(abs(want[step] - got[step]) for step in want) < 1e-5
+
+
+def test_float32_goes_on_from_the_usual_state_of_the_distributed_optimizer(
+    start_engine, corpus, tmp_path
+):
+    """Whose parameters Megatron copies in place, as it does not have to in bf16."""
+    words = [*(word for word in MODEL if word != "--bf16"), *TRAINING, *corpus, DISTRIBUTED]
+    engine = start_engine, ENGINE
+    want = at_once(words, tmp_path / "once", *engine)
+    assert in_turns(words, tmp_path / "turns", engine, engine, engine) == want
+
+
+def test_an_optimizer_in_buffers_stays_with_its_layers(start_engine, corpus, tmp_path):
+    """Megatron would give main weights and moments to other parameters, and train on."""
+    words = [*MODEL, *TRAINING, *corpus, DISTRIBUTED, *SIX]
+    saved = start([*words, "--exit-interval", "2", "--save", str(tmp_path)])
+    assert saved.codes == [0], saved.output[-4000:]
+    ended = start_engine([*words, *ENGINE, "--load", str(tmp_path)])
+    assert ended.codes == [2], ended.output[-4000:]
+    (line,) = ended.errors
+    assert "for TP 1 and PP 1 and --transformer-impl local only" in line
+    assert [word in line for word in (MOVES, "--no-load-optim")] == [True, True]
+
+
+def test_scales_of_past_steps_go_on_where_they_are_trusted(
+    start_engine, corpus, tmp_path, monkeypatch
+):
+    """Transformer Engine pickles those of delayed scaling, and reads pickles only if told to."""
+    words, delayed = [*MODEL, *TRAINING, *corpus], (start_engine, [*FP8[:-1], "delayed"])
+    want = at_once(words, tmp_path / "one", *delayed)
+    in_turns(words, tmp_path / "two", delayed)
+    again = [*words, *SIX, "--load", str(tmp_path / "two"), "--exit-interval", "3"]
+    ended = start_engine([*again, *delayed[1]])
+    assert ended.codes == [2], ended.output[-4000:]
+    (line,) = ended.errors
+    switch = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+    assert f"{switch}=1" in line
+    assert "--fp8-recipe tensorwise" in line
+    other = start_engine([*again, *FP8])
+    assert other.codes == [0], other.output[-4000:]
+    assert any("are left behind" in said for said in other.remarks)
+
+    monkeypatch.setenv(switch, "1")
+    got = in_turns(words, tmp_path / "two", delayed, delayed)
+    assert got == want
+
+
+def test_fp8_follows_bf16(start_engine, corpus, tmp_path):
+    """Twenty steps of the quickstart's model; `tools/bench.py fp8` makes two hundred."""
+    bench = importlib.import_module("bench_fp8")
+    data, found = Path(corpus[1]).parent, {}
+    for name in ("bf16", "tensorwise"):
+        job = bench.job_of(name, data, tmp_path / name, steps=20, batch=4)
+        ended = start_engine(job.command[job.command.index("kha_megatron.training") + 1 :], 2)
+        assert ended.codes == [0, 0], ended.output[-4000:]
+        found[name] = [loss for _, loss in sorted(losses(tmp_path / name).items())]
+        assert len(found[name]) == 20
+    assert found["bf16"][-1] < found["bf16"][0] - 0.3  # it learns
+    differences = [abs(x - y) for x, y in zip(*found.values(), strict=True)]
+    assert 1e-5 < max(differences) < 0.05, differences
