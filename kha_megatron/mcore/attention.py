@@ -23,11 +23,12 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts, HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage
-from kha_megatron.mcore.compat import check_family_version
+from kha_megatron.mcore.compat import check_family_version, check_gate_rows
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.fused_forward import FusedPrologue
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks
+from kha_megatron.mcore.hooks import PlacedHook
 from kha_megatron.mcore.knocking import HeadWeight, HeadWeights, KnockingHeads
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
@@ -47,6 +48,9 @@ class KnockedAttention(Attention):
     kind: AttentionKind | None = None
     """What ``KHAConfig.attention`` calls it; None for the kinds that Megatron's flags choose."""
 
+    first_projection = "linear_qkv"
+    """What the input goes through, norm and all if one is inside, where there is such a module."""
+
     kha: KHAConfig
 
     def _add_knocking(self, kha: KHAConfig) -> None:
@@ -65,6 +69,7 @@ class KnockedAttention(Attention):
             variant = kha.variants[tensor.heads]
             setattr(self, tensor.name, KnockingHeads(config, tensor, variant=variant, **common))
         self.mechanisms: list[tuple[Mechanism, HeadWeights]] = []
+        self.placed_hooks: list[PlacedHook] = []
         self.input_projections: list[str] = []
         for mechanism in _left_to_us(kha, config).others:
             tensors = mechanism.tensors(sizes)
@@ -87,15 +92,17 @@ class KnockedAttention(Attention):
         )
         self._kept: dict[str, Tensor] = {}  # from the input and each stage to the next
         if self.input_projections:
-            self.normed_input = NormedInput(self._first_projection())
+            self.normed_input = NormedInput(self, self.first_projection)
         if self._acts_at("output"):
-            self.linear_proj.register_forward_pre_hook(self._before_projection)
-        if self.mechanisms:
-            self.register_forward_hook(self._after_projection)
+            hook = PlacedHook(self, "linear_proj", self._before_projection, before=True)
+            self.placed_hooks.append(hook)
 
-    def _first_projection(self) -> Module | None:
-        """What the input goes through, norm and all if one is inside."""
-        return getattr(self, "linear_qkv", None)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Megatron's, with the mechanisms that act before and behind its output projection."""
+        for hook in self.placed_hooks:
+            hook.follow(self)
+        output, bias = super().forward(*args, **kwargs)
+        return self._after_projection(output, bias) if self.mechanisms else (output, bias)
 
     def _acts_at(self, stage: Stage) -> bool:
         return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
@@ -116,13 +123,14 @@ class KnockedAttention(Attention):
         """``[s, b, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``)."""
         return applied(stage, self.mechanisms, tensors, self._kept, self.head_ranks)
 
-    def _before_projection(self, projection: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         heads = inputs[0].unflatten(-1, (-1, self.value_dim))
         (output,) = self._applied("output", output=heads)
         return output.flatten(-2), *inputs[1:]
 
-    def _after_projection(self, attention: Module, inputs: Any, result: Any) -> Any:
-        output, bias = result
+    def _after_projection(
+        self, output: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if self._acts_at("dense"):
             if bias is not None:  # of the projection, which Megatron adds later: it is gated too
                 output, bias = output + bias, None
@@ -148,6 +156,16 @@ class KnockedAttention(Attention):
     def knockings(self) -> dict[Projection, KnockingHeads]:
         """The modules of the knocked projections."""
         return {p: getattr(self, name) for p, name in self.knock_names.items()}
+
+    def _apart(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Where Megatron offloads the core attention, copies of what shares its memory with more.
+
+        It frees the whole memory of what the core attention was given, and of a view that would be
+        the projection's output, which gates and the backward passes of knocks still read.
+        """
+        if not getattr(self, "offload_core_attention", False):
+            return tensors
+        return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
 
     def _knocked(self, projection: Projection, x: Tensor) -> Tensor:
         """``[..., D]``, knocked if the projection is."""
@@ -216,7 +234,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             groups = self.split.groups(mixed)
             if self.is_fused:
                 self._read_input(hidden_states, {})
-                return self.run_fused(groups)
+                return self._apart(*self.run_fused(groups))
             parts = self.split(groups)
             layout = self.split.layout
             self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
@@ -226,6 +244,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             )
             query = self._normed(self.q_layernorm, query)
             key = self._normed(self.k_layernorm, key)
+        query, key, value = self._apart(query, key, value)
         if self.config.test_mode:
             self.run_realtime_tests()
         if not output_gate:
@@ -233,7 +252,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         assert layout.stock_gate is not None, "a gate that the configuration has not asked for"
         gate = parts[layout.stock_gate]
         if self.head_ranks.listeners:  # Megatron applies it, and says nothing of it
-            observe_gate("output", gate.sigmoid(), self.head_ranks)
+            observe_gate("output", gate.sigmoid, self.head_ranks)
         return query, key, value, gate
 
     def _made(self, groups: int) -> dict[str, Tensor]:
@@ -274,7 +293,7 @@ def _of_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., M
 
 _UNSPLIT = (
     "fused_single_qkv_rope=True rotates the unsplit QKV buffer and passes by the place where KHA "
-    "knocks on q, k and v: remove --fused-single-qkv-rope"
+    "knocks on q, k and v: remove fused_single_qkv_rope"
 )
 
 
@@ -311,6 +330,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             query_heads=config.num_attention_heads,
             layers=layers,
             flash_decode=config.flash_decode,
+            predictions=config.mtp_num_layers or 0,
             fused_attention=config.transformer_impl == "transformer_engine"
             and config.attention_backend not in (AttnBackend.unfused, AttnBackend.local),
         )
@@ -320,6 +340,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(_UNSPLIT)
+    check_gate_rows(config)
     clips = getattr(config, "qk_clip", False) and not config.multi_latent_attention
     rows = Model.from_config(config, kha).qkv
     if clips and (rows.extra or not rows.is_stock):

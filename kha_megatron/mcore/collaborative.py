@@ -73,11 +73,8 @@ class KHACollaborativeAttention(KHASelfAttention):
         found = rotary if rotary is None or torch.is_tensor(rotary) else rotary[0]
         turned = 0 if found is None else found.shape[-1]
         if turned > self.width:
-            raise ConfigError(
-                f"collaborative.dim={self.width}, and the rotary embedding of the model turns "
-                f"{turned} features: give collaborative.dim={turned} or more, or a smaller "
-                "--rotary-percent"
-            )
+            assert self.kha.collaborative is not None
+            raise ConfigError(self.kha.collaborative.too_narrow(turned))
         context = kwargs.get("inference_context")
         if context is not None and not context.is_static_batching():
             raise ConfigError(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import is_first_rank
-from kha_megatron.errors import VersionError
+from kha_megatron.errors import ConfigError, VersionError
 from kha_megatron.mcore.symbols import PLUG_IN, TRAINING_PACKAGE, Symbols, missing_symbols
 
 OLDEST, NEWEST, TRAINING, HYBRID, FAMILY = (0, 17), (0, 19), (0, 19), (0, 18), (0, 19)
@@ -84,10 +84,9 @@ def check_version() -> str:
         )
     _refuse_missing(found, PLUG_IN, OLDEST)
     if release(found) > NEWEST and is_first_rank():
-        names = ", ".join(symbol.partition(":")[2] for symbol in PLUG_IN)
         warnings.warn(
-            f"kha_megatron was tested with megatron-core {supported()}, and this is {found}. What "
-            f"it stands on is there ({names}); whether it still means the same was not tested",
+            f"kha_megatron was tested with megatron-core {supported()}, and this is {found}: what "
+            "it stands on is there (kha_megatron.mcore.symbols), but was not tested",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -119,6 +118,20 @@ def check_loss_scale(config: Any) -> None:
         raise VersionError(
             f"a load-balance loss of heads needs megatron-core {_dotted(NEWEST)}, and this is "
             f"{installed_version()}: `{install(NEWEST)}`, or use moh.balance=0"
+        )
+
+
+def check_gate_rows(config: Any) -> None:
+    """Refuse the gate of Megatron's development version whose rows of ``linear_qkv`` lie behind all
+    others: this attention knows its own rows alone.
+
+    Raises:
+        ConfigError: the configuration has it.
+    """
+    if getattr(config, "head_wise_attn_gate", False):
+        raise ConfigError(
+            "head_wise_attn_gate=True: Megatron's gate of one number a head lies behind all other "
+            "rows of linear_qkv: use --heads gate.output=head, or --attention-output-gate"
         )
 
 
@@ -280,24 +293,28 @@ def guard_checkpoints() -> None:
     TorchDistSaveShardedStrategy.async_save = guarded
 
 
-def let_torch_adam_resume() -> None:
-    """Let the distributed optimizer load a checkpoint when Adam is torch's own.
+def let_distributed_optimizer_resume() -> None:
+    """Let the distributed optimizer load a checkpoint in float32, and when Adam is torch's own.
 
-    Megatron-Core 0.19's DistributedOptimizer saves and loads the state of Transformer Engine's and
-    apex's Adam. Torch's (used when neither is installed) keeps ``step`` in another place, which
-    breaks loading in three: the state is asserted before the first step has made it, every
-    parameter ends up sharing one ``step`` tensor, and ``step`` is looked up among tensors that do
-    not hold it. Does nothing where one of the two is installed.
+    Megatron-Core 0.19's DistributedOptimizer copies in place into parameters of float32, which
+    autograd refuses. And it saves and loads the state of Transformer Engine's and apex's Adam.
+    Torch's (used when neither is installed) keeps ``step`` in another place, which breaks loading
+    in three: the state is asserted before the first step has made it, every parameter ends up
+    sharing one ``step`` tensor, and ``step`` is looked up among tensors that do not hold it.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer_class = distrib_optimizer.DistributedOptimizer
-    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(optimizer_class, "_kha_torch_adam", False):
+    if getattr(optimizer_class, "_kha_resumes", False):
+        return
+    set_states = torch.no_grad()(optimizer_class._set_main_param_and_optimizer_states)
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+    optimizer_class._kha_resumes = True
+    if distrib_optimizer.HAVE_APEX_OR_TE:
         return
     state_dict = optimizer_class.state_dict
     load_state_dict = optimizer_class.load_state_dict
-    set_states = optimizer_class._set_main_param_and_optimizer_states
 
     @functools.wraps(state_dict)
     def with_state(self: Any) -> Any:
@@ -320,13 +337,40 @@ def let_torch_adam_resume() -> None:
 
     @functools.wraps(set_states)
     def without_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
-        with torch.no_grad():  # copies into float32 leaves in place
-            set_states(self, param, {**tensors, "step": None})
+        set_states(self, param, {**tensors, "step": None})
 
     optimizer_class.state_dict = with_state
     optimizer_class.load_state_dict = with_own_steps
     optimizer_class._set_main_param_and_optimizer_states = without_step
-    optimizer_class._kha_torch_adam = True
+
+
+def let_adams_exchange_states() -> None:
+    """Let Transformer Engine's and apex's Adam load what torch's has saved, and the other way.
+
+    The number of steps is an entry of each parameter's state in torch's, and of each group in the
+    others'; and a group that is loaded loses the settings that the other kind does not know.
+    """
+    import torch
+    from megatron.core import optimizer
+
+    native = optimizer.USING_PYTORCH_OPTIMIZER
+    adam: Any = torch.optim.Adam if native else optimizer.Adam
+    load = adam.load_state_dict
+    if getattr(load, "_kha_any_adam", False):
+        return
+
+    @functools.wraps(load)
+    def loading(self: Any, saved: Any) -> None:
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        groups = [own | group for own, group in pairs]
+        states = saved["state"].values()
+        steps = [holder.pop("step") for holder in (*groups, *states) if "step" in holder]
+        for holder in (states if native else groups) if steps else ():
+            holder["step"] = torch.tensor(float(steps[0])) if native else int(steps[0])
+        load(self, saved | {"param_groups": groups})
+
+    setattr(loading, "_kha_any_adam", True)  # noqa: B010 (a function's own attribute)
+    adam.load_state_dict = loading
 
 
 def skip_fusion_warm_up() -> None:

@@ -122,7 +122,7 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         with self.folding(hidden_states):
             query, tied, rotary = self.project(hidden_states)
             query = self._normed(self.q_layernorm, self._knocked("query", query))
-        return query, self.keys(tied, rotary), tied
+        return self._apart(query, self.keys(tied, rotary), tied)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and what a cache holds: the knocked tied states and the rotary half of the keys.

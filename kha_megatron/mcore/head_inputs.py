@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.nn import Module
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.knocking import HeadWeight
 
 
@@ -68,18 +69,29 @@ class NormedInput:
     """The normed input of an attention, which Transformer Engine may norm in its first projection.
 
     Args:
-        linear: ``linear_qkv``, if there is one. Transformer Engine's with a norm inside is told to
-            give back what it normed; whoever calls it gets what it gave before.
+        attention: has the projection, or has none that norms.
+        name: of the projection. Transformer Engine's with a norm inside is told to give back what
+            it normed; the attention gets what it gave before.
     """
 
-    def __init__(self, linear: Module | None) -> None:
+    def __init__(self, attention: Module, name: str) -> None:
         self._normed: Tensor | None = None
+        self._attention, self._name = attention, name
+        linear: Any = getattr(attention, name, None)
         if hasattr(linear, "return_layernorm_output"):
-            linear.return_layernorm_output = True  # type: ignore[union-attr]
-            linear.register_forward_hook(self._caught)  # type: ignore[union-attr]
+            linear.return_layernorm_output = True
+            linear.register_forward_hook(self._caught)
 
-    def _caught(self, module: Module, inputs: Any, result: Any) -> Any:
+    def _caught(self, module: Any, inputs: Any, result: Any) -> Any:
+        if module.return_layernorm_output_gathered:
+            raise ConfigError(
+                f"an adapter on {self._name} has its normed input gathered over tensor-parallel "
+                "ranks, and the heads' mechanisms read this rank's part of it: leave "
+                f"{self._name} out of the adapter's target_modules, or turn off sequence_parallel"
+            )
         (output, self._normed), bias = result
+        if getattr(self._attention, self._name) is not module:
+            return result  # to an adapter around it, which reads the normed input too
         return output, bias
 
     def __call__(self, hidden_states: Tensor) -> Tensor:

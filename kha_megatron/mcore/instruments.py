@@ -303,6 +303,8 @@ class _Instruments:
         group = mpu.get_pipeline_model_parallel_group()
         dist.all_gather_object(stages, list(self.sums), group=group)
         names = list(dict.fromkeys(name for stage in stages for name in stage))
+        if not names:  # captured layers without matrices
+            return {}
         nothing = self.peaks.new_zeros(()), 0.0
         totals, counts = zip(*(self.sums.get(name, nothing) for name in names), strict=True)
         sums = torch.stack([torch.stack(totals), self.peaks.new_tensor(counts)], dim=-1)

@@ -41,6 +41,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
 from kha_megatron.mcore.attention import KnockedAttention, check_config
+from kha_megatron.mcore.hooks import PlacedHook
 from kha_megatron.mcore.knocking import parameter_device
 from kha_megatron.ops import fold
 
@@ -162,6 +163,7 @@ class _KnockedLatentAttention(KnockedAttention):
     """
 
     config: MLATransformerConfig
+    first_projection = "linear_qkv_down_proj"  # of the fused class; in the other none norms
 
     def __init__(
         self,
@@ -176,11 +178,12 @@ class _KnockedLatentAttention(KnockedAttention):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self._add_knocking(kha)
         self.kind = "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
-        query_up = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query_up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
         if "query" in self.knock_names:
-            query_up.register_forward_hook(self._knock_query_heads)
+            self.placed_hooks.append(PlacedHook(self, query_up, self._knock_query_heads))
         if self.knock_names.keys() - {"query"}:
-            self.linear_kv_up_proj.register_forward_hook(self._knock_key_value_heads)
+            hook = PlacedHook(self, "linear_kv_up_proj", self._knock_key_value_heads)
+            self.placed_hooks.append(hook)
         self._count_query_norm_once()
 
     def get_query_key_value_tensors(
@@ -191,16 +194,13 @@ class _KnockedLatentAttention(KnockedAttention):
         self._read_input(hidden_states, {})
         return found
 
-    def _first_projection(self) -> torch.nn.Module | None:
-        return getattr(self, "linear_qkv_down_proj", None)  # of the fused class; else none norms
-
-    def _knock_query_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
+    def _knock_query_heads(self, output: _Hooked) -> _Hooked:
         nope, position = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
         )
         return torch.cat([self._knocked("query", nope), position], dim=-1).flatten(-2), output[1]
 
-    def _knock_key_value_heads(self, up: torch.nn.Module, inputs: Any, output: _Hooked) -> _Hooked:
+    def _knock_key_value_heads(self, output: _Hooked) -> _Hooked:
         key, value = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.v_head_dim], dim=-1
         )

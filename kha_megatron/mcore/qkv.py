@@ -9,7 +9,6 @@ rows of a group, ``D`` features of a head of a part.
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.attention import SplitAlongDim
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
@@ -55,8 +54,7 @@ class QKVSplit:
         behind = self.layout.parts_before_padding
         if filling:
             cut.insert(behind, filling)
-        # Transformer Engine's, where it is: its backward pass need not copy the gradients together
-        pieces = list((SplitAlongDim or torch.split)(groups, cut, 3))
+        pieces = list(groups.split(cut, dim=3))
         if filling:
             del pieces[behind]
         found = {}

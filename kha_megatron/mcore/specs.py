@@ -149,12 +149,6 @@ def kha_layer_spec(
     check_config(transformer, kha)
     if kha.attention is not None:
         {"gta": check_tied, "gla": check_grouped}[kha.attention](transformer)
-    if (kha.mechanisms or kha.attention) and transformer.mtp_num_layers:
-        raise ConfigError(
-            f"mtp_num_layers={transformer.mtp_num_layers}: Megatron builds its multi-token "
-            "prediction layers without the layer spec, so they would train plain attention: "
-            "remove --mtp-num-layers, or use the baseline preset"
-        )
     return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
 
 

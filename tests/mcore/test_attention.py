@@ -167,6 +167,7 @@ def refused(kha, overrides):
     ("overrides", "words"),
     [
         ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "remove"]),
+        ({"head_wise_attn_gate": True}, ["behind all other rows", "gate.output=head"]),
         ({"multi_latent_attention": True}, ["value=mlp", "linear"]),
         ({"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
         ({"flash_decode": True}, ["flash_decode", "value=mlp", "remove"]),
@@ -217,3 +218,47 @@ def test_random_start_is_the_same_on_all_ranks(ranks):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert not torch.equal(first[0], first[1])
     assert 0.01 < first[0].std() < 0.03
+
+
+def shared_with_more(kha):
+    """Whether the memory of query, key and value holds something else, plain and offloaded."""
+    from tests.distributed import models
+
+    models.initialize()
+    layer = attention_layer(models, kha)
+    hidden = torch.randn(TOKENS, BATCH, HIDDEN, requires_grad=True)
+    plain = layer.get_query_key_value_tensors(hidden)
+    layer.offload_core_attention = True
+    found = layer.get_query_key_value_tensors(hidden)
+    assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+    return [[x.untyped_storage().nbytes() > x.nbytes for x in qkv] for qkv in (plain, found)]
+
+
+@pytest.mark.parametrize("kha", [KHAConfig(key="mlp"), KHAConfig.from_preset("gate_output_head")])
+def test_what_an_offloaded_attention_frees_holds_nothing_else(ranks, kha):
+    """Megatron frees the memory of what it gave the core attention: else the projection's output,
+    which the knock's backward pass and the output gate still read."""
+    plain, found = ranks(shared_with_more, 1, kha)[0]
+    assert any(plain)
+    assert not any(found)
+
+
+def with_pre_hooks(khas):
+    """The modules of a layer of each configuration that have a pre-forward hook of torch's."""
+    from tests.distributed import models
+
+    models.initialize()
+    layers = {str(kha): attention_layer(models, kha) for kha in khas}
+    return [
+        f"{kha}: {name}"
+        for kha, layer in layers.items()
+        for name, module in layer.named_modules()
+        if module._forward_pre_hooks
+    ]
+
+
+def test_nothing_hinders_megatron_from_capturing_a_layer(ranks):
+    """Its CUDA graphs refuse every module with a pre-forward hook that is not its own."""
+    presets = ("kha_mlp", "gate_output_head", "moh_75", "collaborative", "talking")
+    khas = [KHAConfig.from_preset(preset) for preset in presets]
+    assert ranks(with_pre_hooks, 1, khas)[0] == []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kha_megatron.mcore.balancing import step_of_bias, violation
+from tests.versions import on_this_cp_rank
 
 UPDATES = ("sign", "rms")
 
@@ -78,9 +79,7 @@ def biases(layout, update, sequence_parallel=False):
     Weights stay as they are: only the biases move, and they start skewed.
     """
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.utils import get_batch_on_this_cp_rank
-    from megatron.training.training import wrap_model_chunks_with_ddp
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from kha_megatron.config import KHAConfig
     from kha_megatron.mcore.balancing import balance_experts
@@ -89,7 +88,7 @@ def biases(layout, update, sequence_parallel=False):
     models.initialize(7, **layout, expert_tensor_parallel_size=1)
     config = models.transformer_config(**layout, **SKEWED, sequence_parallel=sequence_parallel)
     model = models.gpt_model(config, KHAConfig(value="mlp"), perturbed=False)
-    ddp = wrap_model_chunks_with_ddp([model], config, DistributedDataParallelConfig())
+    ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
     pieces.fill(ddp)
     for module in model.modules():
         if hasattr(module, "expert_bias"):
@@ -108,7 +107,7 @@ def biases(layout, update, sequence_parallel=False):
             size = layout.get("context_parallel_size", 1)
             if size > 1:
                 group = parallel_state.get_context_parallel_group()
-                batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+                batch = on_this_cp_rank(batch, group)
             mask = models.batch()[2] if size == 1 else None
             ddp[0](batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
         config.finalize_model_grads_func(ddp, None)

@@ -396,6 +396,25 @@ def test_layers_of_a_hybrid_model_without_attention_are_left_out(ranks):
     assert all(values[name] != 0 for name in values if name.startswith("kha-grad-norm"))
 
 
+def _captured(kha):
+    from kha_megatron.mcore.instruments import watch_heads
+
+    run, written = _start(case(kha)), []
+    run.config.cuda_graph_impl = "local"
+    watch_heads(
+        run.chunks, kha, interval=1, iteration=lambda: 1, write=lambda *all: written.append(all)
+    )
+    run.config.finalize_model_grads_func(run.ddp)
+    for ddp in run.ddp:
+        vars(ddp).clear()
+    return written
+
+
+@pytest.mark.parametrize("kha", [KHAConfig(), KHAConfig.from_preset("gate_output_head")], ids=str)
+def test_captured_layers_without_matrices_have_nothing_to_write(ranks, kha):
+    assert ranks(_captured, 1, kha)[0] == [({}, 1)]
+
+
 def _refused(interval, graph):
     from kha_megatron.mcore.instruments import watch_heads
 

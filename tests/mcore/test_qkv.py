@@ -11,6 +11,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.model.qkv import QKVLayout
 from tests.mcore.test_attention import HEAD_DIM, HEADS, HIDDEN, attention_layer
+from tests.versions import needs_attention_family
 
 STOCK = Gate(output="element")
 
@@ -181,6 +182,8 @@ def asked_for_other_rows(kha):
 
 @pytest.mark.parametrize("kind", [None, "gta"])
 def test_a_gate_of_one_number_a_head_is_accepted_and_refused_when_true(ranks, kind):
+    if kind:
+        needs_attention_family()
     same, (gate, unsplit) = ranks(asked_for_other_rows, 1, KHAConfig(attention=kind))[0]
     assert same
     assert "head_wise_gate=True" in gate

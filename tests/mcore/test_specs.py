@@ -1,6 +1,5 @@
 """Layer specs for both backends, and what they leave alone. `test_named_specs.py` has the names."""
 
-import importlib.util
 import json
 import os
 from unittest import mock
@@ -8,7 +7,6 @@ from unittest import mock
 import pytest
 
 from kha_megatron.config import KHAConfig
-from tests.distributed.launcher import RankPool
 from tests.versions import needs_attention_family
 
 
@@ -59,23 +57,8 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
-@pytest.fixture(scope="module")
-def ranks_with_te():
-    """Ranks that see Transformer Engine: they construct its modules, and cannot run them."""
-    pool = RankPool(hide_cuda_only=False)
-    yield pool
-    pool.close()
-
-
-te = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' "
-    "with a CUDA toolkit); the Transformer Engine specs were not constructed",
-)
-
-
 def transformer_engine_model(moe, named):
-    """Construct (no forward without a GPU) and describe the Transformer Engine form."""
+    """Construct and describe the Transformer Engine form."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from kha_megatron.mcore import specs
@@ -113,12 +96,11 @@ def transformer_engine_model(moe, named):
     }
 
 
-@te
 @pytest.mark.te
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("named", [False, True])
-def test_transformer_engine_spec_constructs(ranks_with_te, moe, named):
-    found = ranks_with_te(transformer_engine_model, 2, moe, named)[0]
+def test_transformer_engine_spec_constructs(ranks_with_engine, moe, named):
+    found = ranks_with_engine(transformer_engine_model, 2, moe, named)[0]
     assert found["linear_qkv"] == "TELayerNormColumnParallelLinear"
     assert found["norm"] in ("RMSNorm", "TENorm")
     names = ["knock_query.weight", "knock_key.weight", "knock_value.weight"]
@@ -156,15 +138,14 @@ def transformer_engine_family(kha, latent, changes):
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
 
 
-@te
 @pytest.mark.te
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [None, "gla"], ids=["mla", "gla"])
-def test_transformer_engine_latent_attention_constructs(ranks_with_te, kind, fused):
+def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind, fused):
     needs_attention_family()
     kha = KHAConfig(attention=kind, **LINEAR)
     changes = {"mla_down_proj_fusion": True} if fused else {}
-    modules, stored = ranks_with_te(transformer_engine_family, 2, kha, True, changes)[0]
+    modules, stored = ranks_with_engine(transformer_engine_family, 2, kha, True, changes)[0]
     name = "KHAFusedMLASelfAttention" if fused else "KHAMLASelfAttention"
     up = "LatentUpProjection" if kind else "TELayerNormColumnParallelLinear"
     assert modules["self_attention"] == name
@@ -178,12 +159,11 @@ def test_transformer_engine_latent_attention_constructs(ranks_with_te, kind, fus
         assert stored[f"self_attention.knock_{projection}.weight"] == (1, width, width)
 
 
-@te
 @pytest.mark.te
-def test_transformer_engine_gta_constructs(ranks_with_te):
+def test_transformer_engine_gta_constructs(ranks_with_engine):
     needs_attention_family()
     kha = KHAConfig(attention="gta", value="mlp")
-    modules, stored = ranks_with_te(transformer_engine_family, 2, kha, False, {})[0]
+    modules, stored = ranks_with_engine(transformer_engine_family, 2, kha, False, {})[0]
     assert modules["self_attention"] == "KHAGroupedTiedAttention"
     assert modules["self_attention.linear_qkv"] == "TEColumnParallelLinear"
     assert modules["input_layernorm"] in ("RMSNorm", "TENorm")
