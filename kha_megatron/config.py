@@ -108,21 +108,21 @@ class KHAConfig:
                 f"KHA key={self.key} on grouped-tied attention: half of a key is the tied state, "
                 "which value= knocks, and the other half is one head that all share: leave key out"
             )
-        if self.collaborative:
-            self._check_shared_queries()
+        self._check_made()
         if self.attention:
             self.check(HeadFacts(multi_latent=self.attention == "gla"))
 
-    def _check_shared_queries(self) -> None:
-        """Refuse what acts on queries or keys of ``D`` features, where heads share wider ones."""
+    def _check_made(self) -> None:
+        """Refuse what acts on a projected tensor that a mechanism makes in its own width."""
         gated = self.gate.positions if self.gate else {}
-        for projection in ("query", "key"):
-            found = [f"--kha-{projection}"] if getattr(self, projection) else []
-            if found := found + ([f"gate.{projection}"] if projection in gated else []):
-                raise ConfigError(
-                    f"{found[0]} with {self.collaborative}, whose heads share one {projection} of "
-                    f"their own width: leave {found[0]} out (values and outputs may have theirs)"
-                )
+        for mechanism in self.mechanisms:
+            for projection in mechanism.makes:
+                found = [f"--kha-{projection}"] if getattr(self, projection) else []
+                if found := found + ([f"gate.{projection}"] if projection in gated else []):
+                    raise ConfigError(
+                        f"{found[0]} with {mechanism}, which makes a {projection} of its own for "
+                        f"all heads: leave {found[0]} out (values and outputs may have theirs)"
+                    )
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -376,6 +376,10 @@ class KHAConfig:
         """Elements that one layer keeps of a token for the backward pass, without recomputing."""
         return sum(mechanism.saved(sizes) for mechanism in self.mechanisms)
 
+    def saved_between(self, sizes: HeadSizes) -> int:
+        """As :meth:`saved`, between tensor-parallel regions (``Mechanism.saved_between``)."""
+        return sum(mechanism.saved_between(sizes) for mechanism in self.mechanisms)
+
     def pair_saved(self, sizes: HeadSizes) -> int:
         """Elements that one layer keeps of a query and a key for the backward pass."""
         return sum(mechanism.pair_saved(sizes) for mechanism in self.mechanisms)
@@ -404,6 +408,12 @@ class KHAConfig:
         for mechanism in self.mechanisms:
             if why := mechanism.refusal(facts):
                 raise ConfigError(why)
+        if facts.predictions and (self.mechanisms or self.attention):
+            raise ConfigError(
+                f"mtp_num_layers={facts.predictions}: Megatron builds its multi-token prediction "
+                "layers without the layer spec, so they would train plain attention: remove "
+                "--mtp-num-layers, or use the baseline preset"
+            )
         if facts.flash_decode and (self.mechanisms or self.attention):
             raise ConfigError(
                 f"flash_decode=True decodes in kernels that were never run with KHA on {self}: "

@@ -26,8 +26,12 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
 
     Raises:
         DataError: nothing is named, a file is missing, or a part would have no documents; with the
-            command that makes it, or a split that works.
+            command that makes it, or a split that works. Mock data of an unknown vocabulary.
     """
+    if lacks_vocabulary(arguments):
+        raise DataError(
+            "--mock-data has no tokenizer that says how many tokens there are: give --vocab-size N"
+        )
     if arguments.get("mock_data"):
         return
     blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
@@ -52,6 +56,17 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         )
     if look:
         check_tokenizer(model)
+
+
+def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
+    """Whether mock data is asked for, and nothing says how many tokens there are.
+
+    Args:
+        arguments: by name.
+    """
+    null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
+    counted = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")  # which knows
+    return bool(arguments.get("mock_data") and null and not counted)
 
 
 def check_blend(flag: str, words: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kha_megatron.data.text_files import TextFile, printable, read_pieces
-from kha_megatron.errors import DataError
+from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.te_extension import hide_incomplete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -199,10 +200,20 @@ def write_corpus(
 
 
 def indexed_dataset_module() -> Any:
-    """``megatron.core.datasets.indexed_dataset``; its import takes seconds."""
+    """``megatron.core.datasets.indexed_dataset``; its import takes seconds.
+
+    Raises:
+        MissingDependencyError: Megatron-Core is not installed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that writing a file does not need
-        from megatron.core.datasets import indexed_dataset
+        hide_incomplete()
+        try:
+            from megatron.core.datasets import indexed_dataset
+        except ModuleNotFoundError as error:
+            if error.name not in ("megatron", "megatron.core"):
+                raise
+            raise MissingDependencyError("megatron-core", "its data format", "megatron") from error
     return indexed_dataset
 
 

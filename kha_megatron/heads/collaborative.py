@@ -36,9 +36,9 @@ class CollaborativeHeads(Mechanism):
     sees a head's ``dim`` features behind its mixing vector.
 
     Once trained, ``W_Q diag(m_i)`` is the query projection of an ordinary head
-    (``ops.heads.collaborative.fold``), and the model is one of multi-query attention whose keys are
-    ``dim`` wide: a stock class where values are as wide and have one head (``num_query_groups`` 1,
-    ``kv_channels`` = ``dim``), no stock class otherwise.
+    (``ops.heads.collaborative.fold``), whose key is that of all others. A stock class computes it
+    with that key repeated for each value head, and zeros behind the narrower of keys and values:
+    where all of a head rotates, it needs ``dim`` = ``kv_channels``, else one that rotates a part.
 
     Raises:
         ConfigError: a value that its type does not list.
@@ -93,6 +93,11 @@ class CollaborativeHeads(Mechanism):
             ),
         )
 
+    @property
+    def folds(self) -> bool:
+        """Mixing vectors do, into the query projection of each head."""
+        return True
+
     def flops(self, sizes: HeadSizes) -> int:
         """``2 d dim`` for each of the two projections; mixing multiplies element by element."""
         return 4 * sizes.hidden_size * self.dim
@@ -121,6 +126,8 @@ class CollaborativeHeads(Mechanism):
                 f"most {FUSED_DIM} features: use collaborative.dim={FUSED_DIM} or less, or "
                 "--attention-backend unfused"
             )
+        if facts.rotary_features > self.dim:
+            return self.too_narrow(facts.rotary_features)
         if self.start == "blocks" and self.dim < facts.query_heads:
             return (
                 f"collaborative.start=blocks with dim={self.dim} for {facts.query_heads} heads "
@@ -128,3 +135,10 @@ class CollaborativeHeads(Mechanism):
                 "more, or collaborative.start=ones"
             )
         return None
+
+    def too_narrow(self, features: int) -> str:
+        """What to say of a rotary embedding that turns more features than there are."""
+        return (
+            f"collaborative.dim={self.dim}, and the rotary embedding of the model turns {features} "
+            f"features: give collaborative.dim={features} or more, or a smaller --rotary-percent"
+        )

@@ -103,13 +103,11 @@ class Gate(Mechanism):
         """
         if not isinstance(values, Mapping):
             return super().from_dict(values)  # which refuses it
-        words: dict[str, Any] = {}
-        for name, value in values.items():
-            word = ALIASES.get(name, name)
-            if word in words:
-                raise ConfigError(f"gate.{name} is gate.{word}, which is given too: leave one out")
-            words[word] = value
-        return super().from_dict(words)
+        if twice := [name for name in values if ALIASES.get(name) in values]:
+            raise ConfigError(
+                f"gate.{twice[0]} is gate.{ALIASES[twice[0]]}, which is given too: leave one out"
+            )
+        return super().from_dict({ALIASES.get(name, name): v for name, v in values.items()})
 
     @property
     def positions(self) -> dict[Position, Granularity]:
@@ -185,13 +183,20 @@ class Gate(Mechanism):
         All activations but the sigmoid keep a second score."""
         kept = 0
         for position, granularity in self.positions.items():
-            heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
-            size = sizes.hidden_size if position == "dense" else heads * dim
-            score = {"element": size, "head": heads, "shared": dim}[granularity]
-            multiplied = self.form == "multiply"
-            scores = 1 + (multiplied and self.activation != "sigmoid")
-            kept += size * multiplied + 2 * score * scores
+            if position != "dense":
+                heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
+                score = {"element": heads * dim, "head": heads, "shared": dim}[granularity]
+                kept += self._kept(heads * dim, score)
         return kept
+
+    def saved_between(self, sizes: HeadSizes) -> int:
+        """The same of a gate on what the output projection gives."""
+        return self._kept(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
+
+    def _kept(self, size: int, score: int) -> int:
+        multiplied = self.form == "multiply"
+        scores = 1 + (multiplied and self.activation != "sigmoid")
+        return size * multiplied + 2 * score * scores
 
     def doubled(self) -> tuple[Projection | Literal["output"], ...]:
         """What comes before each gate: the sigmoid of zero is one half.

@@ -137,8 +137,15 @@ class Knock(Mechanism):
         )
 
     def saved(self, sizes: HeadSizes) -> int:
-        """What ``ops.knock`` keeps of each knocked tensor (:data:`SAVED`)."""
-        return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
+        """What ``ops.knock`` keeps of each knocked tensor (:data:`SAVED`).
+
+        Folding keeps nothing; with ``fold="auto"``, which asks the microbatch, none is counted on.
+        """
+        return sum(
+            sizes.dim(p) * sizes.heads(p) * SAVED[v]
+            for p, v in self.variants.items()
+            if not (v == "linear" and self.fold == "always")
+        )
 
     @property
     def folds(self) -> bool:

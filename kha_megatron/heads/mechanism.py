@@ -57,6 +57,10 @@ class HeadFacts:
     """A kind that Megatron has no flag for: ``gta`` or ``gla``."""
     qk_norm: bool = False
     flash_decode: bool = False
+    rotary_features: int = 0
+    """Of a head, that the rotary embedding turns."""
+    predictions: int = 0
+    """Multi-token prediction layers behind the model's own."""
     layers: int = 0
     """Of the model; 0 where that is not known, as in the following."""
     query_heads: int = 0
@@ -214,6 +218,24 @@ class Mechanism(ABC):
     def saved(self, sizes: HeadSizes) -> int:
         """Elements for one token that one layer keeps for the backward pass, not recomputing."""
         return 0
+
+    def saved_between(self, sizes: HeadSizes) -> int:
+        """As :meth:`saved`, of what lies between tensor-parallel regions: sequence parallelism
+        leaves a rank its own tokens of it."""
+        return 0
+
+    def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+        """What tensor-parallel ranks exchange in one layer beside projections of the input.
+
+        Args:
+            sizes: over all ranks; keys may be wider than values.
+            tp: ranks.
+            width: bytes of an activation.
+
+        Returns:
+            Bytes for one token, forward and backward, of which a rank sends ``(tp - 1) / tp``.
+        """
+        return 0, 0
 
     @property
     def adds_loss(self) -> bool:

@@ -188,6 +188,12 @@ class MixtureOfHeads(Mechanism):
         queries = 2 * heads * sizes.dim("query") if self.router == "query_norm" else 0
         return heads * (sizes.dim("value") + 10) + queries
 
+    def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+        """In float32: norms of queries to all ranks, and back the gradients of all heads' weights,
+        of which each rank has its own heads'."""
+        of_heads = 4 * sizes.query_heads
+        return (of_heads if self.router == "query_norm" else 0), of_heads
+
     def acts_at(self, stage: Stage) -> bool:
         """A learned router leaves queries to themselves."""
         return super().acts_at(stage) and (stage == "output" or self.router == "query_norm")

@@ -98,6 +98,15 @@ class TalkingHeads(Mechanism):
         """In 16 bits: what each mixing reads, the softmax in float32, and what meets the values."""
         return sizes.query_heads * (3 + len(self.mixings))
 
+    def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+        """Queries and outputs turned from a rank's heads to its tokens, and back; the keys and
+        values of all heads to all ranks, and their gradients back. Ranks that share a key/value
+        head each bring it."""
+        features = sizes.dim("key") + sizes.dim("value")
+        turned = sizes.query_heads * features // tp
+        gathered = max(sizes.kv_heads, tp) * features
+        return width * (turned + gathered), width * (turned + gathered)
+
     def unfused(self, sizes: HeadSizes) -> str | None:
         """Why fused attention kernels cannot compute it."""
         return "heads mix their logits, of which fused kernels never hold more than one head's"

@@ -3,6 +3,7 @@
 The text around such lines, and the prefixes of launchers and ranks, are passed over.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kha_megatron.history.tensorboard import LOSS, History
 
 _LINE = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|(.*)")
 _SAMPLES = "consumed samples"
+_SKIPPED = "number of skipped iterations"
 _MILLISECONDS = "elapsed time per iteration (ms)"
 
 
@@ -34,7 +36,7 @@ class Step:
     """Mean duration of one iteration since the line before."""
 
     loss: float | None
-    """Mean language-model loss since the line before; None where Megatron printed none."""
+    """Mean language-model loss since the line before; None where every iteration was skipped."""
 
 
 def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
@@ -51,6 +53,11 @@ def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
             values[name.strip()] = float(text)
         except ValueError:
             continue  # a field of words
+    if values.get(_SKIPPED):
+        if values.get(LOSS) == 0:  # of no iteration: Megatron divides a sum of none by one
+            del values[LOSS]
+    else:
+        values.setdefault(LOSS, math.nan)  # Megatron leaves out what is not at least 0
     return int(match[1]), int(match[2]), values
 
 

@@ -133,6 +133,7 @@ class Model:
     moe_router_dtype: str | None = said("--moe-router-dtype", None)
     moe_token_dispatcher_type: str = said("--moe-token-dispatcher-type", "allgather")
     mtp_num_layers: int | None = said("--mtp-num-layers", None, least=0)
+    flash_decode: bool = said("--flash-decode", False)
     hybrid_layer_pattern: str | None = said("--hybrid-layer-pattern", None, attribute=None)
 
     fp8: str | None = said("--fp8-format", None, argument="fp8")

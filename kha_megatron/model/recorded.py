@@ -13,8 +13,12 @@ from kha_megatron.config import KHAConfig, mechanism_types
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import HeadSizes, Knock, Projection
 from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.model.model import Model
 
 _LAYERS = "decoder.layers."
+_ROWS = ".self_attention.linear_qkv.weight"
+_ATTENTION = "self_attention.linear_proj.weight"
+"""Every attention layer has it, so it tells how the layers of a checkpoint are named."""
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
 """Neither a tensor's name nor how many matrices are stacked in it depends on the sizes, but which
 there are may depend on the kind of attention."""
@@ -60,7 +64,8 @@ def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
     latent = bool(checkpoint.args.get("multi_latent_attention"))
     wanted = stacked(kha or KHAConfig(), multi_latent=latent)
     stored: dict[str, set[int]] = {}
-    for key, count in matrices_stored({k: i.shape for k, i in checkpoint.keys().items()}).items():
+    shapes = {key: info.shape for key, info in checkpoint.keys().items()}
+    for key, count in matrices_stored(shapes).items():
         stored.setdefault(key[key.index("self_attention.") :], set()).add(count)
     for suffix in sorted(wanted.keys() | stored.keys()):
         if stored.get(suffix) != ({wanted[suffix]} if suffix in wanted else None):
@@ -69,7 +74,99 @@ def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
                 f"the tensors hold {_count(stored.get(suffix))} of {suffix}: the checkpoint is of "
                 "another version, or its arguments were changed"
             )
+    if kha is not None:
+        check_rows(checkpoint.path, shapes, checkpoint.args, kha, "its training arguments record")
     return kha
+
+
+def check_rows(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    arguments: Mapping[str, Any],
+    kha: KHAConfig,
+    whose: str,
+) -> None:
+    """Refuse rows of ``linear_qkv`` that are not those of the heads that are asked for.
+
+    Args:
+        path: the checkpoint.
+        shapes: of its tensors.
+        arguments: Megatron's, by name. Sizes that they leave open are not compared.
+        kha: what the heads have.
+        whose: who asks for them, as the message says it.
+
+    Raises:
+        CheckpointError: naming both numbers.
+    """
+    model = Model.of(arguments, kha)
+    if model is None or model.multi_latent_attention:
+        return
+    wanted = model.qkv.rows
+    for key, shape in shapes.items():
+        if not key.endswith(_ROWS) or len(shape) < 2 or shape[-2] == wanted:
+            continue
+        raise CheckpointError(
+            f"{path}: {key} has {shape[-2]} rows, and {whose} {model.num_attention_heads} query "
+            f"and {model.num_query_groups} key/value heads of {model.kv_channels} with {kha}, "
+            f"which have {wanted}: use the heads that it was trained with"
+        )
+
+
+def check_same_heads(
+    path: Path,
+    stored: KHAConfig | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    arguments: Mapping[str, Any],
+    kha: KHAConfig,
+) -> None:
+    """Refuse to go on from a checkpoint with heads other than its own.
+
+    Args:
+        path: the checkpoint.
+        stored: what it records, see :func:`kha_of`.
+        shapes: of its tensors.
+        arguments: Megatron's of the run that would go on, by name, all or only some.
+        kha: what the heads of that run have.
+
+    Raises:
+        CheckpointError: naming both, with the tensors that differ.
+    """
+    saved = stored or KHAConfig()
+    if saved.to_dict(start=False) != kha.to_dict(start=False):
+        remedy = "resume with the same --kha-* arguments, or start without --load"
+        if not saved.mechanisms and saved.attention == kha.attention:
+            remedy += ", or start a new run from it with --kha-upcycle"
+        raise CheckpointError(
+            f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
+            f"{_differences(shapes, kha, bool(arguments.get('multi_latent_attention')))}: {remedy}"
+        )
+    if stored is not None and not arguments.get("use_checkpoint_args"):
+        check_rows(path, shapes, arguments, kha, "the command line asks for")
+
+
+def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool) -> str:
+    """The tensors by which a checkpoint differs from a model of this configuration."""
+    wanted = {
+        key.removesuffix(_ATTENTION) + name: matrices
+        for key in shapes
+        if key.endswith(_ATTENTION)
+        for name, matrices in stacked(kha, multi_latent=latent).items()
+    }
+    stored = matrices_stored(shapes)
+    kinds = {
+        "missing": wanted.keys() - stored.keys(),
+        "unexpected": stored.keys() - wanted.keys(),
+        "with another number of matrices": {
+            key for key in wanted.keys() & stored.keys() if wanted[key] != stored[key]
+        },
+    }
+    return "".join(f" ({_named(keys)} {kind})" for kind, keys in kinds.items() if keys)
+
+
+def _named(keys: set[str]) -> str:
+    first = sorted(keys)[:3]
+    more = f" and {len(keys) - len(first)} more" if len(keys) > len(first) else ""
+    return f"{len(keys)} tensor{'s' * (len(keys) > 1)} {', '.join(first)}{more}"
 
 
 def stacked(kha: KHAConfig, *, multi_latent: bool) -> dict[str, int]:

@@ -62,7 +62,7 @@ def check_arguments(
 
 
 def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
-    """Refuse mechanisms, and a kind of attention, that Megatron's arguments contradict.
+    """Refuse mechanisms, and a kind of attention, that the other arguments contradict.
 
     Args:
         arguments: by name, all or only some.
@@ -76,6 +76,9 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
             "--attention-output-gate on multi-latent attention, for which Megatron has none: use "
             "--heads gate.output=element"
         )
+    position = arguments.get("position_embedding_type", "learned_absolute")
+    percent = arguments.get("rotary_percent", 1.0)
+    model = None if latent else Model.of(arguments)
     kha.check(
         HeadFacts(
             multi_latent=latent,
@@ -83,15 +86,32 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
             query_heads=arguments.get("num_attention_heads") or 0,
             layers=arguments.get("num_layers") or 0,
             tokens=arguments.get("seq_length") or 0,
+            flash_decode=bool(arguments.get("flash_decode")),
+            rotary_features=int(model.kv_channels * percent) if model and position == "rope" else 0,
+            predictions=arguments.get("mtp_num_layers") or 0,
         )
     )
-    position = arguments.get("position_embedding_type", "learned_absolute")
-    percent = arguments.get("rotary_percent", 1.0)
+    if arguments.get("kha_upcycle"):
+        _check_start(kha)
     if kha.attention == "gta" and (position != "rope" or percent != 0.5):
         raise ConfigError(
             f"--kha-attention gta rotates half of a head, and --position-embedding-type is "
             f"{position} with --rotary-percent {percent}: give "
             "--position-embedding-type rope --rotary-percent 0.5"
+        )
+
+
+def _check_start(kha: KHAConfig) -> None:
+    """What a trained model gains must leave it what it computes, without a change of its weights.
+
+    Megatron's own output gate is one of the model that is started from.
+    """
+    added = kha.without_output_gate()
+    if not added.mechanisms or not all(m.is_exact_at_start for m in added.mechanisms):
+        raise ConfigError(
+            f"--kha-upcycle with KHA on {kha}: what it adds must start at the identity, as shared "
+            "matrices do: choose another --kha-preset, and no --kha-init random (for gates: "
+            "kha-megatron convert upcycle)"
         )
 
 
@@ -123,6 +143,8 @@ def check_layout(
         _check_batch(layout, batch)
     if model.fp8:
         _check_fp8(model, layout)
+        if batch is not None:
+            _check_fp8_tokens(model, layout, batch)
 
 
 def excluded(own: Collection[str], new: Mapping[str, Any]) -> dict[str, str]:
@@ -470,6 +492,20 @@ def _check_fp8(model: Model, layout: Layout) -> None:
         raise ConfigError(
             f"the {rows} rows of the QKV projection with {model.kha} over {tp} tensor-parallel "
             f"ranks are no multiple of {unit} on each, which FP8 needs: {fewer}train in bf16"
+        )
+
+
+def _check_fp8_tokens(model: Model, layout: Layout, batch: Batch) -> None:
+    """Transformer Engine pads the tokens of experts, and no others: it stops at the first layer."""
+    unit = FP8_MULTIPLE.get(model.fp8_recipe, 8)  # E8M0 scales lie along tokens too
+    ranks = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+    tokens = batch.micro_batch_size * batch.seq_length // ranks
+    if tokens % unit:
+        over = f" over {ranks} ranks" if ranks > 1 else ""
+        raise ConfigError(
+            f"{batch.micro_batch_size} x {batch.seq_length} tokens of a microbatch{over} are no "
+            f"multiple of {unit} on each, which FP8 needs: use a --seq-length of "
+            f"{_multiples(batch.seq_length, unit * ranks)}, or train in bf16"
         )
 
 

@@ -23,7 +23,7 @@ from kha_megatron.model.words import Arguments, parse, render
 TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
 """Every argument of Megatron's and ours that this package gives or reads."""
 
-OF_HEADS = tuple(row for row in TABLE if row.argument.startswith("kha_"))
+OF_HEADS = tuple(row for row in rows(Model, Heads) if row.argument.startswith("kha_"))
 """Those that say what heads have."""
 
 

@@ -23,6 +23,8 @@ class Training:
     lr_warmup_fraction: float | None = _option("--lr-warmup-fraction", None)
     lr_warmup_iters: int = _option("--lr-warmup-iters", 0, least=0)
     lr_warmup_init: float = _option("--lr-warmup-init", 0.0)
+    optimizer: str = _option("--optimizer", "adam")
+    muon_split_qkv: bool = _option("--muon-no-split-qkv", True, argument="muon_split_qkv")
     adam_beta1: float = _option("--adam-beta1", 0.9)
     adam_beta2: float = _option("--adam-beta2", 0.999)
     weight_decay: float = _option("--weight-decay", 0.01)
@@ -32,6 +34,7 @@ class Training:
     fp16: bool = _option("--fp16", False)
     use_distributed_optimizer: bool = _option("--use-distributed-optimizer", False)
     use_torch_fsdp2: bool = _option("--use-torch-fsdp2", False)
+    use_megatron_fsdp: bool = _option("--use-megatron-fsdp", False)
     overlap_grad_reduce: bool = _option("--overlap-grad-reduce", False)
     overlap_param_gather: bool = _option("--overlap-param-gather", False)
     gradient_accumulation_fusion: bool = _option(
@@ -61,6 +64,8 @@ class Training:
         "--heterogeneous-layers-config-encoded-json", None
     )
     device: str = _option("--device", "cuda")
+    kha_upcycle: bool = _option("--kha-upcycle", False)
+    kha_perturb_embedding: float = _option("--kha-perturb-embedding", 0.0)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:

@@ -10,8 +10,8 @@ reduce-scatter sends ``(n - 1) / n * S``, an all-reduce twice as much, an all-to
   than ranks, the QKV is gathered as well. Embedding, logits and loss; gradients of the norms of
   queries and keys and, with sequence parallelism, of the other norms and the routers.
 - **KHA**: one all-reduce of the gradient for each matrix that all heads share, layer and
-  microbatch; of a gate that all heads share and of a router also what they compute for each token.
-  What ranks exchange to mix heads, and the weights of heads in backward, are left out.
+  microbatch; of a gate that all heads share and of a router also what they compute for each token,
+  and what ranks exchange to mix, choose and weigh heads (``Mechanism.sent``).
 - **context**: keys and values pass round the ring once in forward, and they and their gradients in
   backward (Transformer Engine's ``p2p``).
 - **pipeline**: Narayanan et al. 2021, section 2.2: the activations of a stage's border for each
@@ -36,7 +36,7 @@ class Communication:
 
     tensor: float = 0
     kha: float = 0
-    """Over tensor-parallel ranks, for the shared matrices alone; not in ``tensor``."""
+    """Over tensor-parallel ranks, for mechanisms of the heads alone; not in ``tensor``."""
     context: float = 0
     pipeline: float = 0
     expert: float = 0
@@ -72,7 +72,11 @@ def communication(rank: Rank) -> Communication:
     a_parameter = 4 + rank.width if setup.distributed_optimizer else 8
     return Communication(
         tensor=tensor,
-        kha=microbatches * (reduced * rank.width * counts.kha_summed + len(layers) * _scores(rank)),
+        kha=microbatches
+        * (
+            reduced * rank.width * counts.kha_summed
+            + len(layers) * (_scores(rank) + _exchanged(rank))
+        ),
         context=microbatches * len(layers) * _context(rank),
         pipeline=_pipeline(rank),
         expert=microbatches * moe * _experts(rank),
@@ -111,6 +115,18 @@ def _scores(rank: Rank) -> float:
         elif tensor.gradient == "heads":
             sent += 2 * once * size
     return sent
+
+
+def _exchanged(rank: Rank) -> float:
+    """What mechanisms exchange over the heads; recomputing attention does it again."""
+    model, tp = replace(rank.model, kha=rank.setup.kha), rank.layout.tp
+    sizes = replace(model.head_sizes, head_dim=model.normed_dim, value_dim=model.head_dim)
+    sent = 0
+    for mechanism in rank.setup.kha.mechanisms:
+        forward, backward = mechanism.sent(sizes, tp, rank.width)
+        again = "core" in mechanism.stages and rank.setup.recompute == "selective"
+        sent += forward * (rank.forwards + again) + backward
+    return ring(tp) * rank.tokens * sent
 
 
 def _shared_expert(rank: Rank) -> float:

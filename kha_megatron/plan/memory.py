@@ -10,6 +10,8 @@ transformer models", section 4), counted tensor by tensor for GQA, gated MLPs an
 - tokens spread evenly over experts;
 - ``selective`` recomputes core attention: flash attention keeps only one number a row, so it saves
   little; ``full`` keeps the input of each layer and one whole layer that is being recomputed;
+- KHA-Linear is applied to activations, unless ``fold="always"``: where ``auto`` folds, it keeps
+  nothing, and less is needed than this says;
 - row statistics of norms, indices of the router, communication buffers, the CUDA context and
   fragmentation are left out.
 
@@ -103,7 +105,8 @@ def knocking_activations(rank: Rank) -> float:
     """Bytes that autograd keeps for KHA in one layer and microbatch."""
     kha, keys = rank.setup.kha, rank.setup.batch.seq_length
     elements = kha.saved(rank.heads) + keys * kha.pair_saved(rank.heads)
-    return rank.tokens * elements * rank.width
+    between = rank.share * kha.saved_between(rank.heads)
+    return (rank.tokens * elements + between) * rank.width
 
 
 def layer_activations(rank: Rank, moe: bool) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.rules import check_layout
@@ -101,8 +102,17 @@ def plan_layouts(
         fixed: sizes of :data:`SIZES` that are given; None or absent leaves one open.
 
     Raises:
-        ConfigError: no layout is legal; the message is that of the plainest one.
+        ConfigError: no layout is legal, with the message of the plainest one, or the heads cannot
+            have what the run asks for.
     """
+    setup.kha.check(
+        HeadFacts(
+            qk_norm=setup.model.qk_layernorm,
+            query_heads=setup.model.num_attention_heads,
+            layers=setup.model.layers,
+            tokens=setup.batch.seq_length,
+        )
+    )
     if not 1 <= gpus <= MOST_GPUS:
         raise ConfigError(f"{gpus} GPUs: plan knows layouts of 1 to {MOST_GPUS}")
     given = {name: size for name, size in fixed.items() if size is not None}

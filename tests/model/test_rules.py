@@ -6,7 +6,7 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Gate
+from kha_megatron.heads import CollaborativeHeads, Gate
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import (
@@ -15,6 +15,7 @@ from kha_megatron.model.rules import (
     check_head_layout,
     check_layout,
 )
+from kha_megatron.model.run import Run
 
 DENSE = Model(
     num_layers=12,
@@ -209,6 +210,20 @@ def test_fp8_needs_multiples(changes, tp, recipe, match, remedy):
     )
 
 
+@pytest.mark.parametrize(
+    ("length", "tp", "recipe", "match", "remedy"),
+    [
+        (7, 1, "delayed", "1 x 7 tokens of a microbatch are no multiple of 8", "of 8, or train"),
+        (48, 4, "tensorwise", "1 x 48 tokens .* over 4 ranks .* 8 on each", "32 or 64"),
+        (48, 1, "mxfp8", "1 x 48 tokens .* 32 on each", "32 or 64"),
+    ],
+)
+def test_fp8_needs_whole_groups_of_tokens(length, tp, recipe, match, remedy):
+    model = replace(DENSE, fp8="hybrid", fp8_recipe=recipe)
+    refused(match, remedy, model, layout(tp=tp), Batch(seq_length=length, micro_batch_size=1))
+    check_layout(model, layout(tp=tp), Batch(seq_length=64, micro_batch_size=1))
+
+
 def test_fp8_takes_what_fits():
     assert check_layout(replace(DENSE, fp8="hybrid"), layout(tp=4)) is None
     assert check_layout(replace(DENSE, fp8="hybrid", fp8_recipe="mxfp8"), layout(tp=2)) is None
@@ -302,6 +317,14 @@ def test_an_optimizer_that_takes_the_projection_apart_must_know_its_rows(name):
     check_arguments(asked, None, KHAConfig(gate=Gate(dense="element")))
 
 
+def test_it_is_heard_on_a_command_line():
+    words = ["--optimizer", "muon"]
+    with pytest.raises(ConfigError, match="--optimizer muon splits the QKV projection"):
+        check_arguments(Run.of(**SIZES).updated(words).arguments, None, OF_HEADS)
+    words.append("--muon-no-split-qkv")
+    check_arguments(Run.of(**SIZES).updated(words).arguments, None, OF_HEADS)
+
+
 def test_rows_of_gates_are_whole_in_fp8_or_refused():
     """8 queries, a key and a value of 16 rows, and 8 gates filled up to 16: 176 are 11 times 16."""
     asked = SIZES | {"fp8": "hybrid", "num_attention_heads": 8, "ffn_hidden_size": 256}
@@ -318,3 +341,44 @@ def test_latent_attention_has_no_flag_for_its_gate():
     asked = SIZES | {"multi_latent_attention": True, "attention_output_gate": True}
     with pytest.raises(ConfigError, match=r"use --heads gate.output=element"):
         check_attention(asked, KHAConfig())
+
+
+@pytest.mark.parametrize(
+    ("kha", "asked", "words"),
+    [
+        (KHAConfig(value="mlp"), {"flash_decode": True}, ["value=mlp", "remove --flash-decode"]),
+        (KHAConfig(value="mlp"), {"mtp_num_layers": 2}, ["=2", "remove --mtp-num-layers"]),
+        (
+            KHAConfig(collaborative=CollaborativeHeads(dim=14)),
+            {"position_embedding_type": "rope"},
+            ["dim=14", "16 features", "collaborative.dim=16 or more", "--rotary-percent"],
+        ),
+        (KHAConfig(), {"kha_upcycle": True}, ["nothing", "start at the identity"]),
+        (
+            KHAConfig(value="mlp", init="random"),
+            {"kha_upcycle": True},
+            ["init=random", "no --kha-init random"],
+        ),
+        (
+            KHAConfig(gate=Gate(output="element", form="add")),
+            {"kha_upcycle": True},
+            ["form=add", "start at the identity", "convert upcycle"],
+        ),
+    ],
+    ids=["decode", "predictions", "rotary", "nothing added", "random", "no such start"],
+)
+def test_what_heads_cannot_have_is_refused_from_the_command_line(kha, asked, words):
+    """Before a rank starts, and one step short of it all is well."""
+    with pytest.raises(ConfigError) as caught:
+        check_attention(SIZES | asked, kha)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    check_attention(SIZES, kha)
+
+
+def test_what_begins_at_the_identity_or_turns_less_is_let_through():
+    check_attention(SIZES | {"kha_upcycle": True}, KHAConfig(value="mlp"))
+    turned = {"position_embedding_type": "rope", "rotary_percent": 0.5}
+    check_attention(SIZES | turned, KHAConfig(collaborative=CollaborativeHeads(dim=14)))
+    check_attention(SIZES | {"mtp_num_layers": 2, "flash_decode": True}, KHAConfig())

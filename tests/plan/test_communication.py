@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, TalkingHeads
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.communication import communication
 from kha_megatron.plan.rank import Rank, Setup
@@ -46,7 +48,8 @@ class Counter(TorchDispatchMode):
         ranks, factor = group.size(), FACTORS[name]
         sides = [a if isinstance(a, (list, tuple)) else [a] for a in args[:2]]
         sides = [part for part in sides if part and isinstance(part[0], torch.Tensor)]
-        if not sides[0][0].is_floating_point():
+        together = name == "allgather_into_tensor_coalesced_"  # of bytes, whatever their dtypes
+        if not sides[0][0].is_floating_point() and not together:
             return
         sizes = [sum(tensor.nbytes for tensor in part) for part in sides]
         # of an output and an input the larger is the whole tensor; an all-to-all sends its input
@@ -56,7 +59,7 @@ class Counter(TorchDispatchMode):
         self.sent[name] = self.sent.get(name, 0) + factor * (ranks - 1) / ranks * whole
 
 
-def counted(layout, overrides, microbatches, step):
+def counted(layout, overrides, microbatches, step, kha):
     """What this rank sends in a step's forward, backward and reduction of gradients."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -67,7 +70,7 @@ def counted(layout, overrides, microbatches, step):
 
     from tests.distributed import models
 
-    (chunk,), config, model, stage = built(layout, MIXED, **overrides)
+    (chunk,), config, model, stage = built(layout, kha, **overrides)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=step
     )
@@ -92,7 +95,7 @@ def counted(layout, overrides, microbatches, step):
     return counter.sent, model, stage
 
 
-def compare(ranks, world, layout, overrides, microbatches=1, step=False):
+def compare(ranks, world, layout, overrides, microbatches=1, step=False, kha=MIXED):
     """Sums over the ranks, since experts are not evenly loaded: counted, and planned."""
     from tests.distributed.models import BATCH, SEQUENCE
 
@@ -103,11 +106,12 @@ def compare(ranks, world, layout, overrides, microbatches=1, step=False):
         global_batch_size=BATCH * layout.dp * microbatches,
     )
     total, planned = {}, []
-    for sent, model, stage in ranks(counted, world, layout, overrides, microbatches, step):
+    found = ranks(counted, world, layout, overrides, microbatches, step, kha)
+    for sent, model, stage in found:
         for name, count in sent.items():
             total[name] = total.get(name, 0) + count
         setup = Setup(
-            model=model, kha=MIXED, batch=batch, precision="fp32", distributed_optimizer=step
+            model=model, kha=kha, batch=batch, precision="fp32", distributed_optimizer=step
         )
         planned.append(communication(Rank.of(setup, layout, stage)))
     return total, planned
@@ -131,6 +135,25 @@ def test_tensor_parallel_bytes(ranks, world, layout, overrides):
     total, planned = compare(ranks, world, layout, overrides, microbatches=2)
     assert total.pop("kha") == summed(planned, "kha")
     assert sum(total.values()) == pytest.approx(summed(planned, "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("kha", "sequence_parallel"),
+    [
+        (KHAConfig(talking=TalkingHeads()), False),
+        (KHAConfig(talking=TalkingHeads(), collaborative=CollaborativeHeads(dim=10)), True),
+        (KHAConfig.from_preset("moh_75"), True),
+        (KHAConfig(moh=MixtureOfHeads(share=0.75, router="query_norm")), False),
+        (KHAConfig(gate=Gate(value="shared", dense="element")), True),
+    ],
+    ids=str,
+)
+def test_what_mechanisms_exchange(ranks, kha, sequence_parallel):
+    """Four ranks, of which two share a key/value head; KHA's bytes are those that are left."""
+    layout = Layout(tp=4, sequence_parallel=sequence_parallel)
+    total, planned = compare(ranks, 4, layout, {"num_query_groups": 2}, kha=kha)
+    assert sum(total.values()) == pytest.approx(summed(planned, "tensor", "kha"))
+    assert summed(planned, "kha") > 0
 
 
 def test_expert_parallel_bytes(ranks):

@@ -158,9 +158,9 @@ def kept_by_autograd(layout, kha, dtype, qk_norm):
             kept[tensor.data_ptr(), tensor.nbytes] = tensor  # alive, so that no address returns
         return tensor
 
-    def watched(self, x):
+    def watched(self, *x):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            return forward(self, x)
+            return forward(self, *x)
 
     KnockingHeads.forward = watched
     try:
@@ -176,6 +176,7 @@ def kept_by_autograd(layout, kha, dtype, qk_norm):
     ("kha", "layout", "qk_norm"),
     [
         *((KHAConfig(value=variant), Layout(), True) for variant in MATRICES),
+        (replace(MIXED, fold="always"), Layout(), False),
         (MIXED, Layout(), False),
         (MIXED, Layout(tp=2, world_size=2, sequence_parallel=True), True),
     ],
