@@ -128,9 +128,10 @@ class KHAHeads:
     layer_idx: int
     o_proj: nn.Module
 
-    def _add_heads(self, config: KHAModelConfig) -> None:
-        """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked."""
-        kha, sizes, hidden = config.kha, config.head_sizes, config.hidden_size
+    def _add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
+        """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked; with the
+        heads of one of ``ranks`` tensor-parallel ranks, where a server makes its own part."""
+        kha, sizes, hidden = config.kha, config.head_sizes.on_rank(ranks), config.hidden_size
         knocks = {
             tensor.heads: KHAKnock(kha.variants[tensor.heads], tensor)
             for tensor in kha.knock.tensors(sizes)
@@ -164,6 +165,12 @@ class KHAHeads:
         self.scores.append(
             _Score(tensor.name, tensor.hf, features, tensor.per_head or is_shared, is_shared)
         )
+
+    def _projected(self, heads: Tensor, kept: dict[str, Tensor]) -> Tensor:
+        """``[..., H, D]`` that attention gives to ``[..., C]``, by the mechanisms on the way."""
+        (heads,) = self._applied("output", kept, output=heads)
+        (result,) = self._applied("dense", kept, dense=self.o_proj(heads.flatten(-2).contiguous()))
+        return result
 
     def _ranks(self) -> ModelRanks:
         return ModelRanks(getattr(self.o_proj, "weight", None), self.listeners)
@@ -204,12 +211,21 @@ def _attend(
     kept: dict[str, Tensor],
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the backend that the configuration names, and project to ``[*shape, C]``."""
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-        module.config._attn_implementation, eager_attention_forward
-    )
+    """Attend by the backend that the configuration names, and project to ``[*shape, C]``.
+
+    Flash attention has one width for queries, keys and values. What is narrower gets zeros, which
+    add nothing to a score and nothing to an output; transformers itself widens only values.
+    """
+    asked = module.config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(asked, eager_attention_forward)
     if module.talking is not None:
         attend = _talk
+    width = given = value.shape[-1]
+    if "flash" in (asked or "") and query.shape[-1] != width:
+        given = max(query.shape[-1], width)
+        query, key, value = (
+            nn.functional.pad(part, (0, given - part.shape[-1])) for part in (query, key, value)
+        )
     output, weights = attend(
         module,
         query,
@@ -220,11 +236,8 @@ def _attend(
         scaling=module.scaling,
         **kwargs,
     )
-    heads = output.reshape(*shape, -1, value.shape[-1])  # a server's has them side by side
-    (heads,) = module._applied("output", kept, output=heads)
-    result = module.o_proj(heads.flatten(-2).contiguous())
-    (result,) = module._applied("dense", kept, dense=result)
-    return result, weights
+    heads = output.reshape(*shape, -1, given)[..., :width]
+    return module._projected(heads, kept), weights
 
 
 def _talk(
@@ -293,7 +306,24 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         key = _rotate_first(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
+        # here and not in `_attend`: vLLM reads the source of this method for the call
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        if self.talking is not None:
+            attend = _talk
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        output = output.reshape(*heads)  # a server's has its heads side by side
+        return self._projected(output, kept), weights
 
 
 class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):

@@ -48,6 +48,7 @@ from kha_megatron.hf.attention_kha import (
     needs_eager,
 )
 from kha_megatron.hf.configuration_kha import KHAModelConfig
+from kha_megatron.hf.serving_limits import unserved
 from kha_megatron.ops.heads import initial_weight
 
 logger = logging.get_logger(__name__)
@@ -86,10 +87,17 @@ class KHARouter(nn.Module):
         Returns:
             Logits ``[N, E]`` and weights ``[N, K]``, both float32, and expert indices ``[N, K]``.
         """
-        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = F.linear(hidden_states.float(), self.weight.float())
+        logits = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        return logits, *self.choose(logits)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """``[N, C]`` tokens to ``[N, E]`` in float32."""
+        return F.linear(hidden_states.float(), self.weight.float())
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights in float32 and expert indices, ``[N, K]`` each, from ``[N, E]`` logits."""
         weights, experts = self._choose(logits)
-        return logits, weights * self.scaling_factor, experts
+        return weights * self.scaling_factor, experts
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.score_function == "sigmoid":
@@ -228,10 +236,13 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         if isinstance(module, HeadSharedLinear | HeadWeight | InputLinear):
-            fill = {"zeros": init.zeros_, "ones": init.ones_, "identity": init.eye_}
+            fill = {"zeros": init.zeros_, "ones": init.ones_}
             if module.start == "blocks":
                 blocks = initial_weight(torch.empty_like(module.weight)[None], ("blocks",))
                 init.copy_(module.weight, blocks[0])
+                return
+            if module.start == "identity":  # torch's own `eye_` knows no meta device, on which
+                init.copy_(module.weight, torch.eye(len(module.weight)))  # vLLM builds
                 return
             fill.get(module.start, partial(init.normal_, mean=0.0, std=std))(module.weight)
             return
@@ -249,6 +260,8 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
     """The decoder without an output layer."""
 
     def __init__(self, config: KHAModelConfig) -> None:
+        if config._attn_implementation == "vllm" and (why := unserved(config, by_backend=True)):
+            raise ConfigError(why)
         super(Glm4MoeModel, self).__init__(config)  # past its own, which builds layers
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size

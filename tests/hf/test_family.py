@@ -1,6 +1,7 @@
 """GTA, MLA and GLA against the oracle, and in every use that grouped-query attention has."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from tests.hf.conftest import (
     tokens,
 )
 from tests.hf.generating import check_greedy, check_padding, check_pieces
+from tests.hf.packed import check_packed
 from tests.hf.test_attention import backend, rotary
-from tests.hf.test_serving import SEQUENCES
 
 every_attention = pytest.mark.parametrize("name", FAMILY)
 
@@ -233,19 +234,7 @@ def test_a_saved_folder_loads_to_the_same(name, tmp_path):
 
 @every_attention
 def test_another_attention_function_serves_packed_sequences(name):
-    model = model_of(name, attention="packed").model
-    twin = model_of(name).model
-    twin.load_state_dict(model.state_dict())
-    first, second = (tokens(1, n) for n in SEQUENCES)
-    with torch.no_grad():
-        hidden = model(
-            input_ids=torch.cat([first, second], 1),
-            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
-            use_cache=False,
-            instances={layer: [] for layer in range(3)},
-        ).last_hidden_state[0]
-        alone = torch.cat([twin(ids).last_hidden_state[0] for ids in (first, second)])
-    torch.testing.assert_close(hidden, alone, rtol=1e-5, atol=1e-5)
+    check_packed(partial(model_of, name))
 
 
 GTA = {"kha_attention": "gta", "head_dim": 12}

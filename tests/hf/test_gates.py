@@ -1,5 +1,6 @@
 """Gated attention in the transformers class: against the oracle, and in every use of a model."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -23,7 +24,7 @@ from tests.hf.conftest import (
     tokens,
 )
 from tests.hf.generating import check_greedy, check_padding, check_pieces
-from tests.hf.test_serving import SEQUENCES
+from tests.hf.packed import check_packed
 
 HEADS = {"output": 6, "query": 6, "key": 3, "value": 3}
 EVERYWHERE = {"output": "head", "query": "element", "key": "shared", "value": "head"}
@@ -172,19 +173,7 @@ def test_a_decoding_step_is_one_graph(gate):
 
 @every_use
 def test_a_servers_attention_gets_gated_heads(gate):
-    """One row of packed sequences, whose heads come back side by side."""
-    model, twin = gated_model(gate, attention="packed").model, gated_model(gate).model
-    twin.load_state_dict(model.state_dict())
-    first, second = (tokens(1, n) for n in SEQUENCES)
-    with torch.no_grad():
-        hidden = model(
-            input_ids=torch.cat([first, second], 1),
-            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
-            use_cache=False,
-            instances={layer: [] for layer in range(3)},
-        ).last_hidden_state[0]
-        alone = torch.cat([twin(ids).last_hidden_state[0] for ids in (first, second)])
-    torch.testing.assert_close(hidden, alone, rtol=1e-5, atol=1e-5)
+    check_packed(partial(gated_model, gate))
 
 
 def test_rows_have_the_biases_of_their_projection():

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.lfm3 import Lfm3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-from kha_megatron.hf.instruments import MEASURED, measure
+from kha_megatron.hf.instruments import measure
 from tests.hf.conftest import FAMILY, SIZES, make_config, tokens
 
 STOCK = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"head_dim": 10}
@@ -28,7 +28,7 @@ MODELS = {
 }
 
 
-def build(name, attention=MEASURED):
+def build(name, attention="sdpa"):
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation=attention).eval()
 

@@ -1,60 +1,35 @@
 """What serving engines ask of a model that they run through transformers.
 
-vLLM and SGLang cannot run here. These tests do to the model what the sources of their Transformers
-backends do: another attention function with arguments of its own, one row of packed sequences,
-other classes for linear layers and experts, and stages with missing layers.
+SGLang cannot run here, and vLLM only in an environment of its own (``tests/serving``). These tests
+do to the model what the sources of their Transformers backends do: another attention function with
+arguments of its own, one row of packed sequences, other classes for linear layers and experts, and
+stages with missing layers.
 """
 
 import ast
 import inspect
 import textwrap
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes, Knock
-from kha_megatron.hf import KHAModelConfig
-from kha_megatron.hf.attention_kha import HeadSharedLinear, KHAKnock
+from kha_megatron.hf import KHAModel, KHAModelConfig
+from kha_megatron.hf.attention_kha import HeadSharedLinear, KHAAttention, KHAKnock
+from kha_megatron.hf.serving_limits import unserved
 from tests.hf.conftest import MOE, TOKENS, make_model, tokens
+from tests.hf.packed import check_packed
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
-SEQUENCES = (3, 4)
-
-
-def packed_attention(module, query, key, value, attention_mask, scaling, instances=None, **ignored):
-    """A server's attention: its own state by layer, tokens flattened, ``[tokens, H * D]`` out."""
-    instances[module.layer_idx].append((module, query.shape, key.shape, value.shape, scaling))
-    assert attention_mask is None, "a server knows which tokens belong together"
-    row = torch.arange(len(SEQUENCES)).repeat_interleave(torch.tensor(SEQUENCES))
-    place = torch.arange(len(row))
-    sees = (row[:, None] == row) & (place[:, None] >= place)
-    output = F.scaled_dot_product_attention(query, key, value, sees, scale=scaling, enable_gqa=True)
-    return output.transpose(1, 2).flatten(2)[0], None
-
-
-AttentionInterface.register("packed", packed_attention)
 
 
 @pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
 def test_another_attention_function_serves_packed_sequences(moe):
-    model = make_model(MIXED, attention="packed", **moe).model
-    twin = make_model(MIXED, **moe).model
-    twin.load_state_dict(model.state_dict())
-    first, second = (tokens(1, n) for n in SEQUENCES)
-    instances = {layer: [] for layer in range(3)}
-    with torch.no_grad():
-        hidden = model(
-            input_ids=torch.cat([first, second], 1),
-            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
-            use_cache=False,
-            return_dict=False,
-            instances=instances,
-        )[0][0]
-        alone = torch.cat([twin(ids).last_hidden_state[0] for ids in (first, second)])
-    torch.testing.assert_close(hidden, alone, rtol=1e-5, atol=1e-5)
+    model, instances = check_packed(partial(make_model, MIXED, **moe))
     for layer, calls in instances.items():
         ((module, query, key, value, scaling),) = calls
         assert module is model.layers[layer].self_attn
@@ -141,6 +116,50 @@ def test_stages_with_missing_layers_follow_the_plan():
         between = stages[0](ids, use_cache=False).last_hidden_state
         last = stages[1](inputs_embeds=between, use_cache=False).last_hidden_state
         assert torch.equal(last, whole(ids).last_hidden_state)
+
+
+GROUPS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "served", "by_backend"),
+    [
+        ({"kha_value": "mlp", "kha_gate": {"output": "element"}}, True, True),
+        ({"kha_attention": "gta"}, False, False),
+        ({"kha_talking": {}}, False, False),
+        ({"kha_moh": {"share": 0.75}}, False, False),
+        # the backend ranks groups by their best two where scores are sigmoids, else by their best
+        (GROUPS | {"topk_group": 2, "scoring_func": "sigmoid"}, True, False),
+        (GROUPS | {"topk_group": 1, "scoring_func": "sigmoid"}, True, True),
+        (GROUPS | {"topk_group": 2}, True, True),
+        (GROUPS | {"topk_group": 1}, True, False),
+    ],
+)
+def test_what_vllm_may_serve(settings, served, by_backend):
+    config = KHAModelConfig(**settings)
+    assert (unserved(config, by_backend=False) is None) == served
+    assert (unserved(config, by_backend=True) is None) == by_backend
+    config._attn_implementation = "vllm"
+    if not by_backend:
+        with torch.device("meta"), pytest.raises(ConfigError, match="vLLM"):
+            KHAModel(config)
+
+
+def test_vllm_finds_the_call_of_attention_in_the_source_of_forward():
+    source = ast.parse(textwrap.dedent(inspect.getsource(KHAAttention.forward)))
+    looked_up = [
+        target.id
+        for node in ast.walk(source)
+        if isinstance(node, ast.Assign) and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)
+        for target in node.targets
+    ]
+    calls = [
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in looked_up
+    ]
+    assert len(calls) == 1
+    assert [k.arg for k in calls[0].keywords if k.arg == "scaling"]
 
 
 def test_a_knock_cannot_be_taken_for_an_mlp():

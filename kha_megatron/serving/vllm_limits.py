@@ -1,0 +1,22 @@
+"""What vLLM asks about a model before it starts any process for it."""
+
+from typing import Any
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.hf.serving_limits import unserved
+
+
+class Limits(VerifyAndUpdateConfig):
+    """Refuses models that :mod:`kha_megatron.serving.vllm_model` does not compute."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Look at ``model_config.hf_config``, a ``KHAModelConfig``.
+
+        Raises:
+            ConfigError: with the reason and what serves the model instead.
+        """
+        if why := unserved(model_config.hf_config, by_backend=False):
+            raise ConfigError(why)

@@ -1,0 +1,246 @@
+"""The ``kha`` architecture as a model of vLLM's own: MHA, MQA and GQA, dense and sparse.
+
+What is KHA's comes from ``kha_megatron.hf`` as it is: knocks, gates and the router are its modules,
+so that a server computes what transformers does. The rest is vLLM's: the fused projection of
+queries, keys and values, paged attention, experts, and how all of these are split over ranks.
+
+Shape legend: ``N`` tokens of all requests, ``H`` query and ``G`` key/value heads of this rank,
+``D`` head dim, ``C`` hidden size, ``E`` experts, ``K`` experts per token.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.glm4_moe import Glm4MoeAttention
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import (
+    Qwen3MoeDecoderLayer,
+    Qwen3MoeMLP,
+    Qwen3MoeModel,
+)
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    PPMissingLayer,
+    WeightsMapper,
+    extract_layer_index,
+    maybe_prefix,
+)
+
+from kha_megatron.heads.knock import MATRICES, module_name
+from kha_megatron.hf.attention_kha import KHAHeads
+from kha_megatron.hf.modeling_kha import KHARouter
+
+
+class KHAAttention(KHAHeads, Glm4MoeAttention):
+    """Project, knock, QK-norm, RoPE, attend, project; with gates on the way.
+
+    The cache holds keys after knock, norm and RoPE, and values after the knock.
+
+    Matrices that all heads share are whole on every rank, and no layers of vLLM's: nothing merges,
+    splits, quantises or adapts them.
+    """
+
+    def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
+        config.rope_parameters.setdefault("partial_rotary_factor", 1.0)  # the parent's is 0.5
+        super().__init__(
+            config,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            qkv_bias=config.attention_bias,
+            use_qk_norm=config.use_qk_norm,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            prefix=prefix,
+        )
+        self.layer_idx = extract_layer_index(prefix)
+        self._add_heads(config, ranks=get_tensor_model_parallel_world_size())
+        for parameter in self.parameters():
+            if not hasattr(parameter, "weight_loader"):
+                parameter.weight_loader = load_own_heads
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Positions ``[N]`` and inputs ``[N, C]`` to ``[N, C]``."""
+        kept = self._read_input(hidden_states)
+        qkv, _ = self.qkv_proj(hidden_states)
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        )
+        query, key, value = self._applied(
+            "qkv",
+            kept,
+            query=self.q_knock(query),
+            key=self.k_knock(key),
+            value=self.v_knock(value),
+        )
+        if self.use_qk_norm:
+            query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+        query, key = self.rotary_emb(positions, query.flatten(-2), key.flatten(-2))
+        heads = self.attn(query, key, value.flatten(-2)).unflatten(-1, (-1, self.head_dim))
+        (heads,) = self._applied("output", kept, output=heads)
+        output, _ = self.o_proj(heads.flatten(-2))
+        (output,) = self._applied("dense", kept, dense=output)
+        return output
+
+
+def load_own_heads(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Copy this rank's part of ``whole``, whose first dimension counts heads or parts of them.
+
+    Ranks that share a key/value head get the same; a tensor that all heads share is one part.
+
+    Raises:
+        ValueError: the parameter is no such part.
+    """
+    rows, ranks = len(parameter), get_tensor_model_parallel_world_size()
+    parts = len(whole) // rows
+    if len(whole) % rows or not 1 <= parts <= ranks:
+        raise ValueError(
+            f"a tensor of {tuple(whole.shape)} in the folder, of which {ranks} ranks have "
+            f"{tuple(parameter.shape)} each: its config.json is of another model"
+        )
+    start = get_tensor_model_parallel_rank() * parts // ranks * rows
+    parameter.data.copy_(whole[start : start + rows])
+
+
+class KHASparseMLP(nn.Module):
+    """Routed experts, chosen as in training, and the shared expert if there is one."""
+
+    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+        super().__init__()
+        self.gate = KHARouter(config)
+        self.shared_expert_gate = self.shared_experts = None
+        if config.shared_expert_gate:
+            self.shared_expert_gate = ReplicatedLinear(
+                config.hidden_size, 1, bias=False, prefix=f"{prefix}.shared_expert_gate"
+            )
+        if config.shared_expert_intermediate_size:
+            self.shared_experts = Qwen3MoeMLP(
+                config.hidden_size,
+                config.shared_expert_intermediate_size,
+                config.hidden_act,
+                quant_config,
+                reduce_results=False,  # with the routed ones
+                expert_gate=self.shared_expert_gate,
+                prefix=f"{prefix}.shared_experts",
+            )
+        self.experts = FusedMoEFactory(
+            shared_experts=self.shared_experts,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            renormalize=config.norm_topk_prob,
+            quant_config=quant_config,
+            prefix=f"{prefix}.experts",
+            custom_routing_function=self._choose,
+            router_logits_dtype=torch.float32,
+        )
+
+    def _choose(
+        self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        weights, experts = self.gate.choose(gating_output)
+        return weights, experts.to(torch.int32)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[N, C]`` to ``[N, C]``."""
+        logits = self.gate.logits(hidden_states)
+        return self.experts(hidden_states=hidden_states, router_logits=logits)
+
+
+class KHADecoderLayer(Qwen3MoeDecoderLayer):
+    """Attention and a dense or sparse MLP, each behind its RMSNorm and residual."""
+
+    def __init__(self, vllm_config: Any, prefix: str = "") -> None:
+        nn.Module.__init__(self)  # the parent's would build its own sub-modules
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.hidden_size = config.hidden_size
+        self.self_attn = KHAAttention(
+            config, vllm_config.cache_config, quant_config, f"{prefix}.self_attn"
+        )
+        if config.mlp_layer_types[extract_layer_index(prefix)] == "sparse":
+            self.mlp = KHASparseMLP(config, quant_config, f"{prefix}.mlp")
+        else:
+            self.mlp = Qwen3MoeMLP(
+                config.hidden_size,
+                config.intermediate_size,
+                config.hidden_act,
+                quant_config,
+                prefix=f"{prefix}.mlp",
+            )
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+_KNOCK_ADAPTERS = {
+    f"_knock.{module_name(matrix)}.lora_": f"_knock.{matrix}.lora_" for matrix in MATRICES["mlp"]
+}
+"""vLLM knows what an adapter adapts by the last part of its name, and would take a knock's
+``up_proj`` for an MLP's and then drop it in silence; so named it is refused."""
+
+
+@support_torch_compile
+class KHAModel(Qwen3MoeModel):
+    """The decoder without an output layer."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_substr=_KNOCK_ADAPTERS,
+        # by what is around it: a knock has a `gate_proj` as well
+        orig_to_new_stacked={
+            ".q_proj": (".qkv_proj", "q"),
+            ".k_proj": (".qkv_proj", "k"),
+            ".v_proj": (".qkv_proj", "v"),
+            ".mlp.gate_proj": (".mlp.gate_up_proj", 0),
+            ".mlp.up_proj": (".mlp.gate_up_proj", 1),
+            ".shared_experts.gate_proj": (".shared_experts.gate_up_proj", 0),
+            ".shared_experts.up_proj": (".shared_experts.gate_up_proj", 1),
+        },
+    )
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load all; the parent's would pass over biases that it does not expect."""
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+
+class KHAForCausalLM(Qwen3ForCausalLM):
+    """The decoder with its output layer."""
+
+    hf_to_vllm_mapper = KHAModel.hf_to_vllm_mapper
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        nn.Module.__init__(self)  # likewise
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.config, self.vllm_config, self.quant_config = config, vllm_config, quant_config
+        self.model = KHAModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = PPMissingLayer()
+        if get_pp_group().is_last_rank:
+            self.lm_head = ParallelLMHead(
+                config.vocab_size,
+                config.hidden_size,
+                quant_config=quant_config,
+                prefix=maybe_prefix(prefix, "lm_head"),
+            )
+            if config.tie_word_embeddings:
+                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors

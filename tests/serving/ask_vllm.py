@@ -1,0 +1,89 @@
+"""``ask_vllm.py JOBS.json ANSWERS.json``: what vLLM makes of folders, one engine after another.
+
+Runs in an environment that has vLLM, and without Megatron. A job is an object of
+
+- ``folder`` and ``engine``: the model, and further arguments of ``vllm.LLM``;
+- ``prompts``: lists of token ids, asked at once and ``rounds`` times;
+- ``adapter``: a LoRA folder, or None.
+
+Its answer holds ``tokens`` and their ``logprobs`` for each prompt and round, ``prompt_logprobs`` of
+the first (none with an adapter: vLLM then gives those of sampled tokens alone), and how many
+tokens were ``cached`` in the last; or ``error``, what the engine said.
+"""
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+
+TOKENS = 16
+
+
+def main(jobs, answers):
+    found = []
+    for job in json.loads(Path(jobs).read_text()):
+        try:
+            found.append(ask(**job))
+        except Exception as error:
+            traceback.print_exc()
+            found.append({"error": f"{type(error).__name__}: {error}"})
+        Path(answers).write_text(json.dumps(found))
+        gc.collect()
+
+
+def ask(folder, prompts, engine, rounds=1, adapter=None):
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
+
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "block_size": 32,
+        "max_num_seqs": len(prompts),
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+    llm = LLM(model=folder, **settings | engine)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
+    try:
+        results = []
+        for index in range(rounds):
+            asked = SamplingParams(
+                temperature=0,
+                max_tokens=TOKENS,
+                logprobs=1,
+                # with them, nothing is taken from the cache
+                prompt_logprobs=None if index or adapter else 0,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            results.append(llm.generate(inputs, asked, use_tqdm=False, lora_request=lora))
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+    return {
+        "tokens": [[list(o.outputs[0].token_ids) for o in outputs] for outputs in results],
+        "logprobs": [[chosen(o.outputs[0]) for o in outputs] for outputs in results],
+        "prompt_logprobs": []
+        if adapter
+        else [given(o, p) for o, p in zip(results[0], prompts, strict=True)],
+        "cached": sum(o.num_cached_tokens or 0 for o in results[-1]),
+    }
+
+
+def chosen(output):
+    pairs = zip(output.logprobs, output.token_ids, strict=True)
+    return [row[token].logprob for row, token in pairs]
+
+
+def given(output, prompt):
+    pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    return [row[token].logprob for row, token in pairs]
+
+
+if __name__ == "__main__":  # spawned workers import this file
+    main(*sys.argv[1:])

@@ -1,0 +1,410 @@
+"""Converted folders in vLLM: the tokens and log-probabilities of transformers, or a refusal.
+
+Truth is transformers on the same folder, in this environment; vLLM answers from one of its own,
+which ``tools/test_serving.sh`` makes and which has no Megatron.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+from tests.ports import free_port
+from tests.serving.ask_vllm import TOKENS
+
+VLLM = os.environ.get("KHA_VLLM")
+pytestmark = [
+    pytest.mark.skipif(
+        VLLM is None, reason="vLLM is NOT tried: run `make test-serving`, which fetches it"
+    ),
+    pytest.mark.timeout(900),
+]
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5
+"""Of a log-probability in float32: sums in another order."""
+
+BASE = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,
+    "eos_token_id": 0,
+    "dtype": "float32",
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GATES = {
+    "output": "element",
+    "value": "head",
+    "key": "shared",
+    "query": "element",
+    "dense": "element",
+}
+LINEAR = {f"kha_{projection}": "linear" for projection in ("query", "key", "value")}
+SERVED = {
+    "linear": LINEAR | {"num_key_value_heads": 3},
+    "each": {
+        "kha_query": "mlp",
+        "kha_key": "gate",
+        "kha_value": "mlp",
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "gates": {"kha_value": "mlp", "kha_gate": GATES},
+    "one_key": {"num_key_value_heads": 1, "kha_value": "mlp", "kha_gate": {"value": "element"}},
+    "still": {
+        "num_key_value_heads": None,
+        "kha_value": "gate",
+        "kha_gate": {"output": "head", "reads_input": False, "activation": "half_sigmoid"},
+    },
+    "added": {"kha_gate": {"output": "shared", "form": "add", "activation": "silu"}},
+    "softmax": EXPERTS
+    | {
+        "kha_value": "mlp",
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 48,
+        "shared_expert_gate": True,
+    },
+    "softmax_sum": EXPERTS | {"kha_value": "mlp"},
+    "groups": EXPERTS
+    | {
+        "kha_value": "mlp",
+        "kha_gate": {"output": "element"},
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "shared_expert_intermediate_size": 48,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+LATENT = LINEAR | {
+    "num_key_value_heads": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+REFUSED = {
+    "mla": (
+        LATENT,
+        r"multi-head latent attention \(kv_lora_rank=64\): serve it with .* or fold it",
+    ),
+    "gla": (
+        LATENT | {"kha_attention": "gla", "kha_latent_heads": 2},
+        r"not of kha_attention='gla'",
+    ),
+    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, r"not of kha_attention='gta': serve it"),
+    "moh": ({"kha_moh": {"share": 0.75}}, r"no place for moh.*: serve it with transformers"),
+    "talking": ({"kha_talking": {}}, r"no place for talking"),
+    "collaborative": ({"kha_collaborative": {"dim": 64}}, r"no place for collaborative"),
+}
+LENGTHS = (5, 17, 33, 64, 3, 90, 41, 150)
+
+
+def make(folder, settings, seed=0):
+    """A model with everything away from where it starts; its tokenizer has a word for each id."""
+    torch.manual_seed(seed)
+    config = KHAModelConfig(**BASE | settings)
+    model = KHAForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.08 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if "correction" in name:
+                buffer.add_(0.05 * torch.randn_like(buffer))
+    model.save_pretrained(folder)
+    words = models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w1")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w0")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("vllm")
+    settings = SERVED | {name: refused for name, (refused, _) in REFUSED.items()}
+    return {name: str(make(place / name, given)) for name, given in settings.items()}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 320, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def adapters(folders, tmp_path_factory):
+    """By name, a LoRA of the folder ``each``; that of q, v and o also merged into a folder."""
+    place, found = tmp_path_factory.mktemp("lora"), {}
+    for name, targets in {"attention": ["q_proj", "v_proj", "o_proj"], "all": "all-linear"}.items():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_pretrained(folders["each"])
+        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets))
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if "lora_B" in path:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+        model.save_pretrained(place / name)
+        found[name] = str(place / name)
+        if name == "attention":
+            model.merge_and_unload().save_pretrained(place / "merged")
+            found["merged"] = str(place / "merged")
+    return found
+
+
+def expected(folder, prompts):
+    """Greedy tokens and log-probabilities by transformers."""
+    torch.set_num_threads(1)  # of a machine with much else to do, and products this small
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = {"tokens": [], "logprobs": [], "prompt_logprobs": []}
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            ids = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+            logits = model(ids, use_cache=False).logits[0]
+        best = logits[len(prompt) - 1 : -1].topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 1e-4, "two tokens are as likely: no greedy truth"
+        rows = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+        found["tokens"].append(ids[0, len(prompt) :].tolist())
+        found["logprobs"].append(rows[len(prompt) - 1 :])
+        found["prompt_logprobs"].append(rows[: len(prompt) - 1])
+    return found
+
+
+def environment(**more):
+    """Without this environment's own Python, and quiet; nothing is asked of the network."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "PYTHONPATH": "",
+        **more,
+    }
+
+
+def in_vllm(program, *words, **variables):
+    done = subprocess.run(
+        [VLLM, str(HERE / program), *map(str, words)],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done
+
+
+def asked(jobs, place, **variables):
+    """The answer to each job by its name."""
+    (place / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    done = in_vllm("ask_vllm.py", place / "jobs.json", place / "answers.json", **variables)
+    found = json.loads((place / "answers.json").read_text())
+    assert len(found) == len(jobs), done.stderr[-3000:]
+    return dict(zip(jobs, found, strict=True))
+
+
+def check(answer, truth):
+    """The same tokens, and log-probabilities within the tolerance, in all rounds."""
+    assert "error" not in answer, answer["error"]
+    for tokens, logprobs in zip(answer["tokens"], answer["logprobs"], strict=True):
+        assert tokens == truth["tokens"]
+        assert far(logprobs, truth["logprobs"]) < TOLERANCE
+    if answer["prompt_logprobs"]:
+        assert far(answer["prompt_logprobs"], truth["prompt_logprobs"]) < TOLERANCE
+
+
+def far(rows, others):
+    pairs = zip(rows, others, strict=True)
+    return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def truths(folders, prompts):
+    return {name: expected(folders[name], prompts) for name in SERVED}
+
+
+@pytest.fixture(scope="module")
+def answers(folders, prompts, adapters, tmp_path_factory):
+    """All that one process of vLLM can be asked: importing it costs most."""
+
+    def job(name, rounds=1, adapter=None, **engine):
+        folder = folders.get(name, name)
+        return {
+            "folder": folder,
+            "prompts": prompts,
+            "engine": engine,
+            "rounds": rounds,
+            "adapter": adapter,
+        }
+
+    backend = {"model_impl": "transformers"}
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    jobs = {("served", name): job(name) for name in SERVED}
+    jobs |= {
+        "prefix caching": job("each", rounds=2, enable_prefix_caching=True),
+        "chunked prefill": job("each", max_num_batched_tokens=32, enable_chunked_prefill=True),
+        "compiled": job("gates", enforce_eager=False),
+        "lora": job("each", adapter=adapters["attention"], **lora),
+        "lora of all": job("each", adapter=adapters["all"], **lora),
+    }
+    jobs |= {("refused", name): job(name) for name in REFUSED}
+    jobs |= {("backend", name): job(name, **backend) for name in ("each", "gates", "softmax_sum")}
+    jobs |= {("backend refused", name): job(name, **backend) for name in (*REFUSED, "groups")}
+    return asked(jobs, tmp_path_factory.mktemp("one process"))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_and_log_probabilities_are_those_of_transformers(name, answers, truths):
+    check(answers["served", name], truths[name])
+
+
+@pytest.mark.parametrize("name", ["chunked prefill", "prefix caching"])
+def test_however_a_prompt_is_cut(name, answers, truths):
+    check(answers[name], truths["each"])
+    if name == "prefix caching":
+        assert answers[name]["cached"] >= 5 * 32  # whole blocks of the longer prompts
+
+
+def test_compiled(answers, truths):
+    check(answers["compiled"], truths["gates"])
+
+
+def test_an_adapter_of_the_attention(answers, truths, adapters, prompts):
+    truth = expected(adapters["merged"], prompts)
+    assert far(truth["prompt_logprobs"], truths["each"]["prompt_logprobs"]) > 0.01
+    check(answers["lora"], truth)
+
+
+def test_an_adapter_of_a_knock_is_refused(answers):
+    """vLLM knows modules by the last part of their names, and would drop it in silence."""
+    assert "v_knock" in answers["lora of all"]["error"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_compute_is_refused_by_name(name, answers):
+    for way in ("refused", "backend refused"):
+        assert re.search(REFUSED[name][1], answers[way, name]["error"]), way
+
+
+@pytest.mark.parametrize("name", ["each", "gates", "softmax_sum"])
+def test_its_transformers_backend(name, answers, truths):
+    check(answers["backend", name], truths[name])
+
+
+def test_its_transformers_backend_refuses_groups_that_it_ranks_otherwise(answers):
+    said = answers["backend refused", "groups"]["error"]
+    assert "ranks the n_group=4 groups of experts by their best 2" in said
+    assert "--model-impl" in said
+
+
+def test_its_fusers_leave_a_knock_whole(folders):
+    """Merged, it would be split over ranks, of which each has other heads."""
+    names = ("linear", "each", "gates")
+    done = in_vllm("look_at_fusers.py", *(folders[name] for name in names))
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["trap"]) == {"gate_proj", "up_proj"}  # what they look for is still this
+    for name in names:
+        assert set().union(*found[folders[name]].values()) <= {"q_proj", "k_proj", "v_proj"}
+        assert not [path for path in found[folders[name]] if "knock" in path]
+
+
+def test_two_ranks(folders, prompts, truths, tmp_path):
+    """With two key/value heads and with one, which both ranks share."""
+    names = ("gates", "one_key", "groups")
+    engine = {"tensor_parallel_size": 2}
+    jobs = {n: {"folder": folders[n], "prompts": prompts, "engine": engine} for n in names}
+    answers = asked(jobs, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    for name in names:
+        check(answers[name], truths[name])
+
+
+@contextmanager
+def server(folder, log):
+    """Its address; ended with all its processes."""
+    port = free_port()
+    # what `vllm serve` starts; that command itself looks for a distribution called vllm, and the
+    # one for CPUs is called vllm-cpu
+    words = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    words += ["--host", "127.0.0.1", "--port", port]
+    words += ["--dtype", "float32", "--max-model-len", 256, "--block-size", 32, "--enforce-eager"]
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            list(map(str, words)),
+            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        address, start = f"http://127.0.0.1:{port}", monotonic()
+        while True:
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert monotonic() - start < 400, log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=2).close()
+                break
+            except OSError:
+                sleep(0.5)
+        yield address
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(30)
+
+
+def test_its_server_answers_eight_at_once(folders, prompts, truths, tmp_path):
+    with server(folders["groups"], tmp_path / "log") as address:
+
+        def ask(prompt):
+            body = {
+                "model": folders["groups"],
+                "prompt": prompt,
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "return_tokens_as_token_ids": True,
+            }
+            request = urllib.request.Request(
+                f"{address}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=120) as answered:
+                return json.load(answered)["choices"][0]["logprobs"]
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(ask, prompts))
+    tokens = [[int(token.removeprefix("token_id:")) for token in f["tokens"]] for f in found]
+    assert tokens == truths["groups"]["tokens"]
+    assert far([f["token_logprobs"] for f in found], truths["groups"]["logprobs"]) < TOLERANCE
