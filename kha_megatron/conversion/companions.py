@@ -1,9 +1,9 @@
 """What travels with a model's tensors: the tokenizer, special tokens, generation settings."""
 
+import json
 import math
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from kha_megatron.checkpoint.hf_reader import has_file
+from kha_megatron.checkpoint.hf_reader import copy_file, has_file, json_object
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,6 +32,9 @@ _TOKENIZER = (
 
 _TEMPLATES = "additional_chat_templates"
 
+COMPANIONS = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
+"""What :meth:`Companions.write` writes: names, and patterns of other tokenizers' vocabularies."""
+
 PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
 """Arguments to a multiple of which Megatron pads a vocabulary."""
 
@@ -45,9 +48,10 @@ class Companions:
     origin: str | None = None
     """The folder that the tokenizer comes from; None if there is none that can be saved."""
     loaded: PreTrainedTokenizerBase | None = None
-    """The tokenizer of a Megatron run."""
-    files: Mapping[str, Path] = field(default_factory=dict)
-    """Of a Hugging Face folder, what is copied as it is: by name, of the tokenizer and
+    """The tokenizer of a Megatron run, or the one named in place of a Hugging Face folder's."""
+    folder: Path = Path()
+    files: tuple[str, ...] = ()
+    """What is copied as it is from a Hugging Face folder: names of files of the tokenizer, and
     ``generation_config.json``."""
 
     @classmethod
@@ -70,13 +74,17 @@ class Companions:
                 f"no tokenizer: {named} is not a folder: name the run's tokenizer folder with "
                 "--tokenizer"
             )
+        return cls._of_tokenizer(folder)
+
+    @classmethod
+    def _of_tokenizer(cls, folder: Path) -> "Companions":
         _files(folder)
         loaded = _load(folder)
         return cls({name: getattr(loaded, name) for name in _TOKEN_IDS}, str(folder), loaded)
 
     @classmethod
     def of_hf(cls, path: Path, config: Mapping[str, Any], override: Path | None) -> "Companions":
-        """Of a Hugging Face folder, or with the tokenizer of another folder.
+        """Of a Hugging Face folder, or with the tokenizer of another folder and its ids.
 
         Args:
             path: the model's folder.
@@ -84,15 +92,18 @@ class Companions:
             override: a tokenizer folder instead of it.
 
         Raises:
-            ConfigError: ``override`` is not there.
+            ConfigError: ``override`` is not there, or holds no tokenizer.
             CheckpointError: a file is a link that leads out of its folder, or none to copy.
         """
-        if override is not None and not override.is_dir():
-            raise ConfigError(f"no tokenizer: {override} is not a folder")
-        folder = override or path
-        files = _files(folder)
-        origin = None if files.keys().isdisjoint(_TOKENIZER[:4]) else str(folder)
-        return cls({name: config.get(name) for name in _TOKEN_IDS}, origin, files=files)
+        if override is not None:
+            if not override.is_dir():
+                raise ConfigError(f"no tokenizer: {override} is not a folder")
+            own = tuple(name for name in (_GENERATION,) if has_file(path, name))
+            return replace(cls._of_tokenizer(override), folder=path, files=own)
+        files = _files(path)
+        origin = str(path) if set(files) & set(_TOKENIZER[:4]) else None
+        ids = {name: config.get(name) for name in _TOKEN_IDS}
+        return cls(ids, origin, folder=path, files=files)
 
     def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
         """Rows of a Megatron embedding without its padding; all if padding does not explain them.
@@ -146,24 +157,41 @@ class Companions:
         if self.loaded is not None:
             self.loaded.save_pretrained(target)
             return True
-        for name in self.files.keys() - {_GENERATION}:
-            (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(self.files[name], target / name)
+        for name in self.files:
+            if name != _GENERATION:
+                (target / name).parent.mkdir(exist_ok=True)
+                copy_file(self.folder, name, target / name)
         return True
 
     def write(self, target: Path) -> None:
-        """Write everything into a Hugging Face folder."""
+        """Write everything into a Hugging Face folder.
+
+        Where a run's tokenizer has no token to pad with, its end of text is one, for tokenizer and
+        generation. ``config.json`` names none then: the embedding of the token that stands there
+        gets no gradient. Generation settings stay, with the ids of a tokenizer that was named.
+
+        Raises:
+            CheckpointError: ``generation_config.json`` is no JSON object.
+        """
+        ids = dict(self.token_ids)
+        if self.loaded is not None and self.loaded.pad_token is None:
+            self.loaded.pad_token = self.loaded.eos_token
+            ids["pad_token_id"] = self.loaded.pad_token_id
         self.write_tokenizer(target)
-        if _GENERATION in self.files:
-            shutil.copyfile(self.files[_GENERATION], target / _GENERATION)
-        else:
-            GenerationConfig(**self.token_ids).save_pretrained(target)
+        if _GENERATION not in self.files:
+            GenerationConfig(**ids).save_pretrained(target)
+            return
+        copy_file(self.folder, _GENERATION, file := target / _GENERATION)
+        if self.loaded is not None:
+            settings = json_object(self.folder / _GENERATION) | ids
+            given = {name: value for name, value in settings.items() if value is not None}
+            file.write_text(json.dumps(given, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def _files(folder: Path) -> tuple[str, ...]:
     """A folder's tokenizer, templates that are loaded with it, and its generation settings."""
     more = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
-    return {n: folder / n for n in (*_TOKENIZER, *more, _GENERATION) if has_file(folder, n)}
+    return tuple(n for n in (*_TOKENIZER, *more, _GENERATION) if has_file(folder, n))
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:

@@ -1,11 +1,14 @@
 """What travels with the tensors comes out of the model's own folder, or is refused."""
 
+import json
 import os
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kha_megatron.checkpoint import hf_reader
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, ConfigError
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, make
 
@@ -55,6 +58,52 @@ def test_a_pipe_is_refused(model, name):
         to_hf.plan(model)
 
 
+SWAPS = {
+    "a link": lambda file, secret: file.symlink_to(secret),
+    "a pipe": lambda file, secret: os.mkfifo(file),
+    "nothing": lambda file, secret: None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("swap", SWAPS)
+def test_what_is_swapped_after_the_check_is_not_copied(model, tmp_path, monkeypatch, name, swap):
+    """In the last moment: when the path is known, before the file is opened."""
+    _replace(model, name).write_text("{}")
+    planned, found = to_hf.plan(model), hf_reader._found
+
+    def swapped(folder, asked):
+        places = found(folder, asked)
+        if asked == name:
+            SWAPS[swap](_replace(model, name), tmp_path / "secret")
+        return places
+
+    monkeypatch.setattr(hf_reader, "_found", swapped)
+    with pytest.raises(CheckpointError, match=rf"{name} was replaced while the model was read"):
+        planned.write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_them_that_is_swapped_is_not_entered(model, tmp_path, monkeypatch):
+    templates = model / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tools.jinja").write_text("secret")
+    planned, found = to_hf.plan(model), hf_reader._found
+
+    def swapped(folder, asked):
+        places = found(folder, asked)
+        if asked.startswith(templates.name):
+            templates.rename(tmp_path / "before")
+            templates.symlink_to(tmp_path / "elsewhere")
+        return places
+
+    monkeypatch.setattr(hf_reader, "_found", swapped)
+    with pytest.raises(CheckpointError, match=r"tools.jinja was replaced while"):
+        planned.write(tmp_path / "out")
+
+
 def test_a_tokenizer_named_for_a_megatron_run_is_looked_at_as_well(sparse, tmp_path):
     folder = write_tokenizer(tmp_path / "tokenizer", 51)
     (tmp_path / "secret").write_text("{{ bos_token }}")
@@ -76,3 +125,30 @@ def test_links_inside_of_the_folder_and_into_the_hubs_cache_are_copied(model, tm
     to_hf.plan(snapshot).write(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == text
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+
+
+def test_another_tokenizer_brings_its_ids_and_leaves_generation_settings(model, tmp_path):
+    """One whose end is another entry; the loaded model and tokenizer judge."""
+    own = {"eos_token_id": [7, 9], "pad_token_id": 5, "temperature": 0.6, "do_sample": True}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "pad_token_id": 5}))
+    named = write_tokenizer(tmp_path / "named", 47)
+    to_hf.plan(model, tokenizer=named).write(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (45, 46)
+    for held in (found.config, found.generation_config):
+        assert (held.eos_token_id, held.pad_token_id) == (45, 46)
+    assert found.generation_config.temperature == 0.6
+    assert found.generation_config.do_sample is True
+    to_hf.plan(model).write(tmp_path / "same")  # without another tokenizer, byte for byte
+    assert json.loads((tmp_path / "same" / "generation_config.json").read_text()) == own
+
+
+def test_a_named_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
+    with pytest.raises(CheckpointError, match=r"has 60 entries, the embedding 51 rows"):
+        to_hf.plan(model, tokenizer=write_tokenizer(tmp_path / "big", 60))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"none cannot be loaded"):
+        to_hf.plan(model, tokenizer=tmp_path / "none")
