@@ -7,7 +7,7 @@ is bounded in bytes, so that many small tensors go side by side and large ones o
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.conversion.sources import Source, not_finite
 from kha_megatron.conversion.table import Place
+from kha_megatron.errors import OutputError
 
 OnBytes = Callable[[int], None]
 Put = Callable[[Place, list[Tensor]], None]
@@ -39,6 +40,7 @@ class Conversion:
     """``model_type`` of a Hugging Face folder, ``megatron`` otherwise."""
     tensors: int
     parameters: int
+    """Numbers that training moves by gradients: all but the biases that balance experts."""
     size: int
     """Bytes of all tensors."""
     shards: int
@@ -48,7 +50,7 @@ class Conversion:
     not_finite: dict[str, int]
     """Tensors that hold NaN or infinities, and how many."""
     arguments: list[str] = field(default_factory=list)
-    """Of a Megatron checkpoint: what a training from it needs on its command line."""
+    """Of a Megatron checkpoint: what a run that begins with it needs on its command line."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Plan(ABC):
 
     mark: ClassVar[str]
     """The file by which a folder that it writes is known."""
+    holds: ClassVar[tuple[str, ...]]
+    """Patterns of what lies in such a folder: nothing else is ever deleted."""
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -74,10 +78,15 @@ class Plan(ABC):
         """Refuse a folder that :meth:`write` must not replace.
 
         Raises:
-            OutputError: it holds what would be lost, or is no converted model and ``overwrite``
-                is to delete it.
+            OutputError: it holds what would be lost, such as the source, or is no converted model
+                and ``overwrite`` is to delete it.
         """
-        check_output_folder(target, overwrite=overwrite, mark=self.mark)
+        if self.source.path.resolve().is_relative_to(target.resolve()):
+            raise OutputError(
+                f"{target} holds what is converted, which must stay to be compared with: name "
+                "another folder"
+            )
+        check_output_folder(target, overwrite=overwrite, mark=self.mark, only=self.holds)
 
     @abstractmethod
     def write(
@@ -100,11 +109,12 @@ class Plan(ABC):
     ) -> Conversion:
         """What :meth:`write` answers; ``words`` are the arguments of a training."""
         entries = self.entries
+        balances = (held for place, held in self.source.entries() if not place.row.trained)
         return Conversion(
             path=target,
             architecture=architecture,
             tensors=len(entries),
-            parameters=sum(math.prod(entry.shape) for entry in entries),
+            parameters=_numbers(entries) - sum(map(_numbers, balances)),
             size=sum(entry.nbytes for entry in entries),
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
@@ -112,6 +122,10 @@ class Plan(ABC):
             not_finite=wrong,
             arguments=list(words),
         )
+
+
+def _numbers(entries: Iterable[TensorEntry]) -> int:
+    return sum(math.prod(entry.shape) for entry in entries)
 
 
 def transfer(

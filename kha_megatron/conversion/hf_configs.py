@@ -168,6 +168,19 @@ _EVERY: dict[str, Family] = {
         rest=hf_gates.all_attend,
         rope=hf_gates.with_sections,
     ),
+    "qwen3_5_moe_text": Family(
+        _of_newer_transformers("Qwen3_5MoeTextConfig"),
+        "Qwen3_5MoeForCausalLM",
+        tuple(name for name in _COMMON if name != "ffn_hidden_size"),
+        _QWEN3,
+        _WITH_OUTPUT_BIAS,
+        hf_experts.QWEN3_5,
+        partial_rope=True,
+        gate=OutputGate(always=hf_gates.ELEMENT),
+        dialect=hf_gates.QWEN3_NEXT,
+        rest=hf_gates.all_attend,
+        rope=hf_gates.with_sections,
+    ),
     "lfm3": Family(
         _of_newer_transformers("Lfm3Config"),
         "Lfm3ForCausalLM",
@@ -466,12 +479,13 @@ def expressed(model: Architecture, model_type: str) -> Architecture:
     """The model as an architecture of transformers has it: with what it cannot leave out.
 
     A router with sigmoid scores has a correction bias there, ``glm4_moe`` and ``deepseek_v3`` have
-    a shared expert, and ``qwen3_next`` has one with a gate of its own.
+    a shared expert, and others one that always has a gate of its own (``ExpertFields.only``).
     """
     if not model.num_experts:
         return model
     size = model.moe_ffn_hidden_size
-    if model_type == "qwen3_next":
+    family = FAMILIES.get(model_type)  # what is unknown, to_hf_config refuses
+    if family and family.experts and family.experts.only.get("moe_shared_expert_gate"):
         return with_zeros(model, shared=size, bias=False, gate=True)
     if model.moe_router_score_function != "sigmoid":
         return model
@@ -515,7 +529,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         fields |= {f"kha_{name}": value for name, value in recorded.items()}
     fields |= family.gate.to(model.kha.gate) | family.rest(model)
     fields |= family.experts.to(model) if family.experts else {}
-    rope = family.rope(_write_rope(model, family), model)
+    rope = family.rope(_write_rope(model), model)
     config = family.config(**fields, rope_parameters=rope)
     config.architectures = [family.causal_lm or ""]
     return config
@@ -553,10 +567,10 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
         refuse(f"partial RoPE ({model.rotary_percent})")
 
 
-def _write_rope(model: Architecture, family: Family) -> dict[str, Any]:
+def _write_rope(model: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
-    if family.partial_rope:
-        values["partial_rotary_factor"] = model.rotary_percent
+    # said by all: what is left out is 1 to some readers of a configuration, and 1/2 to others
+    values["partial_rotary_factor"] = model.rotary_percent
     if (scaling := model.scaling) is not None:
         values |= {"rope_type": scaling.rope_type, **dataclasses.asdict(scaling)}
     return values

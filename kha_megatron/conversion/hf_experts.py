@@ -32,6 +32,8 @@ class ExpertFields(NamedTuple):
     """The other configuration fields that ``config.json`` may have."""
     number: str = "num_experts"
     """Configuration field of the number of experts."""
+    normalised: str | None = "norm_topk_prob"
+    """Configuration field of ``normalised``; None where ``only`` settles it."""
     only: Mapping[str, Any] = {}
     """Fields of :class:`Architecture` of which there is one value."""
     implied: Mapping[str, Any] = {}
@@ -46,7 +48,8 @@ class ExpertFields(NamedTuple):
     @property
     def keys(self) -> dict[str, str]:
         """Configuration field of each of ``fields``."""
-        own = {"num_experts": self.number, "normalised": "norm_topk_prob"}
+        own = {"num_experts": self.number}
+        own |= {"normalised": self.normalised} if self.normalised else {}
         return own | {name: HF_KEYS[name] for name in self.fields}
 
     def of(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -108,6 +111,24 @@ def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
 def _write_qwen3(model: Architecture) -> dict[str, Any]:
     dense = [i for i, sparse in enumerate(model.moe_layer_freq) if not sparse]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _read_all_sparse(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "moe_layer_freq": (1,) * config.num_hidden_layers,
+        # of no layer, but Megatron wants one; its own default follows from the hidden size
+        "ffn_hidden_size": config.moe_intermediate_size,
+    }
+
+
+def _without_experts(config: PreTrainedConfig) -> Iterator[tuple[str, Any, str]]:
+    if not config.num_experts:
+        yield "num_experts", config.num_experts, "every layer has experts"
+
+
+def _dense_layers(model: Architecture) -> Iterator[str]:
+    if not all(model.moe_layer_freq):
+        yield "dense layers among those with experts"
 
 
 def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
@@ -203,6 +224,19 @@ QWEN3_NEXT = ExpertFields(
     dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
 )
 """Of ``qwen3_next``: as ``qwen3_moe``, and always a shared expert with a gate of its own."""
+
+QWEN3_5 = ExpertFields(
+    QWEN3_NEXT.fields,
+    _read_all_sparse,
+    lambda model: {},
+    ("num_local_experts",),
+    normalised=None,
+    only={**QWEN3_NEXT.only, "normalised": True},
+    unreadable=_without_experts,
+    unwritable=_dense_layers,
+)
+"""Of ``qwen3_5_moe_text``: as ``qwen3_next``, in every layer, and the weights of a token's experts
+always sum to one."""
 
 DEEPSEEK = ExpertFields(
     (*_COMMON, *_SCALED),

@@ -58,7 +58,7 @@ PUBLISHED = OutputGate({"headwise_attn_output_gate": HEAD, "elementwise_attn_out
 QWEN3_NEXT = Dialect(
     {"mlp.shared_experts.": "mlp.shared_expert."}, gate_beside="head", norms_minus_one=True
 )
-"""Of ``qwen3_5`` as well."""
+"""Of ``qwen3_5`` and ``qwen3_5_moe`` as well."""
 LFM3 = Dialect(
     {
         "self_attn.gate_output.": "self_attn.gate_proj.",

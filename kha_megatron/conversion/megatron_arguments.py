@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import (
     LATENT,
@@ -188,7 +189,33 @@ def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | None:
     if not args.get("use_rope_scaling"):
         return None
-    return Llama3Scaling(factor=float(args["rope_scaling_factor"]))
+    asked, factor = float(args["rope_scaling_factor"]), rope_scaling_factor(args)
+    if asked != factor:
+        announce(
+            f"--rope-scaling-factor {asked:g} was recorded by a script of Megatron's, which drops "
+            f"it and computes with {factor:g}: read as {factor:g}. Where yours heeds it, set "
+            f"rope_parameters.factor to {asked:g} in the exported config.json",
+            once=("rope_scaling_factor", asked),
+        )
+    return Llama3Scaling(factor=factor)
+
+
+STOCK_FACTOR = 8.0
+"""By which Megatron's own scripts stretch RoPE, whatever ``--rope-scaling-factor`` says."""
+_STOCK_SPEC = "kha_megatron.training.stock"
+"""The module that a patched Megatron names as its spec where ``--kha-*`` choose the heads."""
+
+
+def rope_scaling_factor(args: Mapping[str, Any]) -> float:
+    """What a training with ``--use-rope-scaling`` has computed with.
+
+    Megatron's own scripts are told by ``spec``, which every training records, beside no ``kha_*``
+    of our entry point; that one heeds the argument. A converted checkpoint has no ``spec``.
+    """
+    of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
+    if "spec" in args and not of_our_entry_point:
+        return STOCK_FACTOR
+    return float(args["rope_scaling_factor"])
 
 
 def _latent_scaling(args: Mapping[str, Any]) -> Yarn | None:
@@ -333,13 +360,15 @@ _UNHEEDED_OF_GTA = ("position_embedding_type", "rotary_percent")
 
 
 def command_line(args: Mapping[str, Any], folder: str) -> list[str]:
-    """What a training needs on its command line to go on from a converted checkpoint.
+    """What a new run needs on its command line to begin with a converted checkpoint.
+
+    Not ``--load``: started again, the run would begin anew, and overwrite what it has saved.
 
     Args:
         args: from :func:`to_arguments`.
         folder: the checkpoint.
     """
-    words = ["--load", folder, "--use-checkpoint-args"]
+    words = ["--pretrained-checkpoint", folder, "--use-checkpoint-args"]
     tied = args.get("kha_attention") == "gta"
     for name in (*_UNHEEDED, *(_UNHEEDED_OF_GTA if tied else ())):
         flag = ROWS[name].flag if name in ROWS else f"--{name.replace('_', '-')}"

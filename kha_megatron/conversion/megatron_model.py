@@ -23,6 +23,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import table
+from kha_megatron.conversion.megatron_arguments import rope_scaling_factor
 from kha_megatron.mcore.compat import check_training_package
 
 
@@ -175,6 +176,8 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
     defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
     saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
     args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
+    if args.use_rope_scaling:
+        args.rope_scaling_factor = rope_scaling_factor(checkpoint.args)
     config = model_config(args, KHAConfig.recorded(checkpoint.args) or KHAConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False

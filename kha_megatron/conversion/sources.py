@@ -207,7 +207,7 @@ class HFSource(Source):
     Raises:
         CheckpointError: it is damaged; ``config.json`` cannot be expressed, or calls for other
             tensors than the folder holds.
-        ConfigError: there is no folder ``tokenizer``.
+        ConfigError: there is no folder ``tokenizer``, or it holds none.
     """
 
     def __init__(self, path: Path, *, tokenizer: Path | None = None) -> None:
@@ -216,6 +216,8 @@ class HFSource(Source):
         super().__init__(
             checkpoint, Companions.of_hf(path, config, tokenizer), from_hf_config(config)
         )
+        if tokenizer is not None:  # refuses one with more entries
+            self.companions.vocabulary({}, self.model.vocab_size)
         self.dialect, self._lost = family_of(config).dialect, dict[Place, int]()
         self._infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
         held = self._infos.keys()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from kha_megatron.checkpoint.megatron import other_names
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.packing import (
     HeadParameter,
@@ -53,6 +54,8 @@ class Row(NamedTuple):
     both: bool = False
     """Write it under all its names: Megatron's two backends ask for different ones."""
     per_expert: bool = False
+    trained: bool = True
+    """Whether it is a parameter, which gradients move."""
     knocked: KnockedRows = lambda model: ()
     """For each of its Hugging Face tensors, what knocks it."""
 
@@ -86,6 +89,11 @@ def places(model: Architecture) -> Iterator[Place]:
             else:
                 yield Place(row, layer)
     yield from last
+
+
+def _norm(name: str) -> tuple[str, ...]:
+    """What a norm is called, beginning with the name to write."""
+    return (name, *other_names(name))
 
 
 def _latent(model: Architecture, layer: int) -> bool:
@@ -193,10 +201,7 @@ _LATENT: tuple[Row, ...] = (
     ),
     Row(
         Packing("self_attn.q_a_layernorm.weight"),
-        (
-            "self_attention.linear_q_up_proj.layer_norm_weight",
-            "self_attention.q_layernorm.weight",
-        ),
+        _norm("self_attention.linear_q_up_proj.layer_norm_weight"),
         lambda m: (m.q_lora_rank,),
         when=lambda model, layer: _compressed_queries(model, layer) and model.qk_layernorm,
         both=True,
@@ -216,10 +221,7 @@ _LATENT: tuple[Row, ...] = (
     ),
     Row(
         Packing("self_attn.kv_a_layernorm.weight"),
-        (
-            "self_attention.linear_kv_up_proj.layer_norm_weight",
-            "self_attention.kv_layernorm.weight",
-        ),
+        _norm("self_attention.linear_kv_up_proj.layer_norm_weight"),
         lambda m: (m.kv_lora_rank,),
         when=lambda model, layer: _latent(model, layer) and model.qk_layernorm,
         both=True,
@@ -244,13 +246,13 @@ ATTENTION_OUTPUT = Row(
 _INTO_HEADS: tuple[Row, ...] = (
     Row(
         Packing("input_layernorm.weight"),
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        _norm("self_attention.linear_qkv.layer_norm_weight"),
         _hidden,
         when=_grouped,
     ),
     Row(
         Packing("input_layernorm.weight"),
-        ("input_layernorm.weight", "self_attention.linear_qkv_down_proj.layer_norm_weight"),
+        _norm("input_layernorm.weight"),
         _hidden,
         when=lambda model, layer: not _grouped(model, layer),
     ),
@@ -263,8 +265,9 @@ EXPERT_BIAS = Row(
     ("mlp.router.expert_bias",),
     lambda m: (m.num_experts,),
     when=lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
+    trained=False,
 )
-"""Keeps float32 whatever dtype is asked for."""
+"""The load of the experts moves it. Keeps float32 whatever dtype is asked for."""
 
 
 def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = False) -> list[Row]:
@@ -335,13 +338,13 @@ _BEHIND_HEADS: tuple[Row, ...] = (
     ATTENTION_OUTPUT,
     Row(
         Packing("post_attention_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        _norm("mlp.linear_fc1.layer_norm_weight"),
         _hidden,
         when=lambda model, layer: _dense(model, layer) and not model.multi_latent_attention,
     ),
     Row(
         Packing("post_attention_layernorm.weight"),
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        _norm("pre_mlp_layernorm.weight"),
         _hidden,
         when=lambda model, layer: _sparse(model, layer) or model.multi_latent_attention,
         both=True,

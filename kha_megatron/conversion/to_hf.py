@@ -7,11 +7,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.hf_reader import CONFIG
+from kha_megatron.checkpoint.hf_reader import CONFIG, INDEX
 from kha_megatron.checkpoint.hf_writer import HFWriter
+from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.companions import COMPANIONS
 from kha_megatron.conversion.dialects import Dialect
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import (
@@ -21,9 +23,12 @@ from kha_megatron.conversion.hf_configs import (
     stock_type,
     to_hf_config,
 )
+from kha_megatron.conversion.model_card import CARD, model_card, teach
 from kha_megatron.conversion.sources import open_source, parse_dtype
 from kha_megatron.conversion.table import Place
-from kha_megatron.conversion.transforms import Cast, Expressed, Folded, Upcycled
+from kha_megatron.conversion.transforms import Cast, Expressed, Upcycled, folded
+from kha_megatron.hf import KHAModelConfig
+from kha_megatron.hf.serving_limits import unserved
 
 MAX_SHARD_BYTES = 5 * 10**9
 AUTO = "auto"
@@ -35,8 +40,11 @@ class HFPlan(Plan):
 
     config: PreTrainedConfig
     max_shard_bytes: int
+    folded: KHAConfig | None = None
+    """What is folded into projections; None if nothing is."""
 
-    mark = CONFIG
+    mark = MANIFEST
+    holds = (MANIFEST, CONFIG, INDEX, CARD, *COMPANIONS, "model*.safetensors", "*_kha.py")
 
     @property
     def dialect(self) -> Dialect:
@@ -56,30 +64,46 @@ class HFPlan(Plan):
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        """Safetensors shards, configuration, generation configuration, tokenizer; see ``Plan``."""
+        """Safetensors shards, configuration, generation configuration, tokenizer and a README; see
+        ``Plan``."""
         source, config, entries = self.source, self.config, self.entries
         dialect, model, lost = self.dialect, self.source.model, dict[Place, int]()
         with staged_folder(target) as folder:
-            with HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes) as writer:
+            writer = HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes)
 
-                def put(place: Place, parts: list[Tensor]) -> None:
-                    lost[place] = dialect.lost_in_files(place, model, parts)
-                    held = dialect.written(place, model, parts)
-                    for name, part in zip(dialect.names(place, model), held, strict=True):
-                        writer.write(name, part)
+            def put(place: Place, parts: list[Tensor]) -> None:
+                lost[place] = dialect.lost_in_files(place, model, parts)
+                held = dialect.written(place, model, parts)
+                for name, part in zip(dialect.names(place, model), held, strict=True):
+                    writer.write(name, part)
 
-                wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
-                shards = writer.close(source.identity())
+            wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
+            shards = writer.close(source.identity())
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.companions.write(folder)
+            written = self.written(target, config.model_type, shards, wrong)
+            lesson = teach(folder, config.model_type)
+            origin, held = source.identity(), source.model
+            is_kha = isinstance(config, KHAModelConfig)
+            card = model_card(
+                written,
+                held,
+                origin=origin,
+                folded=self.folded,
+                lesson=lesson,
+                unserved=unserved(config, by_backend=False) if is_kha else None,
+            )
+            (folder / CARD).write_text(card, encoding="utf-8")
+        if lesson is not None:
+            announce(f"llama.cpp's converter does not know this tokenizer: {CARD} teaches it")
         if count := sum(lost.values()):
             announce(
                 f"{count:,} weights of norms below 1/2 are rounded: {config.model_type} stores how "
                 "far they are from one, in the digits of that; give --dtype float32, or kha, which "
                 "stores them as they are"
             )
-        return self.written(target, config.model_type, shards, wrong)
+        return written
 
 
 def plan(
@@ -105,7 +129,8 @@ def plan(
         dtype: a key of ``sources.DTYPES``; None keeps each tensor's own.
         allow_overflow: whether numbers that ``dtype`` cannot hold may become infinite.
         tokenizer: a tokenizer folder instead of the model's own.
-        fold: fold linear knocking heads into the projections before them.
+        fold: fold linear knocking heads into the projections before them, and the mixing vectors
+            of collaborative heads into the query projection.
         upcycle: what to knock of a model without knocking heads, from the identity.
         max_shard_bytes: as in ``save_pretrained``.
 
@@ -117,8 +142,9 @@ def plan(
     """
     asked = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer)
+    knocked = source.model.kha if fold else None
     if fold:
-        source = Folded(source)
+        source = folded(source, source.model.kha)
     if upcycle is not None:
         source = Upcycled(source, upcycle)
     if asked is not None:
@@ -131,4 +157,4 @@ def plan(
     config = to_hf_config(model, architecture)
     for name, value in source.companions.token_ids.items():
         setattr(config, name, value)
-    return HFPlan(Expressed(source, model), config, max_shard_bytes)
+    return HFPlan(Expressed(source, model), config, max_shard_bytes, knocked)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
@@ -21,7 +22,7 @@ from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.megatron_arguments import command_line, to_arguments
+from kha_megatron.conversion.megatron_arguments import STOCK_FACTOR, command_line, to_arguments
 from kha_megatron.conversion.sources import Source, open_source, parse_dtype
 from kha_megatron.conversion.table import Place, Row, places
 from kha_megatron.conversion.transforms import Cast, Padded, Upcycled
@@ -31,6 +32,8 @@ DIVISIBLE_BY = 128
 """Megatron's own default of ``--make-vocab-size-divisible-by``."""
 
 _CORE_ATTENTION = "self_attention.core_attention"
+_TOKENIZER = "tokenizer"
+"""The folder of the tokenizer beside the release."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class MegatronPlan(Plan):
     args: dict[str, Any]
 
     mark = TRACKER
+    holds = TRACKER, RELEASE, _TOKENIZER
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
         """See ``Plan``; the iterations of a training are never replaced."""
@@ -55,10 +59,15 @@ class MegatronPlan(Plan):
     ) -> Conversion:
         """``release/``, the tracker file that names it, and ``tokenizer/``; see ``Plan``."""
         source, args = self.source, dict(self.args)
+        if (factor := args.get("rope_scaling_factor", STOCK_FACTOR)) != STOCK_FACTOR:
+            announce(
+                f"--rope-scaling-factor {factor:g} needs python -m kha_megatron.training: "
+                f"Megatron's own scripts drop it and compute with {STOCK_FACTOR:g}"
+            )
         with staged_folder(target) as folder:
-            if source.companions.write_tokenizer(folder / "tokenizer"):
+            if source.companions.write_tokenizer(folder / _TOKENIZER):
                 args["tokenizer_type"] = "HuggingFaceTokenizer"
-                args["tokenizer_model"] = str(target.resolve() / "tokenizer")
+                args["tokenizer_model"] = str(target.resolve() / _TOKENIZER)
             release = folder / RELEASE
             release.mkdir()
             with TorchDistWriter(release) as writer:

@@ -1,5 +1,6 @@
 """Sources around sources: what a conversion does to a model besides moving it."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -7,10 +8,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.dialects import Dialect
+from kha_megatron.conversion.packing import QKVRows
 from kha_megatron.conversion.sources import Source, not_finite
 from kha_megatron.conversion.table import (
     ATTENTION_OUTPUT,
@@ -24,6 +27,7 @@ from kha_megatron.conversion.table import (
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.ops import fold, initial_weight
+from kha_megatron.ops.heads.collaborative import fold as fold_shared
 
 KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
 """Rows whose tensors are not cast."""
@@ -89,6 +93,21 @@ class Cast(_Around):
             )
 
 
+def folded(source: Source, kha: KHAConfig) -> Source:
+    """The source with what ``kha`` has of its mechanisms folded into projections.
+
+    Raises:
+        CheckpointError: there is nothing to fold, or what does not fold.
+    """
+    if not (kha.variants or kha.collaborative):
+        raise CheckpointError(
+            f"{source.path} has no knocking heads to fold away, and no collaborative ones"
+        )
+    if kha.variants:
+        source = Folded(source)
+    return Apart(source) if kha.collaborative else source
+
+
 class Folded(_Around):
     """Without linear knocks: ``W' = W T`` in the projections before them, biases too (eq. 8).
 
@@ -96,13 +115,11 @@ class Folded(_Around):
     so that queries and keys fold as well as values.
 
     Raises:
-        CheckpointError: there is nothing to fold, or a variant that does not fold.
+        CheckpointError: a variant that does not fold.
     """
 
     def __init__(self, source: Source) -> None:
         kha = source.model.kha
-        if not kha.variants:
-            raise CheckpointError(f"{source.path} has no knocking heads to fold away")
         if not kha.knock.folds:
             raise CheckpointError(
                 f"{source.path} has {kha.knock}: only linear knocking heads can be folded into "
@@ -131,6 +148,89 @@ class Folded(_Around):
         return part
 
 
+class Apart(_Around):
+    """With ordinary heads for collaborative ones: ``W_Q diag(m_i)`` each, and the one key again
+    for every key/value head.
+
+    Heads are as wide as keys or values, the wider of the two, and zeros fill up the other. RoPE
+    turns the features that it turned. Queries of keys that were narrower than values are multiplied
+    by what the wider head changes of the logits' scale.
+
+    Raises:
+        CheckpointError: QK-norm would count the zeros, a router would see the scale, or parameters
+            of other mechanisms are as wide as values were.
+    """
+
+    def __init__(self, source: Source) -> None:
+        model = source.model
+        assert model.kha.collaborative is not None
+        self._shared, values = model.kha.collaborative, model.kv_channels
+        keys = self._shared.dim
+        if model.qk_layernorm and keys < values:
+            raise CheckpointError(
+                f"{source.path} has QK-norm over collaborative.dim={keys} features, and heads as "
+                f"wide as its values have {values}, of which a norm counts the zeros too: export "
+                "it as kha"
+            )
+        moh = model.kha.moh
+        by_norms = moh and moh.router == "query_norm" and not moh.quantized
+        if moh and by_norms and moh.scale == "paper" and keys < values:
+            raise CheckpointError(
+                f"{source.path} has {moh}, which weighs heads by the norms of their queries, and "
+                f"folding collaborative.dim={keys} into heads of {values} features scales these: "
+                "export it as kha"
+            )
+        width = max(keys, values)
+        turned = int(values * model.rotary_percent)
+        kha = model.kha.without(self._shared.name)
+        share = turned / width
+        if int(width * share) != turned:  # as everyone computes it
+            share = math.nextafter(share, 1.0)
+        apart = replace(model, kha=kha, kv_channels=width, rotary_percent=share)
+        if set(apart.head_tensors) - set(model.head_tensors):
+            raise CheckpointError(
+                f"{source.path} has parameters of {kha} for heads of {values} features, and "
+                f"folded collaborative heads have {width}: export it as kha"
+            )
+        super().__init__(source, apart)
+        self._scale = (width / keys) ** 0.5
+        self._rows = {t.name: head_row(t) for t in self._shared.tensors(model.head_sizes)}
+
+    def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
+        """See :class:`Source`."""
+        parts, model = self.source.read(place, meta=meta), self.model
+        if place.row is ATTENTION_OUTPUT:
+            return [_filled(parts[0], model.num_attention_heads, model.kv_channels, dim=1)]
+        if not isinstance(place.row.packing, QKVRows):
+            return parts
+        held = dict(zip(self.source.model.qkv.parts, parts, strict=True))
+        held |= self._made(place.layer, meta)
+        return [
+            _filled(held[name], model.qkv.groups * part.heads, part.features)
+            for name, part in model.qkv.parts.items()
+        ]
+
+    def _made(self, layer: int | None, meta: bool) -> dict[str, Tensor]:
+        """The projections of queries and keys, heads as wide as the shared ones."""
+        query, key, mixing = (
+            self.source.read(Place(self._rows[f"{self._shared.name}_{part}"], layer), meta=meta)[0]
+            for part in ("query", "key", "mixing")
+        )
+        return {
+            "query": fold_shared(query, mixing.double() * self._scale),
+            "key": key.repeat(self.model.num_query_groups, 1),
+        }
+
+
+def _filled(part: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
+    """With heads of so many features along ``dim``, by zeros behind those that they have."""
+    apart = part.unflatten(dim, (heads, -1))
+    zeros = features - apart.shape[dim + 1]
+    if not zeros:
+        return part
+    return pad(apart, (0, 0) * (apart.dim() - dim - 2) + (0, zeros)).flatten(dim, dim + 1)
+
+
 class Upcycled(_Around):
     """With more mechanisms of the heads, which change no bit of what the model computes.
 
@@ -139,7 +239,7 @@ class Upcycled(_Around):
 
     Raises:
         ConfigError: nothing would be added, or what has no such start, or what the model's
-            attention cannot carry.
+            attention cannot carry, or a knock that is not linear stands behind what is doubled.
         CheckpointError: the model has one of them already.
     """
 
@@ -157,6 +257,13 @@ class Upcycled(_Around):
             raise ConfigError(
                 f"attention={kha.attention} with {source.path}, which was trained with another "
                 "kind: upcycling keeps the attention, leave it out"
+            )
+        bent = [(n, v) for n, v in before.variants.items() if v != "linear" and n in doubled]
+        for name, variant in bent:  # a trained one gives of twice the input not twice the output
+            raise ConfigError(
+                f"{kha} behind the trained {name}={variant} of {source.path}: what halves the "
+                f"{name} needs twice its projection, which only a linear knock passes on: leave "
+                f"gate.{name} out, or train with it from the start"
             )
         super().__init__(source, replace(source.model, kha=before.joined(kha)))
         was = set(source.model.head_tensors)

@@ -1,6 +1,7 @@
 """Are two checkpoints the same model? Of either side: tensor by tensor, then by what they compute.
 
-Tensors are compared under one naming, whatever the layout on disk. Then both models run on the same
+Tensors are compared under one naming, whatever the layout on disk, and so is what no tensor tells:
+RoPE, epsilons, routing, the heads' settings. Then both models run on the same
 tokens: Megatron's own, loaded by Megatron's own loader, and transformers' own, so that nothing of
 the conversion is trusted.
 """
@@ -9,7 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zeros
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
@@ -33,13 +35,30 @@ from kha_megatron.conversion.sources import (
     open_source,
 )
 from kha_megatron.conversion.table import Place
-from kha_megatron.conversion.transforms import AsStored, Expressed, Folded, Upcycled
+from kha_megatron.conversion.transforms import AsStored, Expressed, Upcycled, folded
 from kha_megatron.errors import CheckpointError
 
 BATCH, LENGTH = 2, 64
 TOLERANCE = 1e-4
 """Largest difference of a logit in float32 that rounding explains."""
 _ORDER = ("first", "second")
+_MAY_DIFFER = (
+    "vocab_size",
+    "padded_vocab_size",
+    "max_position_embeddings",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "init_method_std",
+    "attention_dropout",
+    "hidden_dropout",
+    "kha",
+    "kha_attention",
+    "kha_latent_heads",
+)
+"""Of a model's fields, those of its training, those that shapes of tensors tell where they matter,
+and those of the heads, which are compared one by one."""
+_OF_TRAINING = ("start", "balance", "balance_scale", "anneal")
+"""Of the settings of a mechanism of the heads, those that a trained model computes nothing with."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +113,18 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verification:
-    """The tensors, and the logits if both models ran."""
+    """The tensors, what no tensor tells, and the logits if both models ran."""
 
     tensors: TensorComparison
     logits: Agreement | None = None
+    settings: list[str] = field(default_factory=list)
+    """What differs of the two configurations, such as ``rotary_base 500.0 against 10000.0``."""
 
     @property
     def agrees(self) -> bool:
         """Whether the two are the same model."""
-        return self.tensors.agrees and (self.logits is None or self.logits.agrees)
+        same = self.tensors.agrees and not self.settings
+        return same and (self.logits is None or self.logits.agrees)
 
 
 @dataclass(frozen=True)
@@ -153,25 +175,29 @@ class Pair:
         return self.needed_bytes < psutil.virtual_memory().available
 
     def verify(self, *, logits: bool = True, workers: int | None = None) -> Verification:
-        """Compare the tensors, and the logits where both models fit into memory, else say so.
+        """Compare tensors, settings, and logits; says so where both models do not fit into memory.
 
         Raises:
             CheckpointError: a tensor is damaged, or a library does not load its own model.
         """
-        tensors = compare_tensors(self, workers=workers)
+        compared = Verification(
+            compare_tensors(self, workers=workers),
+            settings=compare_settings(self.one.model, self.other.model),
+        )
+        tensors = compared.tensors
         if brings_code := [p for p in self.paths if logits and not _has_class(p)]:
             announce(
                 f"logits not verified: {brings_code[0]} brings its own code, which is never run, "
                 "and transformers has no class for it"
             )
-            return Verification(tensors)
+            return compared
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
-            return Verification(tensors)
+            return compared
         if not self.fits_in_memory:
             needed = self.needed_bytes / 10**9
             announce(f"logits not verified: both models need {needed:.1f} GB of free memory")
-            return Verification(tensors)
-        return Verification(tensors, compare_logits(self))
+            return compared
+        return replace(compared, logits=compare_logits(self))
 
 
 def _has_class(path: Path) -> bool:
@@ -187,7 +213,7 @@ def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
         return one, other, "as they are", False
     kha = pair[at].model.kha.without(*has[1 - at])
     if kha.folds:
-        pair[at] = Folded(pair[at])
+        pair[at] = folded(pair[at], kha)
         return pair[0], pair[1], f"the {_ORDER[at]} folded", True
     pair[1 - at] = Upcycled(pair[1 - at], replace(kha, init="identity"))
     return pair[0], pair[1], f"the {_ORDER[1 - at]} upcycled", False
@@ -207,6 +233,26 @@ def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
         Expressed(source, with_zeros(source.model, **zeros)) for source in (one, other)
     )
     return first, second
+
+
+def compare_settings(one: Architecture, other: Architecture) -> list[str]:
+    """What two models compute differently with equal tensors: each setting and its two values."""
+    ours, theirs = _settings(one), _settings(other)
+    return [
+        f"{name} {ours.get(name)} against {theirs.get(name)}"
+        for name in (ours | theirs)
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _settings(model: Architecture) -> dict[str, Any]:
+    found = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _MAY_DIFFER}
+    for name, value in model.kha.to_dict(start=False).items():
+        of_one = value.items() if isinstance(value, dict) else ()
+        found |= {f"kha {name}.{word}": held for word, held in of_one if word not in _OF_TRAINING}
+        if not isinstance(value, dict):
+            found[f"kha {name}"] = value
+    return found
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
@@ -255,7 +301,7 @@ def _names(source: Source) -> Mapping[str, tuple[Place, int, tuple[int, ...]]]:
 
 
 def _parameters(names: Mapping[str, tuple[Place, int, tuple[int, ...]]]) -> int:
-    return sum(math.prod(shape) for *_, shape in names.values())
+    return sum(math.prod(shape) for place, _, shape in names.values() if place.row.trained)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -9,6 +9,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -106,6 +107,11 @@ QWEN3_5 = (
     SIZES | FULL | {"rope_parameters": {"mrope_section": [1, 1, 1], "mrope_interleaved": True}}
 )
 QWEN3_5["rope_parameters"] |= PARTIAL | {"partial_rotary_factor": 1.0}
+SHARED = {"shared_expert_intermediate_size": 28}
+TURNED = QWEN3_5["rope_parameters"] | PARTIAL | {"mrope_section": [1, 1, 0]}
+QWEN3_5_MOE = QWEN3_MOE | FULL | SHARED | {"rope_parameters": TURNED}
+for _other in ("intermediate_size", "norm_topk_prob"):
+    QWEN3_5_MOE.pop(_other)
 LFM3 = SIZES | FULL | {"use_sandwich_norm": False, "sliding_window": None, "pad_token_id": None}
 LFM3 |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 LFM3["rope_parameters"] = dict.fromkeys(
@@ -196,10 +202,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         )
         for variant in MATRICES
     },
+    "qwen3_next, sparse": Qwen3NextConfig(
+        **QWEN3_MOE | FULL | SHARED | {"rope_parameters": dict(PARTIAL)}
+    ),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**QWEN3_5_MOE),
 }
 
 
-MINUS_ONE = ("qwen3_next", "qwen3_5_text")
+MINUS_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Architectures that store how far a norm's weight is from one."""
 
 

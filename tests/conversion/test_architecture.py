@@ -2,12 +2,14 @@
 
 import pytest
 
+from kha_megatron.announcements import forget
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
 from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
 from kha_megatron.mcore.compat import installed_version, training_refusal
+from tests.versions import needs_training_package
 
 FORBIDDEN = {
     "normalization": "LayerNorm",
@@ -147,6 +149,53 @@ def test_arguments_that_were_not_saved_are_named(args, name):
     rest = {key: value for key, value in args.items() if key != name}
     with pytest.raises(CheckpointError, match=f"training arguments lack {name}: it was not saved"):
         hf_config(rest, KHAConfig(), 51)
+
+
+@pytest.mark.parametrize(
+    ("kha", "spec", "factor"),
+    [
+        ({}, None, 8.0),
+        ({}, ["kha_megatron.mcore.specs", "kha_mlp"], 8.0),
+        ({"kha_query": "linear"}, ["kha_megatron.training.stock", "layer_spec"], 8.0),
+        ({"kha_query": "linear"}, None, 4.0),
+        ({}, "none recorded", 4.0),
+    ],
+    ids=["stock", "stock with our spec", "patched", "our entry point", "converted"],
+)
+def test_rope_is_what_the_script_that_trained_it_computes(args, capsys, kha, spec, factor):
+    """Megatron's own scripts drop the factor; the factor that they record is no model's."""
+    forget()
+    rest = {n: v for n, v in args.items() if n != "spec" and not n.startswith("kha_")}
+    given = {} if spec == "none recorded" else {"spec": spec}
+    scaled = {"use_rope_scaling": True, "rope_scaling_factor": 4.0, "max_position_embeddings": 9000}
+    saved = rest | scaled | kha | given
+    config = hf_config(saved, KHAConfig.recorded(saved) or KHAConfig(), 51)
+    assert config.rope_parameters["factor"] == factor
+    notice = "--rope-scaling-factor 4 was recorded by a script of Megatron's"
+    assert (notice in capsys.readouterr().err) == (factor == 8.0)
+
+
+def dropped(changes):
+    """What Megatron's own scripts make a model of, and what our entry point does."""
+    from argparse import ArgumentParser, Namespace
+
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import add_megatron_arguments
+
+    from kha_megatron.conversion.megatron_model import _UNSHARDED
+    from kha_megatron.mcore.building import model_config
+
+    args = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
+    args = Namespace(**args | changes | _UNSHARDED)
+    configs = gpt_config_from_args(args), model_config(args, KHAConfig())
+    return [config.rope_scaling_factor for config in configs]
+
+
+def test_megatrons_own_scripts_still_drop_the_factor(ranks, args):
+    needs_training_package()
+    plain = {n: v for n, v in args.items() if v is None or type(v) in (bool, int, float, str)}
+    plain |= {"use_rope_scaling": True, "rope_scaling_factor": 4.0}
+    assert ranks(dropped, 1, plain)[0] == [8.0, 4.0]
 
 
 def test_arguments_become_settings(args):

@@ -21,7 +21,8 @@ from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Gate
-from tests.conversion.checkpoints import save_and_run, tokens
+from kha_megatron.hf import KHAModelConfig
+from tests.conversion.checkpoints import check_back, save_and_run, tokens
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, SIZES, make
 from tests.conversion.models import tokens as ids
@@ -29,7 +30,6 @@ from tests.versions import needs_training_package
 
 TP2 = {"tensor_model_parallel_size": 2}
 GATED = {"attention_output_gate": True, "num_layers": 3}
-MINUS_ONE = ("qwen3_next", "qwen3_5_text")
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +264,29 @@ def test_gates_without_such_a_start_are_refused(tmp_path, gate, message):
             plan(tmp_path / "base", upcycle=KHAConfig(gate=Gate(**gate)))
 
 
+@pytest.mark.parametrize(
+    ("knock", "position", "begins"),
+    [
+        ({"kha_value": "mlp"}, "value", False),
+        ({"kha_query": "gate"}, "query", False),
+        ({"kha_value": "mlp"}, "output", True),
+        ({"kha_value": "linear"}, "value", True),
+    ],
+)
+def test_a_gate_behind_a_trained_knock(tmp_path, knock, position, begins):
+    """Twice a projection is twice what a linear knock makes of it, but not what others do."""
+    make(KHAModelConfig(**SIZES, **knock)).save_pretrained(tmp_path / "knocked")
+    kha = KHAConfig(gate=Gate(**{position: "element"}))
+    if not begins:
+        with pytest.raises(ConfigError, match=rf"trained {position}=.*leave gate\.{position} out"):
+            to_hf.plan(tmp_path / "knocked", upcycle=kha)
+        return
+    to_hf.plan(tmp_path / "knocked", upcycle=kha).write(tmp_path / "gated")
+    found = Pair.open(tmp_path / "knocked", tmp_path / "gated").verify()
+    assert found.agrees
+    assert found.logits.max_difference == 0.0
+
+
 def test_a_model_that_is_gated_already_is_refused(stock):
     with pytest.raises(CheckpointError, match=r"gate\(output=element\) already: go on training"):
         to_megatron.plan(stock[0], upcycle=KHAConfig(gate=Gate(output="head")))
@@ -271,6 +294,7 @@ def test_a_model_that_is_gated_already_is_refused(stock):
 
 def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     """``--gate``, a text whose loss does not change, and one whose does because heads are lost."""
+    needs_training_package()
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
     (tmp_path / "text").write_text("w3 w17 w40 w5 w5 w22 " * 40)
     words = ("--to", "hf", "--tokenizer", tokenizer, "--text", tmp_path / "text", "--json")
@@ -311,6 +335,8 @@ LINEAR = KHAConfig.from_preset("kha_linear_gate_output")
 FITS = {
     "softmax experts": (None, MOE | GATED | {"moe_layer_freq": [0, 1, 1]}, "qwen3_next"),
     "gated shared expert": (None, MOE | GATED | SHARED | {"num_layers": 2}, "qwen3_next"),
+    "gated shared expert, asked for": (None, MOE | GATED | SHARED, "qwen3_5_moe_text"),
+    "softmax experts, asked for": (None, MOE | GATED, "qwen3_5_moe_text"),
     "kha_linear, folded": (LINEAR, {}, "qwen3_next"),
     "a head, KV heads below TP": (
         KHAConfig(gate=Gate(output="head")),
@@ -331,7 +357,8 @@ def test_what_fits_a_stock_class(ranks, tmp_path, case):
         layout["expert_tensor_parallel_size"] = 1
     parts = ranks(save_and_run, size, str(tmp_path / "save"), kha, layout, config, {})
     expected = torch.from_numpy(parts[-1][1])
-    planned = to_hf.plan(tmp_path / "save", architecture="auto", fold="folded" in case)
+    asked = architecture if "asked for" in case else "auto"
+    planned = to_hf.plan(tmp_path / "save", architecture=asked, fold="folded" in case)
     assert planned.write(tmp_path / "hf").architecture == architecture
     model, words = load(tmp_path / "hf"), tokens()
     with torch.no_grad():
@@ -339,6 +366,10 @@ def test_what_fits_a_stock_class(ranks, tmp_path, case):
     for found in (at_once, in_two_steps(model, words)):
         torch.testing.assert_close(found, expected[..., : found.shape[-1]], rtol=0, atol=1e-5)
     assert Pair.open(tmp_path / "save", tmp_path / "hf").verify(logits=False).agrees
+    if "folded" in case:
+        return
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
+    check_back(tmp_path / "save", tmp_path / "back")
 
 
 def test_what_no_stock_class_has_is_refused_by_name(stock):

@@ -10,6 +10,7 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.megatron_arguments import command_line
+from kha_megatron.conversion.verify import Pair
 from kha_megatron.model.recorded import knock_weights
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
@@ -126,8 +127,19 @@ def test_every_tensor_and_setting_comes_back(models, converted, tmp_path, name):
     folder = models(name)[0]
     assert_same_tensors(folder, back(converted(name), name, tmp_path))
     one, other = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
-    if name.startswith("kha"):  # says what is the default
-        one["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    rope = one["rope_parameters"]
+    for said in [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]:
+        said.setdefault("partial_rotary_factor", 1.0)  # ours say what is the default
     for config in (one, other):
         config.pop("auto_map", None)
     assert one == other
+
+
+def test_a_rope_that_only_our_entry_point_trains_is_said(tmp_path, capsys):
+    make(CONFIGS["llama, llama3 rope"]).save_pretrained(tmp_path / "hf")
+    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
+    told = capsys.readouterr().err
+    assert "--rope-scaling-factor 4 needs python -m kha_megatron.training" in told
+    found = Pair.open(tmp_path / "save", tmp_path / "hf").verify(logits=False)
+    assert found.agrees
+    assert "recorded by" not in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from copy import deepcopy
 from dataclasses import asdict
 
 import numpy as np
@@ -14,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads import CollaborativeHeads
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import save_and_run
 from tests.conversion.megatron import load_and_run
@@ -25,6 +26,7 @@ from tests.conversion.models import (
     KHA_MOE,
     LINEAR,
     MLA,
+    PARTIAL,
     SIZES,
     YARN,
     make,
@@ -43,6 +45,7 @@ SIGMOID = KHA_MOE | {
     "shared_expert_intermediate_size": 40,
     "shared_expert_gate": False,
 }
+HALF = PARTIAL | {"partial_rotary_factor": 0.5}
 EPSILON = {"rms_norm_eps": 1e-6}  # the only one of deepseek_v3
 FOLDED = {
     "qwen3": KHAModelConfig(**SIZES, **LINEAR),
@@ -62,6 +65,23 @@ FOLDED = {
         | EPSILON
         | {"rope_parameters": YARN, "max_position_embeddings": 9000}
         | {"kha_query": None, "kha_value": None}
+    ),
+    "qwen3, collaborative": KHAModelConfig(**SIZES, kha_collaborative={"dim": 6}),
+    "llama, collaborative, one key/value head": KHAModelConfig(
+        **SIZES | {"num_key_value_heads": 1},
+        use_qk_norm=False,
+        kha_collaborative={"dim": 6},
+    ),
+    "qwen3_next, collaborative, wider keys": KHAModelConfig(
+        **SIZES,
+        kha_value="linear",
+        kha_gate={"output": "element"},
+        kha_collaborative={"dim": 14},
+    ),
+    "glm4_moe, collaborative, narrower keys": KHAModelConfig(
+        **SIGMOID | {"head_dim": 12, "rope_parameters": HALF},
+        use_qk_norm=False,
+        kha_collaborative={"dim": 10},
     ),
     "deepseek_v3, sparse, direct queries": KHAModelConfig(
         **SIGMOID | MLA | EPSILON | {"q_lora_rank": None}
@@ -126,8 +146,18 @@ def test_a_folded_model_is_stock_and_computes_the_same(folded, case):
     torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-5)
 
 
-def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
-    kha, layout = KHAConfig.from_preset("kha_linear"), {"tensor_model_parallel_size": 2}
+@pytest.mark.parametrize(
+    "kha",
+    [
+        KHAConfig.from_preset("kha_linear"),
+        KHAConfig(value="linear", collaborative=CollaborativeHeads(dim=6, start="ones")),
+    ],
+    ids=["kha_linear", "collaborative"],
+)
+def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path, kha):
+    if kha.collaborative:
+        needs_attention_family()
+    layout = {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, {"num_layers": 3}, {})
     written = to_hf.plan(tmp_path / "save", fold=True).write(tmp_path / "qwen3")
     assert written.architecture == "qwen3"
@@ -137,6 +167,7 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
     with torch.no_grad():
         ours = model.eval()(checkpoints.tokens()).logits
     torch.testing.assert_close(ours, torch.from_numpy(parts[-1][1]), rtol=0, atol=1e-5)
+    assert Pair.open(tmp_path / "save", tmp_path / "qwen3").verify(logits=False).agrees
 
 
 @pytest.mark.parametrize(
@@ -145,6 +176,15 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path):
         ({"kha_query": "linear", "kha_value": "mlp"}, "value=mlp: only linear"),
         ({"kha_key": "gate"}, "key=gate: only linear"),
         ({}, "has no knocking heads to fold away"),
+        ({"kha_collaborative": {"dim": 14}}, r"qwen3 cannot express partial RoPE \(0\.4"),
+        (
+            {"kha_collaborative": {"dim": 6}, "head_dim": 8, "rope_parameters": HALF},
+            r"QK-norm over collaborative\.dim=6 features, and .* values have 8",
+        ),
+        (
+            {"kha_collaborative": {"dim": 14}, "kha_gate": {"output": "shared"}},
+            r"gate\(output=shared\) for heads of 6 features, and .* have 14: export it as kha",
+        ),
         (GTA, "query=gate.*only linear"),
         (
             GTA | {"kha_query": "linear", "kha_value": None},
@@ -161,6 +201,33 @@ def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
         to_hf.plan(tmp_path / "kha", fold=True)
 
 
+@pytest.mark.parametrize(
+    ("dim", "changes", "folds"),
+    [
+        (6, {"scale": "paper"}, False),
+        (6, {"scale": "code"}, True),
+        (6, {"scale": "paper", "quantized": True}, True),
+        (8, {"scale": "paper"}, True),
+    ],
+)
+def test_a_router_by_norms_beside_narrow_collaborative_heads(tmp_path, dim, changes, folds):
+    """Queries of narrower keys are scaled, which a softmax of their norms notices."""
+    kha = {"kha_collaborative": {"dim": dim}}
+    kha |= {"kha_moh": {"shared": 1, "active": 2, "router": "query_norm"} | changes}
+    sizes = SIZES | {"head_dim": 8, "rope_parameters": HALF}
+    model = make(KHAModelConfig(**sizes, **kha, use_qk_norm=False))
+    model.save_pretrained(tmp_path / "kha")
+    if not folds:
+        with pytest.raises(CheckpointError, match=r"norms of their queries.*export it as kha"):
+            to_hf.plan(tmp_path / "kha", fold=True, architecture="kha")
+        return
+    to_hf.plan(tmp_path / "kha", fold=True, architecture="kha").write(tmp_path / "folded")
+    folded = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", dtype=torch.float32)
+    with torch.no_grad():
+        found, expected = folded.eval()(tokens()).logits, model(tokens()).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name",
@@ -175,7 +242,7 @@ def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
         "kha, gta, no norm, nothing knocked",
     ],
 )
-def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
+def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, monkeypatch, name, dtype):
     model = make(CONFIGS[name]).to(dtype)
     model.save_pretrained(tmp_path / "stock")
     kha = KHAConfig(query="linear", key="gate", value="mlp")
@@ -192,8 +259,18 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, name, dtype):
         for folder in ("kha", "stock")
     )
     assert upcycled.config.kha == kha
-    with torch.no_grad():  # of copies, because mapped tensors begin where the file's header ends
-        assert torch.equal(deepcopy(upcycled)(tokens()).logits, deepcopy(stock)(tokens()).logits)
+    strides, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, *args, **kwargs):
+        strides.append((query.stride(), key.stride()))
+        return attend(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    with torch.no_grad():
+        assert torch.equal(upcycled(tokens()).logits, stock(tokens()).logits)
+    layers = len(strides) // 2  # MKL may add up by strides
+    assert layers
+    assert strides[:layers] == strides[layers:]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

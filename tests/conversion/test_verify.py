@@ -15,7 +15,7 @@ from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
-from tests.conversion.models import CONFIGS, MLA, SIZES, make
+from tests.conversion.models import CONFIGS, KHA_MOE, MLA, SIZES, make
 from tests.versions import needs_attention_family, needs_training_package
 
 LAYER = "model.layers.1."
@@ -247,3 +247,35 @@ def test_memory_is_asked_for_both_models_in_float32(converted, monkeypatch):
     assert not pair.fits_in_memory
     memory.available += 1
     assert pair.fits_in_memory
+
+
+MOH = {"kha_moh": {"shared": 1, "active": 2, "balance": 0.01}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "settings"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, ["rotary_base"]),
+        ("rms_norm_eps", 1e-6, ["layernorm_epsilon"]),
+        ("num_experts_per_tok", 3, ["moe_router_topk"]),
+        ("routed_scaling_factor", 1.0, ["moe_router_topk_scaling_factor"]),
+        ("kha_moh", {"shared": 1, "active": 3}, ["kha moh.active"]),
+        ("kha_moh", {"shared": 1, "active": 2, "balance": 0.5, "anneal": 9}, []),
+        ("max_position_embeddings", 48, []),
+        ("initializer_range", 0.5, []),
+    ],
+)
+def test_what_no_tensor_tells_is_compared_without_logits(run, tmp_path, name, changes, settings):
+    make(KHAModelConfig(**KHA_MOE, **MOH)).save_pretrained(tmp_path / "one")
+    copy = shutil.copytree(tmp_path / "one", tmp_path / "other")
+    config = json.loads((copy / "config.json").read_text())
+    config[name] = config[name] | changes if isinstance(changes, dict) else changes
+    (copy / "config.json").write_text(json.dumps(config))
+    code, stdout, stderr = run("verify", tmp_path / "one", copy, "--no-logits", "--json")
+    told = json.loads(stdout)
+    assert [line.rpartition(" against ")[0].rpartition(" ")[0] for line in told["settings"]] == (
+        settings
+    )
+    assert (code, told["agrees"]) == ((1, False) if settings else (0, True))
+    assert told["tensors"]["different"] == []
+    assert all(f"1 settings differ: {setting}" in " ".join(stderr.split()) for setting in settings)
