@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import bytes_of, from_file
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
-from kha_megatron.checkpoint.reading import opened, read_bytes, read_json
+from kha_megatron.checkpoint.reading import opened, read_bytes, read_json, regular_below
 from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, TensorEntry, read_header
+from kha_megatron.checkpoint.staging import SLICE
 from kha_megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -54,7 +56,7 @@ class HFCheckpoint:
         path = Path(path)
         if not is_hf_folder(path):
             raise CheckpointError(f"{path} has no {CONFIG}: name a Hugging Face model folder")
-        config, weight_map = _json_object(path / CONFIG), _weight_map(path)
+        config, weight_map = json_object(path / CONFIG), _weight_map(path)
         names = dict.fromkeys(weight_map.values()) or (WEIGHTS,)
         headers = {name: _header(path, name) for name in names}
         for key, name in weight_map.items():
@@ -122,7 +124,12 @@ class HFCheckpoint:
         return torch.stack([self.tensor(key).T for key in keys])
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
+    """What a file such as ``config.json`` holds.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no object.
+    """
     try:
         value = read_json(file)
     except (OSError, ValueError) as error:
@@ -157,7 +164,7 @@ def _listed(path: Path, tensors: dict[str, tuple[Path, Stored]]) -> dict[str, st
 def _weight_map(path: Path) -> dict[str, str]:
     """The file of each tensor, as the index has it; nothing for a model in one file."""
     if (path / INDEX).is_file():
-        weight_map = _json_object(path / INDEX).get("weight_map")
+        weight_map = json_object(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path / INDEX} has no weight_map")
         for name in weight_map.values():
@@ -192,12 +199,38 @@ def has_file(folder: Path, name: str) -> bool:
     Raises:
         CheckpointError: it is a link that leads elsewhere, or a pipe, a device or a folder.
     """
-    path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
-    cache = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
-    if not path.is_relative_to(home) and path.parent not in cache:
-        raise CheckpointError(
-            f"{folder / name} is a link to {path}: the files of a model must lie in its folder"
-        )
+    _, path = _found(folder, name)
     if os.path.lexists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{folder / name} is no regular file: copy the model again")
     return os.path.isfile(path)
+
+
+def copy_file(folder: Path, name: str, target: Path) -> None:
+    """Copy what :func:`has_file` finds, from the descriptor of what is checked.
+
+    Raises:
+        CheckpointError: as there; or it was swapped meanwhile.
+        OSError: ``target`` cannot be written.
+    """
+    try:
+        source = open(regular_below(*_found(folder, name)), "rb")  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / name} was replaced while the model was read ({error.strerror}): let nobody "
+            "change the folder, and convert it again"
+        ) from error
+    with source, open(target, "wb") as copy:
+        shutil.copyfileobj(source, copy, SLICE)
+
+
+def _found(folder: Path, name: str) -> tuple[Path, Path]:
+    """Where a file of a model really is: the folder that may hold it, and its path there."""
+    path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
+    cache = home.parent.parent / "blobs"
+    if home.parent.name == "snapshots" and path.parent == cache:
+        return cache, path
+    if not path.is_relative_to(home):
+        raise CheckpointError(
+            f"{folder / name} is a link to {path}: the files of a model must lie in its folder"
+        )
+    return home, path

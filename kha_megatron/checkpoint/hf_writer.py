@@ -12,8 +12,9 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
@@ -34,8 +35,9 @@ class HFWriter:
 
     All shards get their headers and their sizes at once; :meth:`write` may then be called for each
     tensor in any order and from several threads, each of which needs no memory for a contiguous
-    tensor and 8 MiB for any other. Nothing is flushed to disk: ``staging.staged_folder`` does that.
-    As a context manager it closes its files when the block fails.
+    tensor and 8 MiB for any other. A file is open only while a tensor is put into it, so that there
+    may be more shards than a process may open. Nothing is flushed to disk:
+    ``staging.staged_folder`` does that.
 
     Args:
         folder: an empty folder.
@@ -55,7 +57,6 @@ class HFWriter:
         self._digests: dict[str, str] = {}
         self._lock = threading.Lock()
         self._started: set[str] = set()
-        self._files: dict[str, int] = {}
         self._alone: dict[str, threading.Lock] = {}
         entries = _by_name(tensors)
         needed = sum(entry.nbytes for entry in tensors)
@@ -70,18 +71,8 @@ class HFWriter:
             filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
             max_shard_size=max_shard_bytes,
         ).filename_to_tensors
-        try:
-            for file, names in self._shards.items():
-                self._begin(file, [entries[name] for name in names])
-        except BaseException:
-            self._close_files()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close_files()
+        for file, names in self._shards.items():
+            self._begin(file, [entries[name] for name in names])
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one tensor, of any strides, into its place. Safe to call from several threads.
@@ -100,9 +91,10 @@ class HFWriter:
                 raise ValueError(f"{name} is written twice")
             self._started.add(name)
         digest, start = hashlib.sha256(), place.start
-        for part in _contiguous(tensor.detach()):
-            write_at(self._files[shard], bytes_of(part), start, digest.update, self._alone[shard])
-            start += part.nbytes
+        with self._opened(shard) as descriptor:
+            for part in _contiguous(tensor.detach()):
+                write_at(descriptor, bytes_of(part), start, digest.update, self._alone[shard])
+                start += part.nbytes
         self._digests[name] = digest.hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
@@ -114,7 +106,6 @@ class HFWriter:
         Raises:
             CheckpointError: a tensor was never written.
         """
-        self._close_files()
         if missing := sorted(self._places.keys() - self._digests.keys()):
             raise CheckpointError(
                 f"{self.folder} is incomplete: {len(missing)} tensors were not written, "
@@ -146,15 +137,18 @@ class HFWriter:
         """Write the header of a shard, and give the file its final length."""
         first, places = header(entries)
         self._places |= {place.entry.name: (file, place) for place in places}
-        descriptor = os.open(self.folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._files[file] = descriptor
         self._alone[file] = threading.Lock()
-        write_at(descriptor, first, 0)
-        os.ftruncate(descriptor, len(first) + sum(entry.nbytes for entry in entries))
+        with self._opened(file, os.O_CREAT | os.O_EXCL) as descriptor:
+            write_at(descriptor, first, 0)
+            os.ftruncate(descriptor, len(first) + sum(entry.nbytes for entry in entries))
 
-    def _close_files(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+    @contextmanager
+    def _opened(self, file: str, flags: int = 0) -> Iterator[int]:
+        descriptor = os.open(self.folder / file, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _by_name(tensors: Sequence[TensorEntry]) -> dict[str, TensorEntry]:

@@ -30,8 +30,34 @@ LEGACY_COMMON = "common.pt"
 """Where Megatron-Core kept what all ranks have in common before 0.19."""
 
 LAYERS = "decoder.layers."
+
+NORMS = (
+    (
+        "self_attention.linear_qkv.layer_norm_",
+        "input_layernorm.",
+        "self_attention.linear_qkv_down_proj.layer_norm_",
+    ),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+)
+"""What one norm is called, before ``weight`` or ``bias``: Transformer Engine's layers fuse some
+into the linear layer behind, and Megatron's local ones rename some, but not the same, to match."""
+
+_NORM = re.compile(
+    rf"(.*\.|)({'|'.join(re.escape(name) for names in NORMS for name in names)})(weight|bias)"
+)
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
 """Keys of optimizer state; random states and the like are not stored as tensors."""
+
+
+def other_names(key: str) -> list[str]:
+    """What else a norm may be called in a checkpoint of other layers; nothing for other tensors."""
+    if (match := _NORM.fullmatch(key)) is None:
+        return []
+    before, norm, kind = match.groups()
+    (names,) = (names for names in NORMS if norm in names)
+    return [before + name + kind for name in names if name != norm]
 
 
 class MegatronCheckpoint:

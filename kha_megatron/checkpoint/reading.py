@@ -31,7 +31,39 @@ def regular(file: str | Path, flags: int = os.O_RDONLY) -> int:
         OSError: ``strerror`` says what else it is, or what the system refuses.
     """
     _check(file, os.stat(file))
-    descriptor = os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    return _checked(file, os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK))
+
+
+def regular_below(folder: Path, file: Path) -> int:
+    """The descriptor of a regular file in a folder: no part of the way there is a link.
+
+    Whoever swaps a file or a folder for a link while this looks is refused: each part is opened
+    inside of the one before.
+
+    Args:
+        folder: without links itself.
+        file: a path below it.
+
+    Raises:
+        OSError: ``ELOOP`` or ``ENOTDIR`` of a link; otherwise as :func:`regular`.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    descriptor = os.open(folder, flags | os.O_DIRECTORY)
+    *folders, name = file.relative_to(folder).parts
+    for part in folders:
+        descriptor = _inside(descriptor, part, flags | os.O_DIRECTORY)
+    return _checked(file, _inside(descriptor, name, flags))
+
+
+def _inside(folder: int, name: str, flags: int) -> int:
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _checked(file: str | Path, descriptor: int) -> int:
+    """The descriptor of what was opened; closed if that is no regular file."""
     try:
         _check(file, os.fstat(descriptor))
     except OSError:

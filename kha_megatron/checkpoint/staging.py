@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,12 @@ from kha_megatron.errors import OutputError
 
 
 def check_output_folder(
-    folder: Path, *, overwrite: bool, mark: str | None = None, only: str | None = None
+    folder: Path,
+    *,
+    overwrite: bool,
+    mark: str | None = None,
+    only: Sequence[str] = (),
+    inside: bool = False,
 ) -> None:
     """Refuse a folder that must not be replaced, before any long work.
 
@@ -27,10 +32,12 @@ def check_output_folder(
         folder: where a command will write; it may not exist yet.
         overwrite: whether the user allows to replace a folder of ours.
         mark: the file by which a folder of ours is known: ``overwrite`` never deletes one without.
-        only: a pattern that every file in it must have to be deleted by ``overwrite``.
+        only: patterns, one of which everything in it must have to be deleted by ``overwrite``.
+        inside: whether it is written into, and not replaced by :func:`staged_folder`.
 
     Raises:
-        OutputError: it is a file, holds something that would be lost, or is being written.
+        OutputError: it is a file or a mount point, holds something that would be lost, or is being
+            written.
     """
     target = folder.resolve()
     try:
@@ -44,6 +51,8 @@ def check_output_folder(
         return
     if not folder.is_dir():
         raise OutputError(f"{folder} is a file: name a folder")
+    if not inside and os.path.ismount(target):  # no other folder can take its place
+        raise OutputError(f"{folder} is a mount point: name a folder inside it")
     held = sorted(folder.iterdir())
     if not held:
         return
@@ -56,10 +65,10 @@ def check_output_folder(
             f"{folder} is not empty and holds no {mark}, so it is not one of ours: "
             "--overwrite will not delete it, name another folder"
         )
-    if foreign := [file.name for file in held if only and not file.match(only)]:
+    if foreign := [path.name for path in held if only and not any(map(path.match, only))]:
         raise OutputError(
-            f"{folder} holds {foreign[0]}, which is none of {only} and which --overwrite would "
-            "delete: name another folder"
+            f"{folder} holds {foreign[0]}, which this command never writes and --overwrite would "
+            "delete: move it away, or name another folder"
         )
 
 

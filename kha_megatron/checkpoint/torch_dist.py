@@ -91,6 +91,10 @@ def reason(error: BaseException) -> str:
     return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A box of a tensor, and where its bytes are."""
@@ -328,7 +332,43 @@ def _stored_tensor(key: str, state: dict[str, Any], places: dict[Any, Any]) -> S
         raise ValueError(f"two chunks of {key} start at the same place")
     if covered != math.prod(shape):
         raise ValueError(f"{covered} of {math.prod(shape)} elements of {key} are stored")
+    if not lie_apart([(chunk.offsets, chunk.sizes) for chunk in chunks]):
+        raise ValueError(f"chunks of {key} overlap, and leave a part of it unwritten")
     return StoredTensor(shape, dtype, chunks)
+
+
+def lie_apart(boxes: Sequence[Box]) -> bool:
+    """Whether no two boxes of a tensor overlap.
+
+    Boxes are cut apart along one dimension or another until each is alone. A few patterns that no
+    straight cut divides, a pinwheel of five for one, count as overlapping: no layout of ranks makes
+    them.
+
+    Args:
+        boxes: offsets and sizes of each. Those without elements overlap nothing.
+    """
+    waiting = [[(o, n) for o, n in boxes if math.prod(n)]]
+    while waiting:
+        group = waiting.pop()
+        if len(group) > 1:
+            cuts = (_cut(group, dim) for dim in range(len(group[0][0])))
+            parts = next((parts for parts in cuts if len(parts) > 1), None)
+            if parts is None:
+                return False
+            waiting += parts
+    return True
+
+
+def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """The boxes, apart where no box reaches across along a dimension."""
+    parts: list[list[Box]] = []
+    end = 0
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim]):
+        if not parts or offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append((offsets, sizes))
+        end = max(end, offsets[dim] + sizes[dim])
+    return parts
 
 
 def _chunks(key: str, entries: list[Any], places: dict[Any, Any]) -> Iterator[Chunk]:

@@ -33,7 +33,7 @@ from kha_megatron.checkpoint.buffers import bytes_of
 from kha_megatron.checkpoint.integrity import write_hashes
 from kha_megatron.checkpoint.manifest import write_converted_from
 from kha_megatron.checkpoint.staging import write_at
-from kha_megatron.checkpoint.torch_dist import METADATA
+from kha_megatron.checkpoint.torch_dist import METADATA, lie_apart
 from kha_megatron.checkpoint.tracker import COMMIT_MARK
 from kha_megatron.errors import CheckpointError
 
@@ -196,6 +196,11 @@ class TorchDistWriter:
                 raise CheckpointError(
                     f"{self.folder} is incomplete: {held} of {math.prod(whole.size)} elements of "
                     f"{key} were written"
+                )
+            if not lie_apart([(chunk.offsets, chunk.sizes) for chunk in whole.chunks]):
+                raise CheckpointError(
+                    f"{self.folder} is incomplete: chunks of {key} overlap, and leave a part of it "
+                    "unwritten"
                 )
 
     def _close_shards(self) -> None:

@@ -194,10 +194,10 @@ def hashed(tmp_path, tensors):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    with HFWriter(folder, entries, max_shard_bytes=10**9) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        writer.close({})
+    writer = HFWriter(folder, entries, max_shard_bytes=10**9)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close({})
     return folder
 
 

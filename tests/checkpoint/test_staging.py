@@ -270,10 +270,22 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_new_and_empty_folders_may_be_written(tmp_path, overwrite):
-    check_output_folder(tmp_path / "new", overwrite=overwrite, mark="config.json", only="*.json")
+    check_output_folder(tmp_path / "new", overwrite=overwrite, mark="config.json", only=("*.json",))
     (tmp_path / "empty").mkdir()
-    check_output_folder(tmp_path / "empty", overwrite=overwrite, mark="config.json", only="*.json")
+    check_output_folder(
+        tmp_path / "empty", overwrite=overwrite, mark="config.json", only=("*.json",)
+    )
     assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]  # looked at, and nothing made
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path):
+    """``/proc`` is one everywhere: no folder can be renamed to it."""
+    (tmp_path / "link").symlink_to("/proc")
+    for folder in (Path("/proc"), tmp_path / "link"):
+        for overwrite in (False, True):
+            with pytest.raises(OutputError, match=r"is a mount point: name a folder inside it"):
+                check_output_folder(folder, overwrite=overwrite)
+    check_output_folder(Path("/proc"), overwrite=True, mark="version", inside=True)
 
 
 def test_what_would_be_lost_is_refused(old, tmp_path):
@@ -282,8 +294,8 @@ def test_what_would_be_lost_is_refused(old, tmp_path):
     check_output_folder(old, overwrite=True, mark="config.json")
     with pytest.raises(OutputError, match=r"holds no other.json, so it is not one of ours"):
         check_output_folder(old, overwrite=True, mark="other.json")
-    with pytest.raises(OutputError, match=r"holds deep, which is none of \*\.json"):
-        check_output_folder(old, overwrite=True, mark="config.json", only="*.json")
+    with pytest.raises(OutputError, match=r"holds deep, which this command never writes"):
+        check_output_folder(old, overwrite=True, mark="config.json", only=("*.json",))
     for overwrite in (False, True):
         with pytest.raises(OutputError, match=r"config.json is a file: name a folder"):
             check_output_folder(old / "config.json", overwrite=overwrite)

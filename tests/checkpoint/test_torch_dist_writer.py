@@ -240,6 +240,14 @@ def _bytes(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def test_chunks_that_overlap_leave_a_gap(tmp_path):
+    writer = TorchDistWriter(tmp_path)
+    for start in (0, 1):
+        writer.write("a", torch.zeros(2, 3), shape=(4, 3), offsets=(start, 0))
+    with pytest.raises(CheckpointError, match=r"incomplete: chunks of a overlap"):
+        writer.close({}, {})
+
+
 def test_a_chunk_that_does_not_fit_is_refused(tmp_path):
     writer = TorchDistWriter(tmp_path)
     tensor = torch.zeros(2, 3)
