@@ -13,12 +13,14 @@ from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig,
 from kha_megatron.data.paths import check_data
 from kha_megatron.errors import ConfigError, KHAError
 from kha_megatron.heads import Knock
+from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import kha_asked
 from kha_megatron.model.training import Heads
+from kha_megatron.te_extension import is_missing
 
 DEVICES = ("cuda", "cpu")
 
@@ -32,7 +34,8 @@ _NOT_HERE = {
     "flash_decode": "this entry point trains, and flash decode is for inference: remove "
     "--flash-decode",
     "dataloader_inter_document_masking": "this entry point does not pack documents: remove "
-    "--dataloader-inter-document-masking, or use --reset-attention-mask",
+    "--dataloader-inter-document-masking, or use --reset-attention-mask with --transformer-impl "
+    "local",
     "hybrid_context_parallel": "hybrid context parallelism needs packed sequences, which this "
     "entry point does not make: remove --hybrid-context-parallel",
     "inprocess_restart": "this entry point does not restart in process: remove "
@@ -43,6 +46,7 @@ _NOT_HERE = {
     "yaml_cfg": "this entry point does not read Megatron's YAML file: give all arguments in full",
 }
 
+_UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
 _HELP = {
     "kha_preset": f"One of {', '.join(PRESETS)}.",
@@ -52,7 +56,9 @@ _HELP = {
     },
     "kha_heads": "Settings of head mechanisms as NAME.FIELD=VALUE, such as knock.value=mlp. NAME "
     "alone takes the mechanism's defaults, NAME=none none of it. There are "
-    f"{', '.join((Knock.name, *mechanism_types()))}.",
+    f"{', '.join((Knock.name, *mechanism_types()))}. Positions of gates are words, because "
+    "notes on the paper number them in two ways; the numbers of its text are taken too: "
+    f"{', '.join(f'{number} for {word}' for number, word in ALIASES.items())}.",
     "kha_attention": "gta: grouped-tied attention, with --rotary-percent 0.5; --kha-value then "
     "knocks the tied state. gla: grouped latent attention, with --multi-latent-attention. Without "
     "it, what Megatron's own arguments ask for.",
@@ -72,7 +78,15 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--device",
         choices=DEVICES,
         default="cuda",
-        help="cpu runs Megatron on the CPU with gloo: correct, and slow.",
+        help="cpu runs Megatron on the CPU with gloo: correct, and slow. With --transformer-impl "
+        "transformer_engine it runs Transformer Engine's Python too, FP8 included (extra te-cpu).",
+    )
+    group.add_argument(
+        "--cpu-capability",
+        choices=tuple(cpu.CAPABILITIES),
+        default="9.0",
+        help="The compute capability that --device cpu plays for Transformer Engine: 9.0 (Hopper), "
+        "or 10.0 (Blackwell), which --fp8-recipe mxfp8 needs.",
     )
     group.add_argument(
         "--kha-upcycle",
@@ -90,6 +104,15 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "between heads' values before and after the knock, what share of each head's attention the "
         "first token gets, the largest value that the layer hands on, and the load of heads (all "
         "as kha-*). Off by default.",
+    )
+    group.add_argument(
+        "--kha-perturb-embedding",
+        type=float,
+        default=0.0,
+        metavar="SIZE",
+        help="Multiply every weight of the token embedding by 1 + SIZE x N(0, 1) at the start: a "
+        "null run, which shows how far rounding alone moves a loss. 1e-6 in float32, 4e-3 in "
+        "bfloat16. A checkpoint that is loaded stays as it is.",
     )
     parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
     group.add_argument(
@@ -134,8 +157,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def choose_device(argv: list[str]) -> None:
     """Act on ``--device``: for ``cpu`` install the CPU runtime and turn off what needs CUDA.
 
-    Runs before Megatron is imported. Flags that the CPU needs are appended to ``argv`` in place,
-    and named on rank 0, unless the command line has them already.
+    Runs before Megatron is imported. Flags that the CPU or a missing apex needs are appended
+    to ``argv`` in place, and named on rank 0, unless the command line has them already.
 
     Raises:
         ConfigError: there is no CUDA device and ``--device cpu`` was not given, or it was given
@@ -143,28 +166,78 @@ def choose_device(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=DEVICES, default="cuda")
-    device = parser.parse_known_args(argv[1:])[0].device
+    parser.add_argument("--cpu-capability", choices=tuple(cpu.CAPABILITIES), default="9.0")
+    asked = parser.parse_known_args(argv[1:])[0]
     help_only = {"-h", "--help"} & set(argv)
-    if device == "cuda" and not help_only:
+    layers = _value(argv, "--transformer-impl")
+    engine = layers == "transformer_engine"
+    if asked.device == "cuda" and not help_only:
         import torch
 
         if not torch.cuda.is_available():
             raise ConfigError("no CUDA device found: add --device cpu to train on the CPU")
+        if layers in (None, "transformer_engine") and is_missing():
+            raise ConfigError(
+                "Transformer Engine is installed without its compiled extension, which is for "
+                "--device cpu only: run `pip install --no-build-isolation 'kha-megatron[te]'`, or "
+                "add --transformer-impl local"
+            )
+        _go_without_apex(argv)
         return
     given = {word.split("=", 1)[0] for word in argv}
     for name, variable in cpu.ENVIRONMENT.items():
         os.environ.setdefault(name, variable)
     if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:  # Megatron's check of them refuses 1
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    cpu.install(despite_cuda=True, quiet=bool(help_only))
-    for name, needed in cpu.MEGATRON_FLAGS.items():
+    _check_engine_on_the_cpu(argv, asked.cpu_capability, engine)
+    cpu.install(
+        despite_cuda=True,
+        transformer_engine=engine,
+        capability=asked.cpu_capability,
+        quiet=bool(help_only),
+    )
+    flags = cpu.MEGATRON_FLAGS | ({"--transformer-impl": "transformer_engine"} if engine else {})
+    for name, needed in flags.items():
         if needed is not None and name in given and (other := _value(argv, name)) != needed:
             raise ConfigError(f"--device cpu needs {name} {needed}, not {other}: remove {name}")
-    added = {name: value for name, value in cpu.MEGATRON_FLAGS.items() if name not in given}
+    added = {name: value for name, value in flags.items() if name not in given}
     argv += [word for item in added.items() for word in item if word is not None]
     if added and not help_only:
         words = " ".join(" ".join(filter(None, item)) for item in added.items())
         announce(f"--device cpu adds {words}")
+
+
+def _go_without_apex(argv: list[str]) -> None:
+    """Turn off the fusion that Megatron's output layer has from apex, under either backend."""
+    if _UNFUSED in argv:
+        return
+    try:
+        import fused_weight_gradient_mlp_cuda  # noqa: F401  (as Megatron asks)
+    except ImportError:
+        argv.append(_UNFUSED)
+        announce(f"without NVIDIA's apex and its fused weight gradients: adds {_UNFUSED}")
+
+
+def _check_engine_on_the_cpu(argv: list[str], capability: str, engine: bool) -> None:
+    """Refuse what Transformer Engine would only refuse in the first forward pass, or not here."""
+    recipe = _value(argv, "--fp8-recipe")
+    if _value(argv, "--fp8-format") and not engine:
+        raise ConfigError(
+            "--fp8-format on the CPU needs Transformer Engine: add --transformer-impl "
+            "transformer_engine, or remove --fp8-format"
+        )
+    if engine and recipe == "mxfp8" and capability == "9.0":
+        raise ConfigError(
+            "--fp8-recipe mxfp8 needs compute capability 10.0 (Blackwell), and --device cpu plays "
+            "9.0 (Hopper): add --cpu-capability 10.0, or choose delayed, tensorwise or blockwise"
+        )
+    ranks = _value(argv, "--context-parallel-size")
+    if engine and ranks not in (None, "1"):
+        raise ConfigError(
+            f"--context-parallel-size {ranks}: Transformer Engine has context parallelism in its "
+            "fused and flash attention only, which need a GPU: use --transformer-impl local on the "
+            "CPU"
+        )
 
 
 def _value(argv: list[str], name: str) -> str | None:
@@ -215,7 +288,28 @@ def check_args(args: argparse.Namespace) -> None:
             "--init-model-with-meta-device without FSDP trains whatever the memory holds: add "
             "--use-torch-fsdp2, or remove it"
         )
+    if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
+        raise ConfigError(
+            "--reset-attention-mask does nothing with Transformer Engine, whose causal attention "
+            "reads no mask: use --transformer-impl local, or remove it"
+        )
+    in_mxfp8 = args.fp8_param_gather and args.fp8_recipe == "mxfp8"
+    if in_mxfp8 and not (args.reuse_grad_buf_for_mxfp8_param_ag or args.use_megatron_fsdp):
+        raise ConfigError(
+            "--fp8-param-gather with --fp8-recipe mxfp8: Transformer Engine lays no such weights "
+            "into Megatron's buffers: add --reuse-grad-buf-for-mxfp8-param-ag, which gathers bf16"
+        )
     _check_log_interval(args)
+    if not 0 <= args.kha_perturb_embedding < 1:  # not a number neither
+        raise ConfigError(
+            f"--kha-perturb-embedding {args.kha_perturb_embedding:g}: give a share from 0 to 1, "
+            "such as 1e-6"
+        )
+    if args.kha_perturb_embedding and args.pretrained_checkpoint:
+        raise ConfigError(
+            "--kha-perturb-embedding changes the weights that a run draws, and not those of "
+            f"--pretrained-checkpoint {args.pretrained_checkpoint}: remove one of them"
+        )
     check_arguments(vars(args), args.world_size, kha_asked(vars(args)))
     check_data(vars(args))
 

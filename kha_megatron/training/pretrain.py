@@ -35,6 +35,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.attention import describe_model
+from kha_megatron.mcore.backends import load_from_either
 from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
@@ -49,12 +50,20 @@ from kha_megatron.training.arguments import (
     refusals_of_megatron,
 )
 from kha_megatron.training.expert_load import report_expert_load
+from kha_megatron.training.perturbation import perturb_embedding
 from kha_megatron.training.recovery import (
     end_helpers_with_the_rank,
     failures_explained,
     repair_tracker,
+    say_finished,
 )
-from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
+from kha_megatron.training.resume import (
+    check_same_kha,
+    check_saving,
+    goes_on_with_scales,
+    object_store,
+    restored_kha,
+)
 from kha_megatron.training.upcycle import checkpoint_to_upcycle
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
@@ -73,7 +82,8 @@ def run(program_start: float) -> None:
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     end_helpers_with_the_rank()
     compat.use_shipped_dataset_helpers()
-    compat.let_torch_adam_resume()
+    compat.let_distributed_optimizer_resume()
+    compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
     compat.guard_checkpoints()
     if cpu.is_installed():
@@ -97,11 +107,15 @@ def run(program_start: float) -> None:
     upcycled = checkpoint_to_upcycle(early, kha)
     if upcycled is None:
         check_same_kha(early, kha)
+    load_from_either(scales=goes_on_with_scales(early))
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
     with refusals_of_megatron():
         args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
     args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
+    if args.verify_integrity and (remote := object_store(args)):
+        announce(f"no hashes are written to or checked in the object store of {remote}")
+        args.verify_integrity = False
     # resolved values, so that the checkpoint's own arguments say what was trained
     for name, value in kha.recording(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
@@ -124,6 +138,7 @@ def run(program_start: float) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+    say_finished()  # Megatron exits from within where a signal or a limit cuts the training short
 
 
 def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
@@ -132,9 +147,15 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
+        if args.kha_perturb_embedding:
+            perturb_embedding(models, args.kha_perturb_embedding, args.seed)
         if args.moe_router_enable_expert_bias:
             by_rms = args.moe_router_bias_update_rms
-            balance_experts(models, "rms" if by_rms else "sign", report_expert_load)
+            captured = args.cuda_graph_impl == "full_iteration"
+            if captured:
+                announce("expert loads are not written: a whole iteration is one CUDA graph")
+            report = None if captured else report_expert_load
+            balance_experts(models, "rms" if by_rms else "sign", report)
         if args.check_for_nan_in_loss_and_grad:  # last, so that nothing moves before the check
             stop_before_non_finite_steps(models)
         if args.kha_log_interval is not None:
@@ -192,7 +213,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
+        create_attention_mask=_masks_are_data(args),
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
@@ -208,6 +229,15 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
+
+
+def _masks_are_data(args: argparse.Namespace) -> bool:
+    """Whether what a token may see depends on the text.
+
+    Otherwise a mask would say what every attention does without one, and cost its bytes: ``s^2``
+    for each sequence, collated, sent to all tensor-parallel ranks, and read in every layer.
+    """
+    return args.create_attention_mask_in_dataloader and args.reset_attention_mask
 
 
 _build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides where to build
@@ -229,7 +259,7 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        create_attention_mask_in_dataloader=_masks_are_data(args),
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,

@@ -31,6 +31,8 @@ from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # in Transformer Engine's own refusal
+_FINISHED = "FAULT_TOL_FINISHED_FLAG_FILE"  # in the Slurm script of NeMo-Run's FaultTolerance
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -84,6 +86,30 @@ def end_helpers_with_the_rank() -> None:
         os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
+def say_finished() -> None:
+    """Leave the file by which NeMo-Run's fault-tolerant Slurm script knows a training that is over.
+
+    Without it the script queues the job again, for ever. Call it on every rank, after the last
+    save; what was cut short by a signal or a limit must not come here. Rank 0 writes the file where
+    the script names one.
+
+    Raises:
+        OutputError: it cannot be written; as a failure the job is queued again so often only as
+            failed ones are.
+    """
+    file = os.environ.get(_FINISHED)
+    if not file or not is_first_rank():
+        return
+    try:
+        with open(file, "w") as flag:
+            os.fsync(flag.fileno())
+    except OSError as error:
+        raise OutputError(
+            f"{_FINISHED} {file} cannot be written ({error.strerror}): the training is over, and "
+            "the job would be queued again: cancel it, and mount NeMo-Run's folder writable"
+        ) from error
+
+
 @contextmanager
 def failures_explained(args: Namespace) -> Iterator[None]:
     """Turn a write that the disk refused, or a read that PyTorch refused, into one line.
@@ -106,6 +132,14 @@ def failures_explained(args: Namespace) -> Iterator[None]:
         if error.args[0] != "write" or not args.save:
             raise
         raise _refused(args.save, "the lines above say why") from error
+    except RuntimeError as error:
+        if _PICKLES not in str(error):
+            raise
+        raise CheckpointError(
+            f"{args.load} holds the FP8 scales of delayed scaling as pickles, which can execute "
+            f"code and which Transformer Engine reads only with {_PICKLES}=1 in the environment: "
+            "set it if you trust the folder, or go on with --fp8-recipe tensorwise, which has none"
+        ) from error
     except OSError as error:
         if error.errno not in _DISK or not args.save:
             raise

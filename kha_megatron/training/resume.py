@@ -3,14 +3,17 @@
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kha_megatron import cpu
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
 from kha_megatron.checkpoint.tracker import (
     COMMIT_MARK,
+    RELEASE,
     TRACKER,
     folder_name,
     iteration_of,
@@ -21,11 +24,11 @@ from kha_megatron.checkpoint.tracker import (
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
-from kha_megatron.model.recorded import kha_of, matrices_stored, stacked
+from kha_megatron.model.recorded import check_same_heads, kha_of
 from kha_megatron.model.run import kha_asked
 
-_ATTENTION = "self_attention.linear_proj.weight"
-"""Every attention layer has it, so it tells how the layers of a checkpoint are named."""
+_STATELESS = ("tensorwise", "blockwise", "mxfp8")
+"""Megatron's names of the recipes of FP8 without a memory."""
 
 
 def check_saving(args: Namespace) -> None:
@@ -68,8 +71,8 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
         CheckpointError: the tracker file of a folder that this run does not save into, where it is
             repaired, is missing or torn, or names another than the newest complete iteration.
     """
-    folder = args.pretrained_checkpoint if starts_from_pretrained(args) else args.load
-    if folder is None or "://" in str(folder):
+    folder = _folder_to_load(args)
+    if folder is None or _is_remote(folder):
         return None
     chosen = None
     if args.ckpt_step:  # as in Megatron, 0 is none
@@ -83,6 +86,19 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
             if chosen is None or (iteration_of(newest) or 0) >= (iteration_of(chosen) or 0):
                 chosen = newest
     return chosen
+
+
+def object_store(args: Namespace) -> str | None:
+    """What of checkpoints lies where no file system reaches, such as ``msc://bucket/run``."""
+    return next(filter(_is_remote, (args.load, args.save, args.pretrained_checkpoint)), None)
+
+
+def _is_remote(folder: str | Path | None) -> bool:
+    return "://" in str(folder)
+
+
+def _folder_to_load(args: Namespace) -> str | None:
+    return args.pretrained_checkpoint if starts_from_pretrained(args) else args.load
 
 
 def starts_from_pretrained(args: Namespace) -> bool:
@@ -108,44 +124,73 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
 
     Raises:
         CheckpointError: it was trained with another configuration or without KHA, with the tensors
-            that differ, its optimizer's state fits its own layout only, or it is damaged or
-            incomplete.
+            that differ, with other heads, its optimizer's state fits its own layout only, or it is
+            damaged or incomplete.
     """
     if (path := checkpoint_to_load(args)) is None:
         return
     stored, shapes, saved_args = _stored(path)
-    saved = stored or KHAConfig()
-    if saved.to_dict(start=False) != kha.to_dict(start=False):
-        remedy = "resume with the same --kha-* arguments, or start without --load"
-        if not saved.mechanisms and saved.attention == kha.attention:
-            remedy += ", or start a new run from it with --kha-upcycle"
-        raise CheckpointError(
-            f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
-            f"{_differences(shapes, kha, bool(args.multi_latent_attention))}: {remedy}"
-        )
+    check_same_heads(path, stored, shapes, vars(args), kha)
     _check_optimizer_moves(path, saved_args, args)
 
 
+def goes_on_with_scales(args: Namespace) -> bool:
+    """Whether FP8's scales come from the checkpoint to be loaded, if there is any.
+
+    Only delayed scaling carries them from step to step, so they go from run to run between its own;
+    says so where they do not.
+    """
+    if _is_remote(_folder_to_load(args)):
+        return _keeps_scales(vars(args))  # taken to be in there; loading ends where they are not
+    if (path := checkpoint_to_load(args)) is None:
+        return False
+    stored = path.name != RELEASE and _keeps_scales(_stored(path)[2])
+    wanted = _keeps_scales(vars(args))
+    if wanted and not stored:
+        announce(f"{path} holds no FP8 scales of delayed scaling: they start afresh")
+    elif stored and not wanted:
+        announce(f"the FP8 scales of delayed scaling in {path} are left behind: nothing uses them")
+    return wanted and stored
+
+
+def _keeps_scales(args: Mapping[str, Any]) -> bool:
+    engine = args.get("transformer_impl") == "transformer_engine"
+    return engine and bool(args.get("fp8")) and args.get("fp8_recipe") not in _STATELESS
+
+
 def _check_optimizer_moves(path: Path, saved: Mapping[str, Any], args: Namespace) -> None:
-    """The distributed optimizer's usual state is cut for one layout; Megatron's advice is wrong."""
+    """The distributed optimizer's usual state lies as its own run's parameters do in buffers.
+
+    Under another layout of ranks Megatron's advice is wrong. Layers of another kind have their
+    parameters in another order: Megatron would mix up main weights and moments without a word.
+    """
     if not args.use_distributed_optimizer or args.use_mp_args_from_checkpoint_args:
         return
-    if args.no_load_optim or args.finetune or saved.get("no_save_optim"):
+    if args.no_load_optim or args.finetune or saved.get("no_save_optim") or path.name == RELEASE:
         return
-    layouts = [
-        (a.get("tensor_model_parallel_size", 1), a.get("pipeline_model_parallel_size", 1))
-        for a in (saved, vars(args))
-    ]
+    before, here = (_placing(a) for a in (saved, vars(args)))
     fits = saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable")
-    if layouts[0] != layouts[1] and not fits:
-        was, now = ("TP {} and PP {}".format(*layout) for layout in layouts)
-        raise CheckpointError(
-            f"{path} holds optimizer state for {was} only, and this run has {now}: train on with "
-            f"{was} and --dist-ckpt-optim-fully-reshardable until the next save, which moves, or "
-            "add --no-load-optim to start the optimizer anew"
-        )
+    if before == here or fits:
+        return
+    length = 3 if before[2] != here[2] else 2
+    was, now = (" and ".join(words[:length]) for words in (before, here))
+    raise CheckpointError(
+        f"{path} holds optimizer state for {was} only, and this run has {now}: train on with "
+        f"{was} and --dist-ckpt-optim-fully-reshardable until the next save, which moves, or "
+        "add --no-load-optim to start the optimizer anew"
+    )
 
 
+def _placing(args: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What decides where a parameter lies in the distributed optimizer's buffers."""
+    return (
+        f"TP {args.get('tensor_model_parallel_size', 1)}",
+        f"PP {args.get('pipeline_model_parallel_size', 1)}",
+        f"--transformer-impl {args.get('transformer_impl', 'transformer_engine')}",
+    )
+
+
+@cache
 def _stored(
     path: Path,
 ) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]], Mapping[str, Any]]:
@@ -159,31 +204,6 @@ def _stored(
     checkpoint = MegatronCheckpoint.open(path)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
     return kha_of(checkpoint), shapes, checkpoint.args
-
-
-def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool) -> str:
-    """The tensors by which a checkpoint differs from a model of this configuration."""
-    wanted = {
-        key.removesuffix(_ATTENTION) + name: matrices
-        for key in shapes
-        if key.endswith(_ATTENTION)
-        for name, matrices in stacked(kha, multi_latent=latent).items()
-    }
-    stored = matrices_stored(shapes)
-    kinds = {
-        "missing": wanted.keys() - stored.keys(),
-        "unexpected": stored.keys() - wanted.keys(),
-        "with another number of matrices": {
-            key for key in wanted.keys() & stored.keys() if wanted[key] != stored[key]
-        },
-    }
-    return "".join(f" ({_named(keys)} {kind})" for kind, keys in kinds.items() if keys)
-
-
-def _named(keys: set[str]) -> str:
-    first = sorted(keys)[:3]
-    more = f" and {len(keys) - len(first)} more" if len(keys) > len(first) else ""
-    return f"{len(keys)} tensor{'s' * (len(keys) > 1)} {', '.join(first)}{more}"
 
 
 def _is_tracked(folder: str | Path | None) -> bool:

@@ -101,7 +101,10 @@ def parameters_per_layer(args: argparse.Namespace) -> int:
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activations that KHA keeps in one layer of one rank for one microbatch, in 16-bit numbers."""
     kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
-    elements = kha.saved(sizes) + args.seq_length * kha.pair_saved(sizes)
+    between = kha.saved_between(sizes)
+    if args.sequence_parallel:
+        between //= args.tensor_model_parallel_size
+    elements = kha.saved(sizes) + between + args.seq_length * kha.pair_saved(sizes)
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 

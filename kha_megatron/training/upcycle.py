@@ -30,20 +30,12 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
         None without ``--kha-upcycle``, and when the run goes on from its own checkpoint.
 
     Raises:
-        ConfigError: a restart with the same command line would not go on with the run, or there is
-            nothing that could start at the identity.
+        ConfigError: a restart with the same command line would not go on with the run.
         CheckpointError: the checkpoint has KHA already, or is damaged or incomplete.
     """
     if not args.kha_upcycle:
         return None
     _check_restart(args)
-    added = kha.without_output_gate()
-    if not added.mechanisms or not all(m.is_exact_at_start for m in added.mechanisms):
-        raise ConfigError(
-            f"--kha-upcycle with KHA on {kha}: what it adds must start at the identity, as shared "
-            "matrices do: choose another --kha-preset, and no --kha-init random (for gates: "
-            "kha-megatron convert upcycle)"
-        )
     if not starts_from_pretrained(args):
         return None
     path = checkpoint_to_load(args)

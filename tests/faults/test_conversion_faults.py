@@ -10,13 +10,17 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import struct
 import subprocess
+import sys
+import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.integrity import write_hashes
@@ -78,6 +82,45 @@ def flip(file, at, bit=3):
 
 
 # --- the disk
+
+
+def big(folder):
+    """A model whose embedding takes a while to write: 302 MB of zeros."""
+    make(CONFIGS["qwen3, tied"]).save_pretrained(folder)
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.embed_tokens.weight"] = torch.zeros(2**21, 36)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 2**21}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_command_that_is_terminated_while_it_writes(tmp_path, old, kind):
+    """The command that a user types, in a process of its own; a folder beside it stays as it is."""
+    command = [Path(sys.executable).with_name("kha-megatron"), "convert", kind, "--no-verify"]
+    source, before, new = big(tmp_path / "big"), tree(old.parent), old.parent / "new"
+    process = subprocess.Popen(
+        [*command, source, new], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+    def written():
+        files = (path for path in old.parent.glob(".new.partial-*/**/*") if path.is_file())
+        return any(path.stat().st_size for path in files)
+
+    while process.poll() is None and not written():
+        time.sleep(0.001)
+    assert process.poll() is None, process.communicate()
+    assert [path.name for path in old.parent.glob(".new.lock")]
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=180)
+    assert process.returncode == 143, stderr
+    assert "Traceback" not in stderr
+    assert tree(old.parent) == before
+    assert [path.name for path in old.parent.iterdir()] == [old.name]
+    convert(kind, source, new)
+    assert sorted(path.name for path in old.parent.iterdir()) == sorted([old.name, new.name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -236,6 +236,21 @@ def test_with_overlap_a_gradient_is_seen_after_its_sum(ranks):
     check(ranks, 2, nan_gradient, 1, ddp={"overlap_grad_reduce": True}, where="ranks 0, 1")
 
 
+def large_gradient(chunks):
+    """Finite in float32, but its square is not."""
+
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient[2, 3] = 1e25
+        return gradient
+
+    return [_layer(chunks, 1).self_attention.linear_proj.weight.register_hook(spoil)]
+
+
+def test_what_is_finite_goes_on_however_large(ranks):
+    assert ranks(train, 2, large_gradient, 1, {}, {}, {}) == [None] * 2
+
+
 def test_a_healthy_run_goes_on(ranks):
     layout = {"pipeline_model_parallel_size": 2}
     overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}

@@ -36,6 +36,13 @@ def test_what_would_not_be_honoured_is_refused(entry, words, message):
     assert message in line
 
 
+def test_mock_data_without_the_size_of_a_vocabulary_is_refused(entry):
+    run = entry(without("--vocab-size"), 2)
+    assert run.codes == [2, 2], run.output[-3000:]
+    (line,) = run.errors
+    assert "give --vocab-size N" in line
+
+
 def test_a_split_without_documents_is_refused_with_one_that_works(entry, tmp_path):
     source, data = tmp_path / "text", tmp_path / "data"
     source.mkdir()
@@ -45,12 +52,12 @@ def test_a_split_without_documents_is_refused_with_one_that_works(entry, tmp_pat
     words = [word for word in without("--vocab-size", "--train-iters") if word != "--mock-data"]
     words += ["--data-path", str(data / "corpus"), "--tokenizer-type", "HuggingFaceTokenizer"]
     words += ["--tokenizer-model", str(data / "tokenizer"), "--train-iters", "1"]
-    run = entry([*words, "--split", "99,1,0"], 2, timeout=60)
+    run = entry([*words, "--split", "99,1,0"], 2, timeout=180)
     assert run.codes == [2, 2], run.output[-3000:]
     (line,) = run.errors
     assert f"no document for validation of the 40 in {data / 'corpus'}" in line
     works = line.rpartition("use --split ")[2]
-    assert entry([*words, "--split", works], 2, timeout=60).codes == [0, 0]
+    assert entry([*words, "--split", works], 2, timeout=180).codes == [0, 0]
 
 
 def test_optimizer_state_that_does_not_move_is_refused_and_what_moves_is_named(entry, tmp_path):

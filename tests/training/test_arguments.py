@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -14,8 +15,9 @@ from tests.training.conftest import MODEL, TRAINING, start, started_anew
 
 pytestmark = pytest.mark.usefixtures("training_package")
 
-MOCK = ["--mock-data"]
+MOCK = ["--mock-data", "--vocab-size", "90"]
 MLP = ["--kha-preset", "kha_mlp"]
+MXFP8 = ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 
 
 def _checked(lines):
@@ -128,7 +130,13 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
         ([*MOCK, "--kha-value", "lienar"], ConfigError, "unknown KHA variant 'lienar'"),
         (MOCK, ConfigError, "no KHA configuration: give --kha-preset"),
         ([*MOCK, *MLP, "--spec", "a", "b"], ConfigError, "remove --spec"),
+        (
+            [*MOCK, *MLP, *MXFP8, "--use-distributed-optimizer", "--fp8-param-gather"],
+            ConfigError,
+            "add --reuse-grad-buf-for-mxfp8-param-ag",
+        ),
         ([*MOCK, *MLP, "--inprocess-restart"], ConfigError, "remove --inprocess-restart"),
+        ([*MOCK, *MLP, "--reset-attention-mask"], ConfigError, "use --transformer-impl local"),
         (
             [*MOCK, *MLP, "--kha-log-interval", "9"],
             ConfigError,
@@ -138,6 +146,16 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
             [*MOCK, *MLP, "--kha-log-interval", "0", "--wandb-project", "a"],
             ConfigError,
             "--kha-log-interval 0: it must be 1 or more",
+        ),
+        (
+            [*MOCK, *MLP, "--kha-perturb-embedding", "nan"],
+            ConfigError,
+            "--kha-perturb-embedding nan: give a share from 0 to 1, such as 1e-6",
+        ),
+        (
+            [*MOCK, *MLP, "--kha-perturb-embedding", "1e-6", "--pretrained-checkpoint", "base"],
+            ConfigError,
+            "and not those of --pretrained-checkpoint base",
         ),
         ([*MLP, *corpus[2:]], DataError, "no training data: give --data-path"),
         (
@@ -182,7 +200,7 @@ def test_what_can_train_is_let_through(checked, corpus):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "cpu", "--transformer-impl", "transformer_engine"], "not transformer_engine"),
+        (["--device", "cpu", "--transformer-impl", "inference_optimized"], "not inference_opt"),
         (["--device=cpu", "--distributed-backend=nccl"], "--distributed-backend gloo, not nccl"),
     ],
 )
@@ -205,6 +223,20 @@ def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
     assert "--transformer-impl" not in words
     assert words[words.index("--distributed-backend") + 1] == "gloo"
     assert "--no-persist-layer-norm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("apex", "said"), [(False, False), (False, True), (True, False)])
+def test_a_gpu_without_apex_trains_without_its_fusion(apex, said, monkeypatch, capsys):
+    """Megatron's output layer would raise when it is built, Transformer Engine or not."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    module = ModuleType("fused_weight_gradient_mlp_cuda") if apex else None
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", module)
+    monkeypatch.delenv("RANK", raising=False)
+    flag = "--no-gradient-accumulation-fusion"
+    words = ["training", "--transformer-impl", "local", *([flag] if said else [])]
+    choose_device(words)
+    assert words.count(flag) == (not apex)
+    assert (f"adds {flag}" in capsys.readouterr().err) == (not apex and not said)
 
 
 def test_real_processes_refuse_with_code_2_and_one_line(tmp_path):

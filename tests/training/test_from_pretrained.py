@@ -1,5 +1,6 @@
 """The whole way of a pretrained model: upcycled, trained by Megatron, folded, stock again."""
 
+import re
 import shlex
 
 import torch
@@ -18,6 +19,7 @@ RUN = shlex.split("""
 --device cpu --tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 4
 --train-iters 3 --lr 1e-2 --seq-length 24 --mock-data --tokenizer-type NullTokenizer
 --vocab-size 51 --split 99,1,0 --eval-iters 0 --eval-interval 100 --num-workers 0 --save-interval 3
+--log-interval 1
 """)
 
 
@@ -28,9 +30,16 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_pack
     )
     arguments = planned.write(tmp_path / "start").arguments
 
-    run = start([*RUN, *arguments, "--save", str(tmp_path / "run")], 2)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    words = [*RUN, *arguments, "--load", str(folder), "--save", str(folder)]
+    run = start([*words, "--exit-interval", "2"], 2)
     assert run.codes == [0, 0], run.output[-4000:]
     assert "knocks query=linear key=linear value=linear in 2 of 2 layers" in run.output
+    assert re.search(r"iteration +1/ +3 ", run.output)
+    again = start(words, 2)  # goes on with its own checkpoint, and not with the base
+    assert again.codes == [0, 0], again.output[-4000:]
+    assert re.findall(r"iteration +(\d)/ +3 ", again.output) == ["3"]
     trained = MegatronCheckpoint.open(tmp_path / "run")
     assert trained.iteration == 3
     assert all(moved(knock_weights(trained)))

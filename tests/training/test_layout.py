@@ -14,7 +14,7 @@ from tests.training.conftest import EXPERTS, MODEL, TRAINING, start
 
 pytestmark = pytest.mark.usefixtures("training_package")
 
-MOCK = ["--mock-data", "--kha-preset", "kha_mlp"]
+MOCK = ["--mock-data", "--vocab-size", "90", "--kha-preset", "kha_mlp"]
 
 
 def _checked(lines):

@@ -10,10 +10,12 @@ import torch
 import torch.distributed.checkpoint
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.tracker import TRACKER, judge
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
 from kha_megatron.model.recorded import kha_of
+from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
 from tests.conversion.checkpoints import save_gpt
@@ -113,6 +115,21 @@ def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
     check_same_kha(arguments(folder, **changes), kha)
 
 
+def test_a_converted_checkpoint_moves_as_it_has_no_optimizer(copy):
+    moved = {
+        "use_distributed_optimizer": True,
+        "use_mp_args_from_checkpoint_args": False,
+        "no_load_optim": False,
+        "finetune": False,
+        "tensor_model_parallel_size": 2,
+    }
+    with pytest.raises(CheckpointError, match="optimizer state for TP 1 and PP 1 only"):
+        check(copy, KHA, **moved, transformer_impl="local")
+    judge(copy).newest.rename(copy / "release")
+    (copy / TRACKER).write_text("release")
+    check(copy, KHA, **moved)
+
+
 def test_the_same_configuration_is_let_through(saved, tmp_path):
     assert check(saved / "kha", KHA) is None
     check(saved / "kha", KHAConfig(value="mlp", init="random"))  # only says how a run starts
@@ -152,6 +169,15 @@ def test_another_configuration_is_refused_with_the_tensors(saved, folder, asked,
     for args in ({}, {"load": None, "pretrained_checkpoint": saved / folder}):
         with pytest.raises(CheckpointError, match=f"{folder}.*was trained with KHA on {message}"):
             check(saved / folder, asked, **args)
+
+
+def test_heads_that_the_rows_do_not_fit_are_refused(saved):
+    asked = {"num_layers": 2, "hidden_size": 40, "num_attention_heads": 8, "kv_channels": 6}
+    asked |= {"group_query_attention": True, "num_query_groups": 4}
+    check(saved / "kha", KHA, **asked)
+    message = r"96 rows, and the command line asks for 8 query and 2 key/value heads .* 72: use"
+    with pytest.raises(CheckpointError, match=message):
+        check(saved / "kha", KHA, **asked | {"num_query_groups": 2})
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["in a folder of its own", "below --load"])
@@ -293,3 +319,20 @@ def test_a_damaged_checkpoint_is_refused(copy, damage, message):
     with pytest.raises(CheckpointError, match=message) as refusal:
         check(copy, KHA)
     assert "\n" not in str(refusal.value)
+
+
+def test_what_lies_in_an_object_store_is_taken_at_its_word():
+    """No file of it can be looked at, so a resumed training keeps the scales that it asks for."""
+    where = {"load": "msc://bucket/run", "save": "msc://bucket/run", "pretrained_checkpoint": None}
+    delayed = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "fp8_recipe": "delayed"}
+    assert resume.object_store(Namespace(**where)) == "msc://bucket/run"
+    assert resume.object_store(Namespace(load="/a", save=None, pretrained_checkpoint=None)) is None
+    assert resume.goes_on_with_scales(Namespace(**where, **delayed))
+    assert not resume.goes_on_with_scales(Namespace(**where, **delayed | {"fp8": None}))
+
+
+def test_a_folder_that_can_be_looked_at_is_though_the_run_saves_elsewhere(tmp_path):
+    where = {"load": str(tmp_path), "save": "msc://bucket/run", "pretrained_checkpoint": None}
+    delayed = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "fp8_recipe": "delayed"}
+    chosen = {"ckpt_step": None, "non_persistent_ckpt_type": None}
+    assert not resume.goes_on_with_scales(Namespace(**where, **delayed, **chosen))

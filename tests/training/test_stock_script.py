@@ -4,6 +4,12 @@ The script is what Megatron-Core 0.19's ``pretrain_gpt.py`` does (it is not in t
 CPU runtime around it. It knows nothing of KHA but the name.
 """
 
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -37,6 +43,12 @@ pretrain(
     _forward_step,
 )
 """
+EXAMPLE = Path(__file__).parents[2] / "examples/pretrain_stock.sh"
+SMALL = shlex.split("""
+--num-layers 1 --hidden-size 64 --ffn-hidden-size 48 --num-query-groups 2 --kv-channels 8
+--seq-length 14 --max-position-embeddings 14 --global-batch-size 1 --train-iters 1
+--eval-iters 0 --log-interval 1 --num-workers 0
+""")
 SPEC = ["--spec", "kha_megatron.mcore.specs"]
 PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 KHA = KHAConfig(value="mlp", init_seed=5)
@@ -64,6 +76,27 @@ def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
     assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
     trained = [m for weight in weights.values() for m in weight]
     assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in trained)
+
+
+def test_the_example_trains(training_package, tmp_path):
+    """Its words through the script; torchrun, which is not tested here, only says them."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
+    torchrun.chmod(0o755)
+    done = subprocess.run(
+        ["bash", EXAMPLE, *SMALL],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGATRON": "/megatron"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    connections, *words = done.stdout.split("\0")[:-1]
+    assert connections == "1", "Megatron demands it with tensor parallelism before Blackwell"
+    words = words[words.index("/megatron/pretrain_gpt.py") + 1 :]
+    run = start(words, 2, program=STOCK)
+    assert run.codes == [0, 0], run.output[-4000:]
+    assert "kha_megatron: spec kha_mlp knocks value=mlp\n" in run.output
+    assert re.search(r"iteration +1/ +1 ", run.output)
 
 
 def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_path):

@@ -1,0 +1,46 @@
+"""Null runs: the same training from a start that differs by less than anything that is learnt.
+
+Two runs that differ by rounding drift apart, most in a mixture of experts, where a token near the
+border of two experts goes to the other one. How far says which differences between two mechanisms
+mean nothing (``kha-megatron compare --null``).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import mpu
+
+from kha_megatron.errors import ConfigError
+
+
+@torch.no_grad()
+def perturb_embedding(models: list[Any], size: float, seed: int) -> None:
+    """Multiply every weight of the token embedding by ``1 + size * N(0, 1)``, in place.
+
+    Ranks that hold the same weights, data-parallel ones or the first and last stage of tied
+    embeddings, draw the same numbers.
+
+    Args:
+        models: this rank's, before they are wrapped and before a checkpoint is loaded.
+        size: standard deviation of the relative change.
+        seed: of the numbers drawn.
+
+    Raises:
+        ConfigError: the weights are too coarse for it: no number changes.
+    """
+    for model in models:
+        if model.pre_process:
+            weight = model.embedding.word_embeddings.weight
+        elif model.post_process and model.share_embeddings_and_output_weights:
+            weight = model.output_layer.weight
+        else:
+            continue
+        generator = torch.Generator().manual_seed(seed + mpu.get_tensor_model_parallel_rank())
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        before = weight.double()
+        weight.copy_(before * (1 + size * noise.to(weight.device)))
+        if torch.equal(weight.double(), before):
+            raise ConfigError(
+                f"--kha-perturb-embedding {size:g} is lost in {weight.dtype}, whose numbers lie "
+                f"{torch.finfo(weight.dtype).eps:g} apart: give as much"
+            )

@@ -1,0 +1,71 @@
+"""``--kha-perturb-embedding``: what null runs start from."""
+
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.errors import ConfigError
+
+
+def perturbed(size, dtype="float32", *, tied=True, seed=3, **layout):
+    """The first embedding and what became of it, as the first and the last stage hold them."""
+    from megatron.core import parallel_state as ranks
+
+    from kha_megatron.training.perturbation import perturb_embedding
+    from tests.distributed import models
+
+    models.initialize(**layout)
+    config = models.transformer_config(
+        tensor_model_parallel_size=ranks.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=ranks.get_pipeline_model_parallel_world_size(),
+    )
+    stage = {
+        "pre_process": ranks.is_pipeline_first_stage(),
+        "post_process": ranks.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": tied,
+    }
+    model = models.gpt_model(config, KHAConfig(), **stage).to(getattr(torch, dtype))
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    try:
+        perturb_embedding([model], size, seed)
+    except ConfigError as error:
+        return str(error)
+    after = {name: weight.detach() for name, weight in model.named_parameters()}
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return [(name, before[name].double(), after[name].double()) for name in changed]
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def test_the_embedding_alone_moves_by_so_much(ranks):
+    (((name, before, after),),) = ranks(perturbed, 1, 1e-6)
+    assert name == EMBEDDING
+    share = after / before - 1
+    assert share.std() == pytest.approx(1e-6, rel=0.1)
+    assert share.abs().max() < 5e-6
+    (((_, _, other),),) = ranks(perturbed, 1, 1e-6, seed=4)
+    assert not torch.equal(after, other)
+
+
+def test_ranks_that_hold_the_same_weights_move_alike(ranks):
+    """Two replicas; the two stages of a tied embedding; not two halves of it."""
+    ((one,), (two,)) = ranks(perturbed, 2, 1e-6)
+    assert torch.equal(one[2], two[2])
+    ((first,), (last,)) = ranks(perturbed, 2, 1e-6, pipeline_model_parallel_size=2)
+    assert (first[0], last[0]) == (EMBEDDING, OUTPUT)
+    assert torch.equal(first[2], last[2])
+    ((_,), none) = ranks(perturbed, 2, 1e-6, tied=False, pipeline_model_parallel_size=2)
+    assert none == []
+    ((one,), (two,)) = ranks(perturbed, 2, 1e-3, tensor_model_parallel_size=2)
+    assert not torch.allclose(one[2] / one[1], two[2] / two[1], rtol=1e-6)
+
+
+def test_what_rounding_swallows_is_refused(ranks):
+    (answer,) = ranks(perturbed, 1, 1e-6, "bfloat16")
+    assert answer == (
+        "--kha-perturb-embedding 1e-06 is lost in torch.bfloat16, whose numbers lie 0.0078125 "
+        "apart: give as much"
+    )
+    (((_, before, after),),) = ranks(perturbed, 1, 2**-8, "bfloat16")
+    assert 0.2 < (before != after).double().mean() < 0.9
