@@ -9,7 +9,8 @@ from typing import Any
 
 from kha_megatron.errors import MissingDependencyError
 
-WIDTH, HEIGHT = 380, 280
+WIDTH, HEIGHT = 360, 265
+"""In CSS pixels where a page shows them whole."""
 _FONT = 13
 _EDGE, _TEXT = "#d9dce1", "#1c1e21"
 """Stand for the colours of the style that follow a reader's light or dark screen."""

@@ -84,13 +84,14 @@ def page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _estimate(found: Mapping[str, Any], *, signed: bool = False) -> str:
+    digits = 4 if signed else 3
     text = _signed(found["mean"]) if signed else f"{found['mean']:.3f}"
     half = found["half_width"]
-    return text if half is None else f"{text} ± {half:.3f}"
+    return text if half is None else f"{text} ± {half:.{digits}f}"
 
 
-def _signed(value: float, digits: int = 3) -> str:
-    return f"{value:+.{digits}f}".replace("-", _MINUS)
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", _MINUS)
 
 
 def _flops(value: float) -> str:

@@ -24,9 +24,15 @@ from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
-from kha_megatron.compare.variants import SETTINGS, Candidate
+from kha_megatron.compare.variants import SETTINGS, Candidate, with_null
 from kha_megatron.errors import ConfigError, DataError, OutputError, in_one_line
-from kha_megatron.history.tensorboard import LOSS, SECONDS, History, read_history
+from kha_megatron.history.tensorboard import (
+    LOSS,
+    SECONDS,
+    VALIDATION_LOSS,
+    History,
+    read_history,
+)
 from kha_megatron.model.run import Run
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import Job, Recipe, prepare
@@ -39,8 +45,10 @@ _SAVES = 4
 
 _OWN = (
     *("--save", "--load", "--tensorboard-dir", "--tensorboard-log-interval"),
-    *("--seed", "--kha-init-seed"),
+    *("--seed", "--kha-init-seed", "--kha-perturb-embedding"),
 )
+_ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+"""What a null run changes weights by, where 1e-6 of them would be lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,8 @@ class Trial:
     device: str | None
     folder: Path
     iterations: int
+    held_out: bool
+    """Whether it is also judged on the validation split."""
 
     @property
     def name(self) -> str:
@@ -108,12 +118,18 @@ def plan(
     overrides: Sequence[str] = (),
     ranks: int | None = None,
     device: str | None = None,
+    null: bool = False,
+    held_out: int = 0,
 ) -> Comparison:
     """Lay out a comparison and refuse what cannot work in any of its runs; nothing is written.
 
     Args:
         seeds: how many; they are 1, 2, ...
         overrides: Megatron arguments for all runs.
+        null: also train the first variant from a start that differs by rounding alone, seed by
+            seed: the floor below which differences mean nothing.
+        held_out: sequences of the validation split on which each run is judged at its end, the
+            same for all variants of a seed; rounded up to whole batches.
 
     Raises:
         ConfigError: a variant that the recipe's model cannot carry, or arguments that are not for
@@ -129,8 +145,13 @@ def plan(
     iterations = training.train_iters
     if iterations is None:
         raise ConfigError(f"recipe {recipe.name} has no --train-iters: add `-- --train-iters N`")
+    if null:
+        variants = with_null(tuple(variants))
     every = min(training.save_interval or iterations, math.ceil(iterations / _SAVES))
     words = (*overrides, "--save-interval", str(every), "--tensorboard-log-interval", "1")
+    if held_out:
+        words += _judging(overrides, recipe.run_for(overrides), held_out)
+    size = next((s for name, s in _ROUNDING.items() if getattr(training, name)), 1e-6)
     runs = tuple(
         Trial(
             variant=variant,
@@ -139,12 +160,14 @@ def plan(
             overrides=(
                 *(*words, "--log-timers-to-tensorboard"),
                 *("--seed", str(seed), "--kha-init-seed", str(seed)),
+                *(("--kha-perturb-embedding", f"{size:g}") if variant.perturbs else ()),
             ),
             data=data,
             ranks=ranks,
             device=device,
             folder=output / "runs" / f"{variant.name}-seed{seed}",
             iterations=iterations,
+            held_out=bool(held_out),
         )
         for seed in range(1, seeds + 1)
         for variant in variants
@@ -164,6 +187,22 @@ def plan(
         folder=output,
         runs=runs,
     )
+
+
+def _judging(overrides: Sequence[str], run: Run, sequences: int) -> tuple[str, ...]:
+    """Megatron's words for one validation, at the end of training.
+
+    Raises:
+        ConfigError: the overrides say when to validate, or a batch has no size yet.
+    """
+    ours = ("--eval-iters", "--eval-interval", "--full-validation")
+    if said := [flag for flag in parse(overrides) if flag in ours]:
+        raise ConfigError(f"{said[0]} is what --held-out decides: remove one of them")
+    batch = run.batch and run.batch.global_batch_size
+    if not batch:
+        raise ConfigError("--held-out needs batches of one size: add `-- --global-batch-size N`")
+    never = str((run.training.train_iters or 0) + 1)
+    return "--eval-iters", str(math.ceil(sequences / batch)), "--eval-interval", never
 
 
 def _check_same(run: Trial) -> None:
@@ -273,6 +312,7 @@ def finish(run: Trial) -> dict[str, Any]:
         "knocks": str(run.variant.kha),
         "seed": run.seed,
         "losses": losses,
+        "held_out": _held_out(run, history),
         "seconds_per_step": median(seconds) if seconds else None,
         "cost": measure.cost(run.asked, vocab),
         "device": measure.device(run.asked),
@@ -300,6 +340,23 @@ def _losses(history: History, iterations: int) -> list[float | None]:
             "remove the run's folder and train it again"
         )
     return losses
+
+
+def _held_out(run: Trial, history: History) -> float | None:
+    """The loss over the validation split at the end; None where it was not asked for.
+
+    Raises:
+        DataError: it is missing, or not finite.
+    """
+    if not run.held_out:
+        return None
+    loss = dict(history.get(VALIDATION_LOSS, ())).get(run.iterations)
+    if loss is None or not math.isfinite(loss):
+        what = "not finite" if loss is not None else "missing from TensorBoard's files"
+        raise DataError(
+            f"the held-out loss of {run.name} is {what}: remove the run's folder and train it again"
+        )
+    return loss
 
 
 def _at_work(folder: Path) -> list[int]:

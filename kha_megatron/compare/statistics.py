@@ -45,6 +45,22 @@ def paired(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     return estimate([a - b for a, b in zip(values, reference, strict=True)])
 
 
+@dataclass(frozen=True)
+class Floor:
+    """How far a loss moves from one run to another that differs by rounding alone."""
+
+    rms: float
+    """Root of the mean square over seeds."""
+    largest: float
+    seeds: int
+
+
+def floor(values: Sequence[float], reference: Sequence[float]) -> Floor:
+    """Of null runs and what they are null runs of, seed by seed."""
+    moved = [abs(a - b) for a, b in zip(values, reference, strict=True)]
+    return Floor(math.sqrt(fmean(d * d for d in moved)), max(moved), len(moved))
+
+
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
     """Where Student's t with ``freedom`` >= 1 degrees has ``confidence`` between minus and plus."""
     low, high = 0.0, math.pi / 2

@@ -10,6 +10,7 @@ from kha_megatron.model.run import OF_HEADS, Run
 from kha_megatron.recipes.recipe import DECIDED, Recipe
 
 RANDOM_INIT = "random-init"
+NULL = "null"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 SETTINGS = tuple(row.flag for row in OF_HEADS if row.argument in DECIDED)
 """Flags of what a variant decides; a recipe's kind of attention is not among it."""
@@ -22,9 +23,18 @@ class Candidate:
     name: str
     kha: KHAConfig
 
+    perturbs: bool = False
+    """Whether it is the reference itself from a start that differs by rounding alone."""
+
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with this choice in the place of its own."""
         return recipe.having(self.kha)
+
+
+def with_null(variants: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The variants with the first one's null run behind it: how far rounding moves its loss."""
+    reference, *others = variants
+    return reference, Candidate(NULL, reference.kha, perturbs=True), *others
 
 
 def parse_variants(text: str) -> tuple[Candidate, ...]:
@@ -60,8 +70,8 @@ def _variant(word: str) -> Candidate:
                 f"variant name {name!r} cannot name a folder: use up to 40 letters, digits, "
                 "dots, dashes and underscores"
             )
-        if name in PRESETS or name == RANDOM_INIT:
-            raise ConfigError(f"variant {name}= has the name of a preset: choose another name")
+        if name in PRESETS or name in (RANDOM_INIT, NULL):
+            raise ConfigError(f"variant {name}= has a name that is taken: choose another one")
         return Candidate(name, _from_flags(name, flags))
     if name == RANDOM_INIT:
         return Candidate(name, KHAConfig.from_preset("kha_mlp", init="random"))

@@ -1,17 +1,23 @@
 """The report as a reader's parser and as a real browser see it."""
 
 import base64
+import io
 import json
 import math
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 
-from kha_megatron.compare import page, summarise
+from kha_megatron.compare import page, parse_variants, plan, summarise
+from kha_megatron.compare.charts import WIDTH
 from kha_megatron.compare.measure import mosaic
 from kha_megatron.compare.statistics import final_loss
+from kha_megatron.recipes import get_recipe
+from tests.compare.conftest import result
 
 EVIL = "<script>alert(1)</script>\"'&"
 
@@ -77,8 +83,8 @@ def test_the_tables_hold_the_numbers(made):
     assert loss[0] == ["Model", "Loss", "ΔL", "Verdict", "Seeds", "Knocks"]
     assert [row[0] for row in loss[1:]] == ["baseline", "kha_mlp", "kha_linear"]
     # gains 0.051, 0.052, 0.053: t(2) * 0.001 / sqrt(3) = 0.0025
-    assert loss[2][2:] == ["−0.052 ± 0.002", "lower", "3", "value=mlp"]
-    assert loss[3][2:4] == ["+0.000 ± 0.000", "no difference shown"]
+    assert loss[2][2:] == ["−0.0520 ± 0.0025", "lower", "3", "value=mlp"]
+    assert loss[3][2:4] == ["+0.0000 ± 0.0000", "no difference shown"]
     assert loss[1][2:4] == ["–", "reference"]
     finals = [final_loss(made.results["baseline", seed]["losses"]) for seed in (1, 2, 3)]
     assert loss[1][1].startswith(f"{sum(finals) / 3:.3f} ± ")
@@ -106,12 +112,55 @@ def test_the_tables_hold_the_numbers(made):
     assert "kha-megatron compare" in report.text
 
 
+def test_null_runs_are_the_floor_and_held_out_losses_stand_beside(tmp_path):
+    """Held out, kha_mlp gains 0.003 ± 0.0005 where null runs are 0.004 away from the baseline."""
+    variants = parse_variants("baseline,kha_mlp")
+    planned = plan(
+        get_recipe("quickstart"), variants, 3, output=tmp_path, overrides=["--mock-data"], null=True
+    )
+    moved = {"baseline": (0, 0, 0), "null": (4, -4, 4), "kha_mlp": (-3, -3.2, -2.8)}
+    results = {
+        (name, seed): result(run.variant, seed, gain=0.05 * (name == "kha_mlp"))
+        | {"held_out": 2 + seed + moved[name][seed - 1] / 1000}
+        for run in planned.runs
+        for name, seed in [(run.variant.name, run.seed)]
+    }
+    report = summarise(planned, results)
+    assert report["floor"]["held_out"] == pytest.approx(
+        {"rms": 0.004, "largest": 0.004, "seeds": 3}
+    )
+    assert report["floor"]["loss"] == {"rms": 0, "largest": 0, "seeds": 3}
+    parsed = Parsed(page(report, pictures(report)))
+    loss = parsed.tables["Final loss"]
+    assert loss[0][2:7] == ["ΔL", "Verdict", "Held-out", "ΔL held-out", "Verdict"]
+    assert [row[3] for row in loss[1:]] == ["reference", "the floor", "lower"]
+    assert [row[6] for row in loss[1:]] == ["reference", "the floor", "below the floor"]
+    assert loss[1][4].startswith("4.000 ± ")
+    assert loss[3][5] == "−0.0030 ± 0.0005"
+    assert "end 0.004 away (root mean square over 3 seeds; at most 0.004)" in parsed.text
+    assert parsed.tables["Runs"][2][2:6] == [
+        *(f"{final_loss(results['null', 1]['losses']):.4f}", "+0.0000", "3.0040", "+0.0040")
+    ]
+    del results["kha_mlp", 3]["held_out"]  # a run of an earlier version, or without --held-out
+    parsed = Parsed(page(summarise(planned, results), {}))
+    assert parsed.tables["Final loss"][3][5].startswith("−0.0031 ± ")
+    assert parsed.tables["Runs"][9][4:6] == ["–", "–"]
+
+
 def test_what_fused_kernels_cannot_do_is_said(made):
     made.report["variants"][1]["cost"] |= {"unfused": "heads <mix>", "spared_flops": 2.5e6}
     parsed = Parsed(page(made.report, {}))
     assert [row[-1] for row in parsed.tables["Cost"][1:]] == ["yes", "no", "yes"]
     assert "Not kha_mlp: heads <mix>." in parsed.text
     assert "would save 2.5 M of kha_mlp’s FLOPs" in parsed.text
+
+
+def test_what_a_recipe_has_alone_is_said(made):
+    assert "Recipe:" not in Parsed(page(made.report, {})).text
+    recipe = get_recipe("table3/mla-baseline")
+    latent = summarise(replace(made.comparison, recipe=recipe), made.results)
+    text = Parsed(page(latent, {})).text
+    assert "Recipe: norms have --norm-epsilon 1e-6, in all other rows 1e-5: " in text
 
 
 def test_an_unfinished_comparison_says_so(made):
@@ -122,7 +171,7 @@ def test_an_unfinished_comparison_says_so(made):
     parsed = Parsed(page(report, {}))
     assert "2 of 9 runs have finished" in parsed.text
     assert [row[0] for row in parsed.tables["Final loss"][1:]] == ["baseline", "kha_mlp"]
-    assert parsed.tables["Final loss"][2][2:4] == ["−0.051", "one seed: no interval"]
+    assert parsed.tables["Final loss"][2][2:4] == ["−0.0510", "one seed: no interval"]
     assert parsed.tables["Runs"][3][-1] == failures["kha_linear-seed1"]
     assert parsed.tables["Runs"][4][-1] == "not trained yet"
     assert parsed.groups("band") == 0
@@ -138,7 +187,7 @@ def test_a_reference_that_is_not_there_yet(made):
 
 def test_every_string_is_escaped(made):
     report = made.report
-    report["recipe"] = report["description"] = report["reference"] = EVIL
+    report["recipe"] = report["description"] = report["reference"] = report["note"] = EVIL
     report["variants"][0]["name"] = EVIL
     report["variants"][1] |= {"knocks": EVIL, "cost": {"uncounted": EVIL}}
     report["variants"][1]["matrices"][0] |= {"projection": EVIL, "variant": EVIL}
@@ -193,6 +242,7 @@ def test_in_a_real_browser(made, browser, tmp_path, width, dark):
         .map(e => { e.scrollLeft = 1e6; return e.scrollLeft > 0; })""")
     assert all(wide)
     assert bool(wide) == (width < 600)
+    assert _check_shades(browser) == (width < 600)
     heights = browser.ask("""[...document.querySelectorAll('svg text')].map(
         e => e.getBBox().height * Math.hypot(e.getScreenCTM().a, e.getScreenCTM().b))""")
     assert min(heights) > 11.5  # CSS pixels, of a line: letters of 10 and more
@@ -214,6 +264,51 @@ def test_in_a_real_browser(made, browser, tmp_path, width, dark):
     size = {"x": 0, "y": 0, "width": width, "height": 800, "scale": 1}
     picture = browser.call("Page.captureScreenshot", format="png", clip=size)["data"]
     assert len(base64.b64decode(picture)) > 20_000  # an empty page has 5 kB
+
+    # charts have one size, whatever the screen's and their number
+    widths = [_ask_widths(browser, "svg")]
+    browser.ask("document.querySelectorAll('.charts figure')[1].remove()")
+    widths.append(_ask_widths(browser, "svg"))
+    assert [len(found) for found in widths] == [2, 1]
+    assert all(0.85 * WIDTH < one <= WIDTH for found in widths for one in found)
+    assert len({round(one) for found in widths for one in found}) == 1
+
+
+def _ask_widths(browser, what: str) -> list[float]:
+    return browser.ask(
+        f"[...document.querySelectorAll('{what}')].map(e => e.getBoundingClientRect().width)"
+    )
+
+
+def _check_shades(browser) -> bool:
+    """The edge behind which a table goes on looks unlike its ground; at the table's end it does
+    not. Behind the last 24 pixels its cover comes in."""
+    found = set()
+    for number in range(len(_ask_widths(browser, ".scroll"))):
+        for left in (0, 1e6):
+            table = f"document.querySelectorAll('.scroll')[{number}]"
+            browser.ask(f"{table}.scrollLeft = {left}")
+            more = browser.ask(f"""(() => {{ const e = {table};
+                return e.scrollWidth - e.clientWidth - e.scrollLeft; }})()""")
+            box = browser.ask(f"""(() => {{ const b = {table}.getBoundingClientRect();
+                return [b.left + scrollX, b.top + scrollY, b.width, b.height]; }})()""")
+            ground, edge = _ground_and_edge(browser, box)
+            assert 1 < more < 24 or (abs(edge - ground) > 12) == (more > 1), (number, left, edge)
+            found.add(more > 24)
+    assert False in found
+    return True in found
+
+
+def _ground_and_edge(browser, box: list[float]) -> tuple[float, float]:
+    """Brightness from 0 to 255 of most of a box, and of most of its right edge, without border."""
+    clip = dict(zip(("x", "y", "width", "height"), box, strict=True)) | {"scale": 1}
+    taken = browser.call(
+        "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+    )
+    pixels = imread(io.BytesIO(base64.b64decode(taken["data"])))[..., :3].mean(-1) * 255
+    pixel = pixels.shape[1] / box[2]
+    edge = pixels[:, round(-5 * pixel) : round(-2 * pixel)]
+    return float(np.median(pixels)), float(np.median(edge))
 
 
 def _is(event: dict, name: str) -> bool:

@@ -13,13 +13,22 @@ from kha_megatron.compare.statistics import binned, final_loss
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.words import parse
 from kha_megatron.recipes import get_recipe
+from tests.checkpoint.saved import save
 
 MOCK = ["--mock-data", "--train-iters", "40"]
 
 
-def planned(output, overrides=MOCK, variants="baseline,random-init", seeds=2, recipe="quickstart"):
-    chosen = get_recipe(recipe)
-    return plan(chosen, parse_variants(variants), seeds, output=output, overrides=overrides)
+def planned(
+    output,
+    overrides=MOCK,
+    variants="baseline,random-init",
+    seeds=2,
+    recipe="quickstart",
+    **settings,
+):
+    chosen = parse_variants(variants)
+    settings |= {"output": output, "overrides": overrides}
+    return plan(get_recipe(recipe), chosen, seeds, **settings)
 
 
 def arguments(job):
@@ -38,9 +47,39 @@ def test_runs_of_one_seed_differ_only_in_what_is_knocked(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_null_runs_are_the_reference_but_for_rounding(tmp_path):
+    comparison = planned(tmp_path, variants="kha_mlp,baseline", seeds=1, null=True)
+    assert [run.variant.name for run in comparison.runs] == ["kha_mlp", "null", "baseline"]
+    reference, null, _ = (run.asked.flags for run in comparison.runs)
+    assert null == reference | {"--kha-perturb-embedding": ("1e-06",)}
+    half = planned(tmp_path, [*MOCK, "--bf16"], seeds=1, null=True).runs[1].asked.flags
+    assert half["--kha-perturb-embedding"] == ("0.00390625",)
+
+
+def test_runs_are_judged_once_by_whole_batches(tmp_path):
+    flags = planned(tmp_path, held_out=17).runs[0].asked.flags
+    assert flags["--eval-iters"] == ("2",)  # of 16 sequences each
+    assert flags["--eval-interval"] == ("41",)  # after the last iteration only
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
+        (
+            {"overrides": [*MOCK, "--kha-perturb-embedding", "1"]},
+            ConfigError,
+            "--kha-perturb-embedding is for one run",
+        ),
+        (
+            {"overrides": [*MOCK, "--eval-iters", "3"], "held_out": 1},
+            ConfigError,
+            "--eval-iters is what --held-out decides",
+        ),
+        (
+            {"overrides": [*MOCK, "--decrease-batch-size-if-needed"], "held_out": 1},
+            ConfigError,
+            "add `-- --global-batch-size N`",
+        ),
         ({"overrides": [*MOCK, "--seed", "3"]}, ConfigError, "--seed is for one run"),
         ({"overrides": [*MOCK, "--kha-init", "random"]}, ConfigError, "use --variants"),
         ({"overrides": [*MOCK, "--save=x"]}, ConfigError, "--save is for one run"),
@@ -93,11 +132,7 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
 def interrupted(tmp_path):
     """A run with a checkpoint of iteration 20."""
     (run, *_) = planned(tmp_path / "out").runs
-    (run.folder / "checkpoints" / "iter_0000020").mkdir(parents=True)
-    (run.folder / "checkpoints" / "iter_0000020" / "metadata.json").write_text(
-        '{"sharded_backend": "torch_dist"}'
-    )
-    (run.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("20")
+    save(run.folder / "checkpoints", 20, {}, kha_value=None)
     write_json(run.folder / RUN, {"starts": 1, "arguments": run.asked.flags})
     return run
 
@@ -121,12 +156,22 @@ def test_lost_losses_are_missing_from_the_numbers_and_not_made_up():
         runs._losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, 40)
 
 
+def test_a_held_out_loss_that_is_missing_is_not_made_up(tmp_path):
+    run = planned(tmp_path, held_out=16).runs[0]
+    assert runs._held_out(run, {"lm loss validation": [(40, 2.5)]}) == 2.5
+    with pytest.raises(DataError, match=r"held-out loss of baseline-seed1 is missing"):
+        runs._held_out(run, {"lm loss validation": [(39, 2.5)]})
+    with pytest.raises(DataError, match="is not finite"):
+        runs._held_out(run, {"lm loss validation": [(40, float("nan"))]})
+    assert runs._held_out(planned(tmp_path).runs[0], {}) is None
+
+
 def test_other_arguments_than_the_run_was_begun_with_are_refused(interrupted):
     output = interrupted.folder.parents[1]
     (output / MARK).touch()
     planned(output)
     planned(output, seeds=4, variants="baseline,kha_linear,random-init")  # only more
-    with pytest.raises(OutputError, match=r"begun with other arguments \(--lr: 0.008, now 1\)"):
+    with pytest.raises(OutputError, match=r"begun with other arguments \(--lr: 0.002, now 1\)"):
         planned(output, [*MOCK, "--lr", "1"])
     (interrupted.folder / RUN).write_text("{")
     with pytest.raises(OutputError, match="is damaged"):

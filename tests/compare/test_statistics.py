@@ -8,6 +8,7 @@ from kha_megatron.compare.statistics import (
     binned,
     estimate,
     final_loss,
+    floor,
     paired,
     t_quantile,
 )
@@ -47,6 +48,13 @@ def test_pairs_take_out_what_the_seed_did():
     assert paired(baseline, [2.979, 3.98, 4.981]).side == 1
     assert paired([1.0, 2.0], [1.1, 1.9]).side == 0
     assert paired([1.0], [9.0]).side == 0  # one seed proves nothing
+
+
+def test_the_floor_is_how_far_null_runs_moved():
+    found = floor([1.003, 2.0, 2.996], [1.0, 2.0, 3.0])
+    assert found.rms == pytest.approx(0.005 / math.sqrt(3))
+    assert found.largest == pytest.approx(0.004)
+    assert found.seeds == 3
 
 
 def test_final_loss_is_of_the_last_twentieth():
