@@ -13,6 +13,7 @@ from kha_megatron.recipes.checks import check_words
 from kha_megatron.recipes.cluster import Cluster, flag_of
 from kha_megatron.recipes.gated import GATED
 from kha_megatron.recipes.interactive import INTERACTIVE
+from kha_megatron.recipes.laptop import LAPTOP
 from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.moh import MOH
@@ -47,7 +48,8 @@ __all__ = [
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
-        for recipe in (QUICKSTART, *PAPER, EQUATION_12, *TABLES, *INTERACTIVE, *MOH, *GATED)
+        for recipes in ((QUICKSTART, EQUATION_12), LAPTOP, PAPER, TABLES, INTERACTIVE, MOH, GATED)
+        for recipe in recipes
     }
 )
 """Every recipe by name."""

@@ -14,6 +14,9 @@ from kha_megatron.model.run import Run, hear
 from kha_megatron.model.words import render
 from kha_megatron.recipes.recipe import Recipe
 
+_OTHERWISE = ("kha_upcycle", "use_checkpoint_args", "--ckpt-step", "--non-persistent-ckpt-type")
+"""With these the newest checkpoint's heads may differ, or another is loaded: the ranks compare."""
+
 
 def check_words(recipe: Recipe, words: Sequence[str]) -> None:
     """A user's words must be ones that Megatron's parser takes.
@@ -75,12 +78,12 @@ def check_folders(run: Run, output: Path | None, *, resume: bool) -> None:
 
     Raises:
         OutputError: the output folder is not empty, is a file or cannot be written.
-        CheckpointError: there is no complete checkpoint to load.
+        CheckpointError: there is no complete checkpoint to load, or it is of other heads.
     """
     save = run.files.save
     load = Path(run.files.load).absolute() if run.files.load else None
     if load is not None:
-        _check_checkpoint(load, run.training.ckpt_format)
+        _check_checkpoint(load, run)
     for folder in dict.fromkeys(f.absolute() for f in (output, save and Path(save)) if f):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"{folder} is a file: choose another --output")
@@ -94,12 +97,26 @@ def check_folders(run: Run, output: Path | None, *, resume: bool) -> None:
             raise OutputError(f"{parent} cannot be written: choose another --output")
 
 
-def _check_checkpoint(folder: Path, ckpt_format: str) -> None:
-    """Megatron starts from random weights where there is nothing to load: refuse instead."""
+def _check_checkpoint(folder: Path, run: Run) -> None:
+    """Refuse what has nothing to load, where Megatron starts from random weights, and other heads
+    than the checkpoint's, which the ranks refuse too: on a cluster, after the queue."""
     verdict = judge(folder) if folder.is_dir() else None
+    if verdict and verdict.newest:
+        if not any(run.arguments.get(name) for name in _OTHERWISE):
+            _check_heads(verdict.newest, run)
+        return
     # the commit mark is of torch_dist alone: of another format, the tracker file's word is taken
-    if verdict and (verdict.newest or (verdict.named and ckpt_format != "torch_dist")):
+    if verdict and verdict.named and run.training.ckpt_format != "torch_dist":
         return
     raise CheckpointError(
         f"{folder} holds no complete checkpoint: start again in an empty --output, without --resume"
     )
+
+
+def _check_heads(path: Path, run: Run) -> None:
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint  # imports torch
+    from kha_megatron.model.recorded import check_same_heads, kha_of
+
+    checkpoint = MegatronCheckpoint.open(path, verify=False)
+    shapes = {key: info.shape for key, info in checkpoint.keys().items()}
+    check_same_heads(path, kha_of(checkpoint), shapes, run.arguments, run.kha)

@@ -181,6 +181,8 @@ class Cluster:
         for name in kind.needs if kind else ():
             if getattr(self, name) is None:
                 raise ConfigError(f"{self.executor} needs {flag_of(name)}")
+        if self.executor == "skypilot" and self.code != "git":
+            raise ConfigError("skypilot ships the committed tree with each job: give --code git")
         if self.host is not None and self.folder is None:
             raise ConfigError(f"--host {self.host} needs --folder, a path on the cluster")
         if self.host is None and self.folder is not None:
@@ -312,8 +314,6 @@ def _slurm(cluster: Cluster, run: ModuleType, device: str) -> dict[str, Any]:
 
 
 def _packager(cluster: Cluster, run: ModuleType) -> Any:
-    if cluster.executor == "skypilot" and cluster.code != "git":
-        raise ConfigError("skypilot ships the committed tree with each job: give --code git")
     if cluster.code is None:
         return run.Packager()
     if cluster.code == "git":

@@ -7,28 +7,29 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.data.paths import check_data
+from kha_megatron.data.paths import check_data, lacks_vocabulary
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.history.log_lines import Step, new_lines, parse_step
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.run import Run
+from kha_megatron.model.run import Run, say
 from kha_megatron.recipes.checks import check_folders, check_layout
 from kha_megatron.recipes.cluster import Cluster
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.processes import MARK, guarded, interruptible, marked
 from kha_megatron.recipes.recipe import Recipe
 
-_TASK = "train"
+_TASK, _LOG = "train", "combined.log"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
@@ -123,7 +124,8 @@ def prepare(
             by then.
 
     Raises:
-        ConfigError: parallel sizes, KHA names or arguments that cannot be honoured.
+        ConfigError: parallel sizes, KHA names or arguments that cannot be honoured; a relative
+            folder for ranks that do not see this machine's files.
         DataError: datasets or tokenizer are missing.
         OutputError: the output folder is in use or cannot be written.
         CheckpointError: ``resume`` without a complete checkpoint.
@@ -132,7 +134,10 @@ def prepare(
     if cluster is not None:
         placed |= cluster.arguments()
         ranks = cluster.ranks
+        _check_paths(cluster, data=data, output=output)
     run = recipe.run_for(overrides, data=data, output=output, **placed)
+    if lacks_vocabulary(run.arguments) and run.vocab_size:  # as many tokens as the recipe's own
+        run = replace(run, said=say(vocab_size=run.vocab_size) | dict(run.said))
     if resume and run.files.save is None:
         raise ConfigError("nothing to resume: give --output the folder of the earlier run")
     loading = run.loading()
@@ -144,6 +149,8 @@ def prepare(
     check_data(run.arguments, look=here)
     if here:
         check_folders(run, output, resume=resume)
+    if run.training.kha_upcycle and run.files.load is None:
+        run = loading  # where the run finds itself when it is started again
     if again or cluster is not None:  # Megatron starts anew in an empty folder
         if (other := run.files.load) not in (None, loading.files.save):
             raise ConfigError(
@@ -167,12 +174,22 @@ def prepare(
     )
 
 
+def _check_paths(cluster: Cluster, **folders: Path | None) -> None:
+    """Where the ranks have other files, a path from this folder on would mean nothing to them."""
+    for name, folder in folders.items():
+        if not (folder is None or cluster.shares_files or folder.is_absolute()):
+            raise ConfigError(
+                f"--{name} {folder} is relative, and the ranks do not run in this folder: give the "
+                "path as the ranks see it, from / on"
+            )
+
+
 def _environment(recipe: Recipe, run: Run, cluster: Cluster | None) -> dict[str, str]:
     """What the ranks need; on this machine the caller's own values win."""
     wanted, layout = dict(recipe.environment), Layout.of(run.arguments, None)
-    if run.training.use_torch_fsdp2:  # Megatron's check refuses 1 with it, and demands 1 below
-        wanted.pop(_CONNECTIONS, None)
-    elif cluster is not None and max(layout.tp, layout.cp) > 1:
+    if run.training.use_torch_fsdp2 or run.training.use_megatron_fsdp:
+        wanted.pop(_CONNECTIONS, None)  # Megatron's check refuses 1 with them, and demands 1 below
+    elif max(layout.tp, layout.cp) > 1:
         wanted = {_CONNECTIONS: "1"} | wanted
     if cluster is not None:
         return wanted
@@ -201,15 +218,24 @@ def dry_run(job: Job) -> Command:
     )
 
 
-def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> LaunchResult:
+def launch(
+    job: Job,
+    *,
+    on_step: Callable[[Step], None] | None = None,
+    stop: threading.Event | None = None,
+) -> LaunchResult:
     """Run a job on this machine to its end.
+
+    Several may run at a time, each in a thread of its own.
 
     Args:
         job: from :func:`prepare`.
         on_step: called in this thread with each progress line of Megatron's, soon after it.
+        stop: ends the job as Ctrl-C does, which only the main thread hears.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, SIGTERM or a closed terminal; every rank has been stopped.
+        KeyboardInterrupt: Ctrl-C, SIGTERM, a closed terminal or ``stop``; every rank has been
+            stopped.
         MissingDependencyError: NeMo-Run is not installed.
         ConfigError: torchrun cannot be found, or NeMo-Run's home folder has an unusable name.
     """
@@ -222,7 +248,8 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
         info = experiment.status(return_dict=True)[_TASK]
         logs = Path(info["local_dir"], "nemo_run", info["job_id"])
         launcher, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
-        for step in _follow(experiment, launcher / "stdout.log", mark):
+        announce(f"{job.output or job.recipe.name}: log of all ranks: {launcher / _LOG}")
+        for step in _follow(experiment, launcher / "stdout.log", mark, stop):
             last_step = step
             if on_step is not None:
                 on_step(step)
@@ -231,11 +258,21 @@ def launch(job: Job, *, on_step: Callable[[Step], None] | None = None) -> Launch
     return LaunchResult(
         status=status,
         seconds=seconds,
-        log=launcher / "combined.log",
+        log=launcher / _LOG,
         rank_logs=rank_logs,
         last_step=last_step,
         failure=None if status == "succeeded" else find_failure(launcher, rank_logs),
     )
+
+
+def find_torchrun() -> str | None:
+    """The torchrun that starts the ranks: this environment's, or else the one on PATH."""
+    return shutil.which("torchrun", path=f"{_binaries()}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def _binaries() -> str:
+    """Where this environment's commands are, whether or not it has been activated."""
+    return str(Path(sys.executable).parent)
 
 
 def experiment_name(recipe: Recipe) -> str:
@@ -289,39 +326,51 @@ def experiment_of(job: Job, executor: Any) -> Any:
     )
 
 
+def check_scripts_folder(folder: str) -> None:
+    """NeMo-Run writes the path of its scripts into shell commands without quotes.
+
+    Args:
+        folder: where they lie on the machine that starts them.
+
+    Raises:
+        ConfigError: a shell would not read the path as it is.
+    """
+    if shlex.quote(folder) != folder:
+        raise ConfigError(
+            f"NeMo-Run cannot start a script in {folder}: set NEMORUN_HOME, or --folder of a "
+            "--host, to a folder whose path has no spaces or shell characters"
+        )
+
+
 @contextmanager
 def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
     """A NeMo-Run experiment with the job as its only task, not yet started."""
-    binaries = str(Path(sys.executable).parent)
-    if shutil.which("torchrun", path=f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}") is None:
+    if find_torchrun() is None:
         raise ConfigError(
-            f"torchrun is neither in {binaries} nor on PATH: run kha-megatron from the environment "
-            "in which PyTorch is installed"
+            f"torchrun is neither in {_binaries()} nor on PATH: run kha-megatron from the "
+            "environment in which PyTorch is installed"
         )
     executor = nemo_run().LocalExecutor(
         launcher="torchrun",
         ntasks_per_node=job.ranks,
         # the scheduler puts PATH in front of the caller's
-        env_vars={**job.environment, "PATH": binaries, MARK: mark},
+        env_vars={**job.environment, "PATH": _binaries(), MARK: mark},
     )
     with experiment_of(job, executor) as experiment:
         experiment.add(task_of(job), name=_TASK)
-        folder = experiment.jobs[0].executor.job_dir
-        if shlex.quote(folder) != folder:
-            raise ConfigError(
-                f"NeMo-Run cannot start a script in {folder}: set NEMORUN_HOME to a folder whose "
-                "path has no spaces or shell characters"
-            )
+        check_scripts_folder(experiment.jobs[0].executor.job_dir)
         yield experiment
 
 
-def _follow(experiment: Any, log: Path, mark: str) -> Iterator[Step]:
+def _follow(experiment: Any, log: Path, mark: str, stop: threading.Event | None) -> Iterator[Step]:
     """Progress lines as they are written, until the run has finished."""
     with log.open("rb") as file:
         finished = False
         while not finished:
             finished = _status(experiment, mark) in _FINISHED  # before reading: nothing is missed
             yield from (step for line in new_lines(file) if (step := parse_step(line)))
+            if stop is not None and stop.is_set():
+                raise KeyboardInterrupt
             if not finished:
                 time.sleep(_POLL_SECONDS)
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Optional
 
 import nemo_run as run
 
@@ -22,8 +23,8 @@ _TASK = "train"
 def train(
     ctx: run.cli.RunContext,
     recipe: str,
-    data: str | None = None,
-    output: str | None = None,
+    data: Optional[str] = None,  # noqa: UP045  (NeMo-Run 0.11's parser knows no `str | None`)
+    output: Optional[str] = None,  # noqa: UP045
     megatron: str = "",
     resume: bool = False,
 ) -> None:

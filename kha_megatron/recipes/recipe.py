@@ -43,6 +43,9 @@ class Recipe:
     """What its paper prints of this run: ``total`` and ``active`` parameters, as it writes them and
     without the knock's, the final ``loss``, or the mean ``accuracy`` over its tasks in percent."""
 
+    note: str = ""
+    """In what, besides its name, it is not like the recipes that it is compared with, and why."""
+
     entry: str = "kha_megatron.training"
     """What every rank runs: a module, or the path of a script that ends in ``.py``."""
 

@@ -12,7 +12,14 @@ from typing import Any
 from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step
 from kha_megatron.recipes.cluster import Cluster, executor_of
-from kha_megatron.recipes.launching import Job, experiment_of, nemo_run, script_of, task_of
+from kha_megatron.recipes.launching import (
+    Job,
+    check_scripts_folder,
+    experiment_of,
+    nemo_run,
+    script_of,
+    task_of,
+)
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.slurm import follow, log_of, number_of
 
@@ -58,7 +65,7 @@ def dry_submission(job: Job) -> Submission:
 
     Raises:
         MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: the executor cannot be made.
+        ConfigError: the executor cannot be made, or its script not be started where it lies.
     """
     with _quiet(), _experiment(job) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
@@ -77,7 +84,8 @@ def submit(
 
     Raises:
         MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: the executor cannot be made, or cannot be left alone.
+        ConfigError: the executor cannot be made, its script not be started where it lies, or it
+            cannot be left alone.
     """
     executor = _cluster(job).executor
     if detach and executor not in ("slurm", "skypilot", "lepton"):
@@ -145,6 +153,8 @@ def _experiment(job: Job) -> Iterator[Any]:
         for number in range(cluster.chain):
             name = _TASK if cluster.chain == 1 else f"{_TASK}-{number + 1}"
             before = [experiment.add(task_of(job), name=name, dependencies=before)]
+        if cluster.executor == "slurm":
+            check_scripts_folder(cluster.folder or experiment.jobs[0].executor.job_dir)
         yield experiment
 
 

@@ -1,12 +1,15 @@
 """Bad input is refused before anything starts, by name, and good input is not."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
 from kha_megatron.recipes import get_recipe, prepare
+from tests.checkpoint.saved import save
 
 QUICKSTART = get_recipe("quickstart").updated(num_attention_heads=8, num_query_groups=4)
 
@@ -70,7 +73,26 @@ def test_layouts_that_megatron_can_make_pass(words, ranks, data):
 
 def test_no_data():
     refused(DataError, "no training data: give --data")
-    assert "--mock-data" in prepare(QUICKSTART, overrides=["--mock-data"]).command
+
+
+def sizes_of(*words: str) -> list[str]:
+    """What the ranks hear of the vocabulary, when the user says so much of the data."""
+    command = prepare(QUICKSTART, overrides=["--mock-data", *words]).command
+    return [command[i + 1] for i, word in enumerate(command) if word == "--vocab-size"]
+
+
+def test_mock_data_has_as_many_tokens_as_the_recipes_own():
+    assert sizes_of() == ["512"]
+    assert sizes_of("--tokenizer-type", "NullTokenizer") == ["512"]
+    assert sizes_of("--vocab-size", "77") == ["77"]
+    assert sizes_of("--use-checkpoint-args") == []  # the checkpoint knows
+
+
+def test_mock_data_of_an_unknown_vocabulary_is_refused():
+    unknown = replace(QUICKSTART, run=replace(QUICKSTART.run, vocab_size=None))
+    with pytest.raises(DataError, match=r"no tokenizer that says how many tokens .*--vocab-size N"):
+        prepare(unknown, overrides=["--mock-data"])
+    assert "77" in prepare(unknown, overrides=["--mock-data", "--vocab-size", "77"]).command
 
 
 @pytest.mark.parametrize("missing", ["corpus.bin", "corpus.idx"])
@@ -104,11 +126,9 @@ class TestFolders:
 
     @pytest.fixture
     def trained(self, output: Path) -> Path:
-        """An output folder with a finished checkpoint of iteration 7."""
-        checkpoint = output / "checkpoints" / "iter_0000007"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-        (output / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7\n")
+        """An output folder with a finished checkpoint of iteration 7, of the recipe's heads."""
+        matrices = {"decoder.layers.self_attention.knock_value.weight": torch.zeros(4, 3, 16, 16)}
+        save(output / "checkpoints", 7, matrices, kha_value="mlp")
         return output
 
     def test_new_and_empty_folders_are_taken_and_not_made(self, output, data):
@@ -135,8 +155,22 @@ class TestFolders:
         )
 
     def test_a_killed_save_is_no_checkpoint(self, trained, data):
-        (trained / "checkpoints/iter_0000007/metadata.json").unlink()
+        for last in ("metadata.json", "integrity.json"):
+            (trained / "checkpoints/iter_0000007" / last).unlink()
         refused(CheckpointError, "no complete checkpoint", data=data, output=trained, resume=True)
+
+    @pytest.mark.parametrize(
+        ("words", "match"),
+        [
+            ("--kha-preset kha_linear", "KHA on value=mlp, and .* value=linear .*same --kha-"),
+            ("--kha-preset baseline", "1 tensor decoder.layers.* unexpected"),
+            ("--kha-preset kha_mlp --heads gate.output=element", "on value=mlp, and .*gate"),
+        ],
+    )
+    def test_other_heads_than_the_checkpoints_are_refused(self, trained, data, words, match):
+        options = {"data": data, "output": trained, "resume": True}
+        refused(CheckpointError, match, words, **options)
+        prepare(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
 
     def test_resume_of_nothing(self, output, data):
         refused(CheckpointError, "no complete checkpoint", data=data, output=output, resume=True)

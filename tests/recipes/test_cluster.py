@@ -153,12 +153,15 @@ echo 77
 """,
     "srun": """
 [ "$1" = --nodes=1 ] && exec echo 127.0.0.1
-while [ "$1" != torchrun ]; do
+while [ "$1" != torchrun ] && [ "$1" != ft_launcher ]; do
   [ "$1" = --output ] && exec > "${2//%j/77}" 2>&1
   [ "$1" = --chdir ] && { mkdir -p "$2"; cd "$2"; }
   shift
 done
 exec "$@"
+""",
+    "ft_launcher": """
+exec torchrun "$@"
 """,
     "scontrol": """
 [ "$1 $2" = "show hostnames" ] && exec echo localhost
@@ -218,7 +221,8 @@ def test_a_slurm_job_to_its_end(code, knows, status, slurm, scripted, nemorun_ho
         executor="slurm", gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, **SLURM
     )
     recipe = scripted(
-        RANK, run=Run.of().updated(["--code", str(code), "--save", str(slurm / "runs")])
+        RANK,
+        run=Run.of(vocab_size=90).updated(["--code", str(code), "--save", str(slurm / "runs")]),
     )
     words = ["--mock-data", "--odd=a b$c"]
     steps = []
@@ -238,6 +242,26 @@ def test_a_slurm_job_to_its_end(code, knows, status, slurm, scripted, nemorun_ho
         assert "the disk is full" in result.failure.lines  # two streams have no order
 
 
+ENDING = """
+import os, sys
+if "--finish" in sys.argv:  # as our entry point does: tests/faults/test_restarts.py
+    open(os.environ["FAULT_TOL_FINISHED_FLAG_FILE"], "w").close()
+"""
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_fault_tolerant_job_is_queued_again_until_it_has_finished(
+    finished, slurm, scripted, nemorun_home, monkeypatch
+):
+    monkeypatch.setattr("kha_megatron.recipes.slurm._POLL_SECONDS", 0.1)
+    cluster = Cluster(executor="slurm", gpus=1, retries=2, fault_tolerant=True, **SLURM)
+    run = Run.of(vocab_size=90).updated(["--save", str(slurm / "runs")])
+    words = ["--mock-data", "--device", "cpu", *(["--finish"] if finished else [])]
+    result = submit(prepare(scripted(ENDING, run=run), cluster=cluster, overrides=words))
+    assert result.succeeded, (slurm / "out").read_text()
+    assert (slurm / "scontrol").exists() != finished, (slurm / "out").read_text()
+
+
 def test_a_scheduler_that_is_not_there_is_a_failed_job(monkeypatch, nemorun_home, tmp_path):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     result = submit(job_on(CLUSTERS["slurm"]))
@@ -254,6 +278,7 @@ def test_a_scheduler_that_is_not_there_is_a_failed_job(monkeypatch, nemorun_home
         ({"executor": "docker", "image": "x", "nodes": 2}, "docker has no --nodes"),
         ({"executor": "lepton", "image": "x", "partition": "p"}, "lepton has no --partition"),
         ({"executor": "kubeflow", "image": "x", "chain": 2}, "kubeflow has no --chain"),
+        ({"executor": "skypilot", "image": "x"}, "skypilot ships .* give --code git"),
         ({"executor": "slurm", **SLURM, "nodes": 0}, "--nodes 0: give a whole number from 1"),
         ({"executor": "slurm", **SLURM, "gpus": 0}, "--nproc 0: give a whole number from 1"),
         ({"executor": "slurm", **SLURM, "retries": -1}, "--retries -1: give a whole number"),
@@ -284,6 +309,29 @@ def test_what_an_executor_cannot_have_is_refused(cluster, match):
 def test_what_nemo_run_cannot_take_is_refused(cluster, match, nemorun_home):
     with pytest.raises(ConfigError, match=match):
         dry_submission(job_on(Cluster(**cluster)))
+
+
+@pytest.mark.parametrize("name", ["slurm-container", "docker", "kubeflow"])
+def test_a_path_from_this_folder_on_is_refused_where_ranks_have_other_files(name):
+    with pytest.raises(ConfigError, match=r"--output runs/one is relative.*as the ranks see it"):
+        job_on(CLUSTERS[name], output=Path("runs/one"))
+    with pytest.raises(ConfigError, match=r"--data mine is relative.*as the ranks see it"):
+        prepare(get_recipe("dense-0.6b"), cluster=CLUSTERS[name], data=Path("mine"))
+
+
+def test_a_path_from_this_folder_on_is_taken_where_ranks_have_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = job_on(CLUSTERS["slurm"], output=Path("one")).command
+    assert words[words.index("--save") + 1] == str(tmp_path / "one/checkpoints")
+
+
+def test_a_folder_that_a_shell_would_split_is_refused(nemorun_home, monkeypatch, tmp_path):
+    odd = Cluster(executor="slurm", **SLURM, host="me@login.example", folder="/home/me/my jobs")
+    with pytest.raises(ConfigError, match=r"in /home/me/my jobs: set .* --folder of a --host"):
+        dry_submission(job_on(odd))
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path / "my nemo"))
+    with pytest.raises(ConfigError, match=r"my nemo.*: set NEMORUN_HOME, or"):
+        dry_submission(job_on(CLUSTERS["slurm"]))
 
 
 @pytest.mark.parametrize("name", ["kubeflow", "skypilot"])

@@ -33,7 +33,9 @@ if rank == 1:
 """
 
 
-def test_ranks_receive_every_argument_unchanged(scripted, tmp_path, nemorun_home, monkeypatch):
+def test_ranks_receive_every_argument_unchanged(
+    scripted, tmp_path, nemorun_home, monkeypatch, capsys
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     words = [f"--odd{i}={value}" for i, value in enumerate(ODD)]
     before = signal.getsignal(signal.SIGTERM)
@@ -43,6 +45,8 @@ def test_ranks_receive_every_argument_unchanged(scripted, tmp_path, nemorun_home
 
     assert result.succeeded, result.failure
     assert result.failure is None
+    said = capsys.readouterr().err  # from the start, for who wants to follow it
+    assert f"{job.output}: log of all ranks: {result.log}\n" in said
     assert [(s.iteration, s.total, s.samples, s.loss) for s in steps] == [
         (3, 7, 24, 6.5),
         (7, 7, 56, 2.5),
@@ -106,7 +110,7 @@ def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_ho
         assert len(pids) == 4
         assert all(map(_alive, pids))
         driver.send_signal(number)
-        output, _ = driver.communicate(timeout=60)
+        output, _ = driver.communicate(timeout=180)
         assert output == ("interrupted\n" if number == signal.SIGTERM else "")
         if number == signal.SIGKILL:  # its guard needs a moment
             _wait_until(lambda: not any(map(_alive, pids)), 15)

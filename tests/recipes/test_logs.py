@@ -1,8 +1,10 @@
 """Progress and failures are read from the very lines that Megatron and torchrun write."""
 
+import math
+
 import pytest
 
-from kha_megatron.history.log_lines import Step, new_lines, parse_step, read_steps
+from kha_megatron.history.log_lines import Step, new_lines, parse_step, read_log, read_steps
 from kha_megatron.recipes.logs import TAIL_LINES, Failure, find_failure
 
 LINE = (
@@ -17,7 +19,12 @@ LINE = (
     ("line", "step"),
     [
         (LINE, Step(10, 300, 80, 0.8841, 8.221897)),
-        (LINE.replace(" lm loss: 8.221897E+00 |", ""), Step(10, 300, 80, 0.8841, None)),
+        (  # an interval of which no iteration counted: Megatron prints its sum
+            LINE.replace("8.221897E+00", "0.000000E+00").replace(
+                "iterations:   0", "iterations:   1"
+            ),
+            Step(10, 300, 80, 0.8841, None),
+        ),
         (" iteration 1/ 3 | lm loss: 1.5E+00 |", Step(1, 3, None, None, 1.5)),
         (
             " validation loss at iteration 10 | lm loss value: 8.2E+00 | lm loss PPL: 3.7E+03",
@@ -29,6 +36,16 @@ LINE = (
 )
 def test_parse_step(line, step):
     assert parse_step(line) == step
+
+
+def test_a_loss_that_is_no_number_is_read_though_megatron_leaves_it_out(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        f"{LINE}\n{LINE.replace(' lm loss: 8.221897E+00 |', '')}\n".replace("10/", "9/", 1)
+    )
+    (_, number), (iteration, none) = read_log(log)["lm loss"]
+    assert (number, iteration) == (8.221897, 10)
+    assert math.isnan(none)
 
 
 def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):

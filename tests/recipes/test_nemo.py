@@ -60,6 +60,15 @@ def test_a_recipe_trains(nemo, tmp_path):
         assert words[words.index("--kha-preset") + 1] == "kha_mlp"
 
 
+def test_folders_reach_the_ranks(nemo, data, tmp_path):
+    folders = [f"data={data}", f"output={tmp_path / 'runs'}"]  # the first one has a space
+    done = nemo(*folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = (tmp_path / "rank0").read_text().split("|")
+    assert words[words.index("--data-path") + 1] == str(data / "corpus")
+    assert words[words.index("--save") + 1] == str(tmp_path / "runs" / "checkpoints")
+
+
 def test_a_failing_rank_ends_it_with_1(nemo, tmp_path):
     assert nemo("megatron='--mock-data --x fail'").returncode == 1
     assert list(tmp_path.glob("rank[01]"))  # the first to fail may end the other before it writes

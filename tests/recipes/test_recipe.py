@@ -99,6 +99,27 @@ def test_the_callers_environment_wins(monkeypatch, data):
     assert environment == {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
+@pytest.mark.parametrize(
+    ("words", "connections"),
+    [
+        ("", None),  # data parallelism alone
+        ("--tensor-model-parallel-size 2", "1"),
+        ("--context-parallel-size 2", "1"),
+        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", None),  # Megatron refuses 1
+    ],
+)
+def test_what_megatron_demands_of_the_environment(words, connections, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    job = prepare(
+        get_recipe("dense-0.6b"), overrides=["--mock-data", *words.split()], ranks=2, device="cuda"
+    )
+    assert job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    if connections:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as Blackwell may have it
+        job = prepare(job.recipe, overrides=["--mock-data", *words.split()], ranks=2)
+        assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_paths_are_absolute_whatever_the_caller_gave(data, monkeypatch):
     monkeypatch.chdir(data.parent)
     arguments = QUICKSTART.run_for(data=Path(data.name), output=Path("out")).flags
