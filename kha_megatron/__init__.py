@@ -8,4 +8,4 @@ from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import KHAError
 
 __all__ = ["PRESETS", "KHAConfig", "KHAError", "__version__"]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -21,18 +21,21 @@ class _Stderr(logging.StreamHandler):
         super().emit(record)
 
 
-def announce(text: str, *, once: Hashable | None = None) -> None:
+def announce(text: str, *, once: Hashable | None = None, every_rank: bool = False) -> None:
     """Log ``kha_megatron: {text}`` at level INFO; silent on all ranks but the first.
 
     Args:
         once: where given, nothing is said again in this process under the same key.
+        every_rank: whether others say it too, with their number: what may befall one machine alone.
     """
     if once is not None:
         if once in _said:
             return
         _said.add(once)
     if not is_first_rank():
-        return
+        if not every_rank:
+            return
+        text = f"rank {os.environ.get('RANK', '?')}: {text}"
     if not LOGGER.handlers:
         handler = _Stderr()
         handler.setFormatter(logging.Formatter("kha_megatron: %(message)s"))

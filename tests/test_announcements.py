@@ -38,6 +38,12 @@ def test_other_ranks_are_silent(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_what_befalls_another_rank_alone_is_said_by_it(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "5")
+    announce("WARNING: it", every_rank=True)
+    assert capsys.readouterr().err == "kha_megatron: rank 5: WARNING: it\n"
+
+
 def test_a_handler_of_the_program_gets_them_instead(monkeypatch, capsys):
     heard = logging.Handler()
     records = []

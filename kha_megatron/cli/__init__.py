@@ -25,7 +25,6 @@ app = Commands(
     name="kha-megatron",
     help="Knocking-Heads Attention for Megatron-Core: prepare, launch, convert, look.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 

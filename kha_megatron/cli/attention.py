@@ -64,15 +64,11 @@ def attention_figures(
     target = parse_device(device)
     with _model_folder(checkpoint, tokenizer) as folder:
         check_model_folder(folder)
-        from kha_megatron.checkpoint.hf_reader import HFCheckpoint
-        from kha_megatron.config import KHAConfig
-        from kha_megatron.hf.instruments import MEASURED, measure
+        from kha_megatron.hf.instruments import measure
 
-        kha = KHAConfig.recorded(HFCheckpoint.open(folder).config)
-        eager = kha is not None and kha.talking is not None
         with console.log.status(f"Loading {checkpoint}"):
-            words, model = load(folder, target, attention=None if eager else MEASURED)
-        config = model.config
+            words, model = load(folder, target)
+        config = model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or 2**20
         ids = words(text, return_tensors="pt").input_ids[:, : tokens or min(TOKENS, limit)]
         if ids.shape[1] < 2:
@@ -82,10 +78,10 @@ def attention_figures(
                 f"--tokens {tokens} exceed the {limit} positions that the model was trained on: "
                 f"use --tokens {limit} or less"
             )
-        if ids.max() >= config.get_text_config().vocab_size:
+        if ids.max() >= config.vocab_size:
             raise CheckpointError(
                 f"the tokenizer makes token {int(ids.max())}, the model has "
-                f"{config.get_text_config().vocab_size}: the tokenizer is of another model"
+                f"{config.vocab_size}: the tokenizer is of another model"
             )
         with console.log.status(f"Passing {ids.shape[1]} tokens"):
             return ids.shape[1], measure(model, ids.to(target))

@@ -18,7 +18,14 @@ from rich.progress import (
 
 from kha_megatron.announcements import announce
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, Workers, option_of, parse_size, with_options
+from kha_megatron.cli.options import (
+    AsJSON,
+    Preset,
+    Workers,
+    option_of,
+    parse_size,
+    with_options,
+)
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
@@ -115,8 +122,8 @@ def to_hf(
         typer.Option(
             help="kha, which has every attention and variant; of models without KHA also qwen3, "
             "qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama, mistral; with a gate on attention's "
-            "output qwen3_next, qwen3_5_text (element-wise), lfm3 (head-wise); or auto for the one "
-            "that fits."
+            "output qwen3_next, qwen3_5_text, qwen3_5_moe_text (element-wise), lfm3 (head-wise); "
+            "or auto for the one that fits."
         ),
     ] = "kha",
     max_shard_size: ShardSize = "5GB",
@@ -126,8 +133,7 @@ def to_hf(
     Reads torch_dist checkpoints whatever TP, PP or EP wrote them; writes safetensors, the
     configuration, the tokenizer and the generation configuration.
 
-    \b
-    Example:
+    Examples:
       kha-megatron convert to-hf runs/quickstart/checkpoints my-model
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
       kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
@@ -152,13 +158,13 @@ def to_megatron(
     """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
 
     Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3, and of full attention in
-    every layer qwen3_next, qwen3_5_text and lfm3. The folder holds a release, which starts a run at
-    iteration 0 without optimizer state, and the tokenizer.
+    every layer qwen3_next, qwen3_5_text, qwen3_5_moe_text and lfm3. The folder holds a release,
+    which starts a run at iteration 0 without optimizer state, and the tokenizer.
 
-    \b
-    Example:
+    Examples:
       kha-megatron convert to-megatron Qwen3-0.6B-Base ckpt/qwen3
-      kha-megatron convert to-megatron my-model ckpt/my-model --tensor-model-parallel-size 4
+      kha-megatron convert to-megatron my-model ckpt/my-model \\
+        --tensor-model-parallel-size 4
     """
     from kha_megatron.conversion import to_megatron
 
@@ -182,10 +188,11 @@ def fold(
     """Fold linear knocking heads into the projections: a stock model that any server runs.
 
     W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3; GTA and
-    GLA have no stock architecture.
+    GLA have no stock architecture. Collaborative heads fold into ordinary ones with the same key,
+    as wide as keys or values: where those differ, into an architecture that rotates a part of a
+    head.
 
-    \b
-    Example:
+    Examples:
       kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
       kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
     """
@@ -204,7 +211,7 @@ def upcycle(
     out: Out,
     how: Writing,
     to: Annotated[Literal["megatron", "hf"], typer.Option(help="What OUT is for.")] = "megatron",
-    kha_preset: Annotated[str | None, typer.Option(help="Such as kha_mlp or kha_linear.")] = None,
+    kha_preset: Preset = None,
     kha_query: Annotated[
         str | None, typer.Option(help="linear, mlp, gate or none, over the preset.")
     ] = None,
@@ -237,11 +244,10 @@ def upcycle(
     shows what that costs. Takes stock Hugging Face models and checkpoints of plain Megatron. Models
     with multi-latent attention (deepseek_v3) take linear matrices and gates on the output only.
 
-    \b
-    Example:
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-kha --kha-preset kha_linear
+    Examples:
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/qwen3-gated --gate output=element
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --gate output=element
     """
     kha = KHAConfig.asked(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
@@ -343,5 +349,5 @@ def _facts(written: "Conversion") -> dict[str, str]:
         "tokenizer": written.tokenizer or "none",
     }
     if written.architecture == "megatron":
-        rows["train on with"] = " ".join(written.arguments)
+        rows["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
     return rows | not_finite(written.not_finite)

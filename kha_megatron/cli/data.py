@@ -83,8 +83,7 @@ def prepare(
     --max-file-bytes. Empty, unreadable and non-UTF-8 files are counted and named.
     A folder's tokenizer/ can be given as --tokenizer for other text.
 
-    \b
-    Example:
+    Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
     """
     from kha_megatron.data.prepare import prepare as make
@@ -125,8 +124,7 @@ def show(
 
     Opens the dataset and the tokenizer as training does, and compares them with data.json.
 
-    \b
-    Example:
+    Examples:
       kha-megatron data show data/mine
     """
     from kha_megatron.data.report import verify

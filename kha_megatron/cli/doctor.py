@@ -5,20 +5,18 @@ and files alone. What only an import can tell is in :data:`DEEP`.
 """
 
 import re
-import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from kha_megatron import te_extension
 from kha_megatron.cli import console
 from kha_megatron.cli.installation import (
     Finding,
@@ -34,6 +32,7 @@ from kha_megatron.cli.installation import (
 from kha_megatron.cli.options import AsJSON
 from kha_megatron.mcore import compat
 from kha_megatron.mcore.compat import megatron_version
+from kha_megatron.recipes.launching import find_torchrun
 from kha_megatron.versions import version_of
 
 FLASH_ATTENTION = ">=2.1.1,<2.8.4"
@@ -48,6 +47,8 @@ print(json.dumps({"devices": names if seen.is_available() else []}))
 SPECS_PROBE = """
 import warnings
 warnings.simplefilter("ignore")
+from kha_megatron.te_extension import hide_incomplete
+hide_incomplete()  # the check of Transformer Engine speaks of it
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from kha_megatron.config import PRESETS
 from kha_megatron.mcore.compat import check_version
@@ -78,8 +79,7 @@ def doctor(
     \b
     Exits with code 1 if something that training needs is missing or wrong.
 
-    \b
-    Example:
+    Examples:
       kha-megatron doctor
       kha-megatron doctor --deep --json
     """
@@ -263,14 +263,37 @@ def see_specs(findings: list[Finding]) -> list[Finding]:
 
 
 TE_ABSENT = "layers are Megatron's own (--transformer-impl local); no FP8, no context parallel"
+TE_ALONE = "its Python alone"
 TE_INSTALL = "pip install --no-build-isolation 'kha-megatron[te]'"
+
+
+def check_transformer_engine(name: str) -> list[Finding]:
+    """Transformer Engine, or its Python alone, which is for machines without a GPU."""
+    (finding,) = check_package(
+        name,
+        present="fused layers and FP8 (--transformer-impl transformer_engine)",
+        absent=TE_ABSENT,
+        install=TE_INSTALL,
+    )
+    if finding.status != "ok" or not te_extension.is_missing() or _devices_of_the_driver():
+        return [finding]
+    return [
+        replace(
+            finding,
+            found=f"{finding.found}, {TE_ALONE}",
+            effect="runs with --device cpu --transformer-impl transformer_engine; a script of your "
+            "own needs kha_megatron.cpu.install() before `import megatron.core`, which ends in a "
+            "FileNotFoundError otherwise",
+            remedy=f"pip uninstall {name}, if that is not wanted",
+        )
+    ]
 
 
 def see_transformer_engine(findings: list[Finding]) -> list[Finding]:
     """Whether Transformer Engine imports: its extension is what is missing most often."""
     (finding,) = findings
     name = finding.name
-    if find_module("transformer_engine") is None:
+    if find_module("transformer_engine") is None or finding.found.endswith(TE_ALONE):
         return findings
     seen = probe("import torch, transformer_engine.pytorch\nprint('{}')")
     if "error" not in seen:
@@ -297,13 +320,16 @@ def see_transformer_engine(findings: list[Finding]) -> list[Finding]:
 def check_apex(name: str) -> list[Finding]:
     """NVIDIA's apex, none, or another thing of that name: PyPI's is a web toolkit."""
     spec = find_module("apex")
-    unfused = "pass --no-gradient-accumulation-fusion"
+    unfused = (
+        "our entry point turns gradient accumulation fusion off; in other scripts pass "
+        "--no-gradient-accumulation-fusion"
+    )
     none = Finding(
         name=name,
         status="missing",
         supported="NVIDIA's or none",
-        effect="not needed: optimizers and norms come from Transformer Engine or PyTorch; "
-        f"without either, {unfused}",
+        effect="optimizers and norms come from Transformer Engine or PyTorch; fused weight "
+        f"gradients from nowhere: {unfused}",
     )
     if spec is None:
         return [none]
@@ -320,7 +346,8 @@ def check_apex(name: str) -> list[Finding]:
         )
         return [impostor]
     fused = find_module("fused_weight_gradient_mlp_cuda") is not None
-    effect = "fused Adam and norms; " + ("fused weight gradients" if fused else unfused)
+    gradients = "fused weight gradients" if fused else f"no fused weight gradients: {unfused}"
+    effect = f"fused Adam and norms; {gradients}"
     return [replace(none, status="ok", found=found or "without a version", effect=effect)]
 
 
@@ -341,13 +368,13 @@ def check_nemo_run(name: str) -> list[Finding]:
             "leptonai.api.v1",
             remedy=f"pip install 'leptonai{supported_range('leptonai')}'",
         )
-    path = shutil.which("torchrun")
+    path = find_torchrun()
     torchrun = Finding(
         name="torchrun",
         status="ok" if path else "missing",
         found=path or "-",
-        effect="starts the ranks" if path else "not on PATH: NeMo-Run cannot start ranks",
-        remedy="" if path else f"put {Path(sys.executable).parent} on PATH",
+        effect="starts the ranks" if path else "NeMo-Run cannot start ranks",
+        remedy="" if path else "pip install --force-reinstall torch, which brings it along",
     )
     return [finding, torchrun]
 
@@ -362,12 +389,7 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "torch": check_torch,
     "megatron-core": check_megatron,
     "--spec": lambda name: [],
-    "transformer-engine": partial(
-        check_package,
-        present="fused layers and FP8 (--transformer-impl transformer_engine)",
-        absent=TE_ABSENT,
-        install=TE_INSTALL,
-    ),
+    "transformer-engine": check_transformer_engine,
     "apex": check_apex,
     "triton": partial(
         check_package,

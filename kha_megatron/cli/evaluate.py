@@ -69,10 +69,10 @@ def evaluate(
     HF_DIR is executed, but a task file may name Python functions, which the harness runs: include
     only folders that you trust.
 
-    \b
-    Example:
+    Examples:
       kha-megatron eval out/hf --tasks hellaswag,arc_easy --batch-size 16
-      kha-megatron eval out/hf --tasks mine --include-path my-tasks --limit 100 --output mine.json
+      kha-megatron eval out/hf --tasks mine --include-path my-tasks --limit 100 \\
+        --output mine.json
     """
     require_harness()
     names = _task_names(tasks)

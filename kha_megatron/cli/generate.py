@@ -1,13 +1,14 @@
 """``kha-megatron generate``: stream text from a Hugging Face model folder."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kha_megatron.cli import console
-from kha_megatron.cli.options import Device, ModelFolder
+from kha_megatron.cli.options import AsJSON, Device, ModelFolder
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 if TYPE_CHECKING:
@@ -36,16 +37,16 @@ def generate(
         bool, typer.Option("--greedy", help="Always take the likeliest token.")
     ] = False,
     device: Device = "auto",
+    as_json: AsJSON = False,
 ) -> None:
     """Continue PROMPT with the model in HF_DIR, printing prompt and continuation as they come.
 
     Works for kha models and for the stock architectures of transformers. Nothing in the folder is
     executed: only safetensors are read, and remote code is never trusted.
 
-    \b
-    Example:
+    Examples:
       kha-megatron generate out/hf "def main(" --temperature 0.7 --seed 1
-      kha-megatron generate out/hf "import os" --greedy
+      kha-megatron generate out/hf "import os" --greedy --json | jq -r .text
     """
     sampling = _sampling(max_new_tokens, temperature, top_p, seed, greedy)
     check_model_folder(hf_dir)
@@ -53,9 +54,18 @@ def generate(
     with console.log.status(f"Loading {hf_dir}"):
         tokenizer, model = load(hf_dir, target)
     inputs = _encode(tokenizer, model, prompt, max_new_tokens)
+    pieces: list[str] = []
+    if not as_json:
+        _write(prompt)
     started = time.perf_counter()
-    tokens = _stream(tokenizer, model, inputs, prompt, sampling, seed)
+    tokens = _stream(tokenizer, model, inputs, sampling, seed, pieces.append if as_json else _write)
     seconds = time.perf_counter() - started
+    if as_json:
+        facts = {"seconds": seconds, "device": str(target)}
+        text = "".join(pieces)
+        console.print_json({"prompt": prompt, "text": text, "tokens": tokens} | facts)
+        return
+    _write("\n")
     console.log.print(
         f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s) on {target}"
     )
@@ -89,22 +99,28 @@ def check_model_folder(hf_dir: Path) -> None:
         )
 
 
-def load(
-    hf_dir: Path, device: "torch.device", dtype: str = "auto", attention: str | None = None
-) -> tuple[Any, Any]:
+def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any, Any]:
     """Tokenizer and model in evaluation mode; every weight comes from the folder.
+
+    The class with an output layer; of models that transformers has with an encoder of pictures
+    only, that one, which takes text as well.
 
     Args:
         hf_dir: the model folder.
         device: where to put the model.
         dtype: ``auto`` for the stored one, or ``float32``, ``bfloat16``, ``float16``.
-        attention: transformers' ``attn_implementation``; None for its own choice.
 
     Raises:
         CheckpointError: transformers refuses the folder, or the weights do not match the config.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
+    from transformers.models.auto import modeling_auto as known
     from transformers.utils import logging
 
     import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
@@ -114,12 +130,15 @@ def load(
     safe = {"trust_remote_code": False, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(hf_dir, **safe)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        kind = AutoConfig.from_pretrained(hf_dir, **safe).model_type
+        pictures = known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+        only = kind in pictures - known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+        auto = AutoModelForImageTextToText if only else AutoModelForCausalLM
+        model, info = auto.from_pretrained(
             hf_dir,
             **safe,
             use_safetensors=True,
             dtype=dtype,
-            attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to name the weights below; transformers does not
         )
@@ -210,17 +229,17 @@ def _stream(
     tokenizer: Any,
     model: Any,
     inputs: Any,
-    prompt: str,
     sampling: dict[str, Any],
     seed: int | None,
+    write: Callable[[str], None],
 ) -> int:
-    """Print prompt and continuation on stdout as they come; the number of new tokens."""
+    """Hand the continuation on as it comes; the number of new tokens."""
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    class Stdout(TextStreamer):
+    class Pieces(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            _write(text + "\n" * stream_end)
+            write(text)
 
     stored = model.generation_config
     end = stored.eos_token_id if stored.eos_token_id is not None else tokenizer.eos_token_id
@@ -228,11 +247,10 @@ def _stream(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else first_end
     if seed is not None:
         torch.manual_seed(seed)
-    _write(prompt)
     output = model.generate(
         **inputs,
         generation_config=GenerationConfig(**sampling, eos_token_id=end, pad_token_id=pad),
-        streamer=Stdout(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     return output.shape[1] - inputs["input_ids"].shape[1]
 

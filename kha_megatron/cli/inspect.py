@@ -72,14 +72,13 @@ def inspect(
     below 0.1, and the share of tokens that have a head (mixture-of-head). One pass of the model; a
     checkpoint of Megatron is converted into a temporary folder first.
 
-    \b
-    Example:
+    Examples:
       kha-megatron inspect my-hf-model pictures/ --text book.txt --tokens 2048
       kha-megatron inspect runs/quickstart/checkpoints pictures/
       kha-megatron inspect my-hf-model pictures/ --json | jq '.matrices[0]'
     """
     plots.require_matplotlib()
-    check_output_folder(out_dir, overwrite=overwrite, only="*.png")
+    check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
     words = None if text is None else read_text(text, tokens)
     opened = _open(checkpoint)
     kha = kha_of(opened) or KHAConfig()

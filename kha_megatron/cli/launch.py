@@ -63,13 +63,12 @@ def launch(
     the best that `plan` finds for its GPUs; sizes given after -- stay. A job
     that a cluster starts again goes on from the checkpoints in --output.
 
-    \b
-    Example:
+    Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
       kha-megatron launch quickstart --data data/mine --output runs/first
       kha-megatron launch quickstart --data data/mine --dry-run -- --train-iters 50
-      kha-megatron launch table2/mlp-v --data /data/mine --executor slurm --nodes 4
-          --account acme --time 04:00:00 --chain 6 --dry-run
+      kha-megatron launch table2/mlp-v --data /data/mine --executor slurm \\
+        --nodes 4 --account acme --time 04:00:00 --chain 6 --dry-run
     """
     chosen = recipes.get_recipe(recipe)
     cluster = None if to.executor == "local" else to

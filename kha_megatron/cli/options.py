@@ -10,14 +10,44 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kha_megatron.config import PRESETS
 from kha_megatron.errors import ConfigError
 
-RecipeName = Annotated[str, typer.Argument(help="A name of `kha-megatron recipes list`.")]
+
+def recipe_names() -> list[tuple[str, str]]:
+    """For a shell that completes: names of recipes, and what they are."""
+    from kha_megatron.recipes import RECIPES
+
+    return [(name, recipe.description) for name, recipe in RECIPES.items()]
+
+
+def preset_names(incomplete: str) -> list[str]:
+    """For a shell that completes: presets, behind those that stand there joined already."""
+    joined = re.match(r"(.*[,+])?", incomplete)
+    return [f"{joined[0] if joined else ''}{name}" for name in PRESETS]
+
+
+def megatron_flags() -> list[str]:
+    """For a shell that completes behind ``--``: the arguments that this package knows."""
+    from kha_megatron.model.run import TABLE
+
+    return [row.flag for row in TABLE]
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(help="A name of `kha-megatron recipes list`.", autocompletion=recipe_names),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="Such as kha_mlp or kha_linear.", autocompletion=preset_names),
+]
 MegatronArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[-- MEGATRON ARGS]",
         help="Megatron's and --kha-* arguments; each replaces the recipe's own value.",
+        autocompletion=megatron_flags,
     ),
 ]
 ModelFolder = Annotated[Path, typer.Argument(help="Model folder with config, weights, tokenizer.")]

@@ -20,10 +20,10 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     not routed to, the tied embedding once. KHA here are all mechanisms of heads,
     each by its own name; filling are rows of zeros beside a gate's. The paper's
     own counts are shown beside ours in as many digits as it prints; the paper on
-    KHA prints them without its matrices.
+    KHA prints them without its matrices. KHA's share of the layers' work is of the
+    forward pass over one sequence of the recipe's length (equations 10 to 12).
 
-    \b
-    Example:
+    Examples:
       kha-megatron params moe-a0.8b-6.6b
       kha-megatron params gated/15b-output-head
     """
@@ -33,6 +33,7 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     knock = counts.mechanisms.get(Knock.name, 0)
     plain = {"total": bare.total, "active": bare.active}
     printed = {name: str(chosen.paper[name]) for name in plain if name in chosen.paper}
+    share = flops(model, kha, chosen.run.arguments["seq_length"]).share_of_layers
     paper = {name: as_printed(getattr(counts, name) - knock, x) for name, x in printed.items()}
     if as_json:
         beside = {
@@ -40,7 +41,8 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
             for name, (ours, how) in paper.items()
         }
         data = {"recipe": recipe, "knocks": str(kha), **asdict(counts), "without_kha": plain}
-        console.print_json(data | {"printed": beside})
+        data |= {"printed": beside, "kha_share_of_layers": share, "note": chosen.note}
+        console.print_json(data)
         return
     table = console.numbers("parameters", "with KHA", "without", "paper")
     for name, own in plain.items():
@@ -59,6 +61,17 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
         f"cache: {counts.cache_bytes:,} bytes a token in bf16, {model.num_layers} layers of "
         f"{counts.cache_per_layer:,} numbers; KHA adds {_added(counts, bare)}"
     )
+    if kha.mechanisms:
+        console.out.print(f"work: {_work(kha, share)}")
+    if chosen.note:
+        console.out.print(f"note: {chosen.note}", markup=False)
+
+
+def _work(kha: KHAConfig, share: float) -> str:
+    """KHA's share of the layers' FLOPs, and whether a folded model still has it."""
+    linear = set(kha.variants.values()) == {"linear"} and not kha.others
+    folding = ", none once `convert fold` has folded it away" if linear else ""
+    return f"KHA adds {share:.2%} to the layers{folding}"
 
 
 def _added(counts: Counts, bare: Counts) -> str:
@@ -82,8 +95,7 @@ def count_flops(
     what a forward pass would save by kernels that skip the heads which a token
     does not have (mixture of heads): there are none, stock kernels save nothing.
 
-    \b
-    Example:
+    Examples:
       kha-megatron flops moe-a0.8b-6.6b --seq 4096
       kha-megatron flops equation12
     """

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -50,16 +50,13 @@ def check(
 
     Exit codes: 0 each is applied or can be, 1 one is half done or does not fit, 2 bad input.
 
-    \b
-    Example:
+    Examples:
       kha-megatron patch check ~/Megatron-LM
     """
-    tree = _find(path, quiet=as_json)
+    tree = _find(path)
     findings = patching.examine(tree, patching.load_patches(tree.version, only or ()))
     if as_json:
-        patches = [asdict(finding) for finding in findings]
-        report = {"megatron": str(tree.megatron), "version": tree.version, "patches": patches}
-        console.print_json(report)
+        _print_json(tree, [asdict(finding) for finding in findings])
     else:
         _print(findings)
     if any(finding.state in _MEANINGS for finding in findings):
@@ -67,38 +64,40 @@ def check(
 
 
 @app.command()
-def apply(path: _Path, only: _Only = None) -> None:
+def apply(path: _Path, only: _Only = None, as_json: AsJSON = False) -> None:
     """Apply the patches of the tree's version: all of them, or none if one does not fit.
 
     Applying twice does nothing. A reinstallation of Megatron takes the patches away.
 
-    \b
-    Example:
+    Examples:
       kha-megatron patch apply ~/Megatron-LM
       kha-megatron patch apply .venv --only spec-import-error
     """
-    _change(path, only, revert=False)
+    _change(path, only, revert=False, as_json=as_json)
 
 
 @app.command()
-def revert(path: _Path, only: _Only = None) -> None:
+def revert(path: _Path, only: _Only = None, as_json: AsJSON = False) -> None:
     """Take the patches out again, byte for byte.
 
-    \b
-    Example:
+    Examples:
       kha-megatron patch revert ~/Megatron-LM
     """
-    _change(path, only, revert=True)
+    _change(path, only, revert=True, as_json=as_json)
 
 
-def _find(path: Path, *, quiet: bool = False) -> Tree:
+def _find(path: Path) -> Tree:
     tree = patching.find_tree(path)
-    if not quiet:
-        console.log.print(f"Megatron-Core {tree.version} in {escape(str(tree.megatron))}")
+    console.log.print(f"Megatron-Core {tree.version} in {escape(str(tree.megatron))}")
     return tree
 
 
-def _change(path: Path, only: list[str] | None, *, revert: bool) -> None:
+def _print_json(tree: Tree, patches: list[dict[str, Any]]) -> None:
+    report = {"megatron": str(tree.megatron), "version": tree.version, "patches": patches}
+    console.print_json(report)
+
+
+def _change(path: Path, only: list[str] | None, *, revert: bool, as_json: bool) -> None:
     tree = _find(path)
     chosen = patching.load_patches(tree.version, only or ())
     before = patching.change(tree, chosen, revert=revert)
@@ -108,8 +107,13 @@ def _change(path: Path, only: list[str] | None, *, revert: bool) -> None:
         "applied": did if revert else "already applied",
         "partial": f"{did}, completing an interrupted run",
     }
-    for finding in before:
-        console.out.print(f"{finding.name}: {words[finding.state]}")
+    if as_json:
+        after = patching.examine(tree, chosen)
+        both = zip(before, after, strict=True)
+        _print_json(tree, [asdict(now) | {"was": old.state} for old, now in both])
+    else:
+        for finding in before:
+            console.out.print(f"{finding.name}: {words[finding.state]}")
     used = find_module("megatron")
     folders = (used and used.submodule_search_locations) or []
     if tree.megatron in [Path(folder).resolve() for folder in folders]:

@@ -57,8 +57,7 @@ def plan(
     share is shown apart. pp4x2 are four pipeline ranks with two virtual stages
     each. A layout that cannot be made is refused with the reason.
 
-    \b
-    Example:
+    Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
     """

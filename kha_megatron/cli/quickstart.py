@@ -3,7 +3,9 @@
 import argparse
 import itertools
 import json
+import shlex
 import shutil
+import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +24,7 @@ from kha_megatron.cli.data import progress
 from kha_megatron.cli.following import report, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
-from kha_megatron.cli.options import MegatronArguments
+from kha_megatron.cli.options import MegatronArguments, preset_names
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError, MissingDependencyError
 from kha_megatron.history.tensorboard import LOSS, History, read_history
@@ -34,9 +36,6 @@ if TYPE_CHECKING:
     from kha_megatron.recipes import LaunchResult
 
 MARK = "quickstart.json"
-VOCAB_SIZE = 512
-"""Small on purpose: with few tokens to choose from, minutes on a CPU are enough to learn them."""
-
 LAST = 10
 """Iterations over which the last loss is a mean: one batch more or less moves it by 0.2."""
 
@@ -47,7 +46,10 @@ def quickstart(
     megatron: MegatronArguments = None,
     variant: Annotated[
         str | None,
-        typer.Option(help="Presets, with commas between those to join; the recipe's if not given."),
+        typer.Option(
+            help="Presets, with commas between those to join; the recipe's if not given.",
+            autocompletion=preset_names,
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("quickstart"),
 ) -> None:
@@ -59,17 +61,16 @@ def quickstart(
     loss, and lets the model write. A second run reuses the text, keeps the first one's training as
     run-1, and trains anew.
 
-    \b
-    Example:
+    Examples:
       kha-megatron quickstart
       kha-megatron quickstart --variant kha_mlp,gate_output --output gated
-      kha-megatron quickstart --output /tmp/linear --variant kha_linear -- --train-iters 200
+      kha-megatron quickstart --variant kha_linear --output linear -- --lr 1e-3
     """
     recipe = recipes.get_recipe("quickstart")
     if variant is not None:
         names = [name.strip() for name in variant.split(",") if name.strip()]
         recipe = recipe.having(KHAConfig.combined(names))
-    check_output_folder(output, overwrite=True, mark=MARK)
+    check_output_folder(output, overwrite=True, mark=MARK, inside=True)
     plots.require_matplotlib()
     if find_spec("nemo_run") is None:
         raise MissingDependencyError("nemo-run", "launching a recipe", "launch")
@@ -77,7 +78,7 @@ def quickstart(
     write_json(output / MARK, {"finished": False})
 
     _heading(1, f"text: {output / 'data'}")
-    _prepare(output / "data")
+    _prepare(output / "data", recipe.run.vocab_size)
 
     _heading(2, f"training under NeMo-Run: {output / 'run'}")
     trained = _train(recipe, output, megatron or [])
@@ -103,19 +104,19 @@ def quickstart(
     console.out.print(_next_steps(output), markup=False)
 
 
-def _prepare(folder: Path) -> None:
+def _prepare(folder: Path, vocab_size: int | None) -> None:
     """Make the corpus, unless an earlier run made it and it is still whole."""
     from kha_megatron.data import prepare, report
 
     try:
-        if report.verify(folder).vocab_size_asked == VOCAB_SIZE:
+        if report.verify(folder).vocab_size_asked == vocab_size:
             console.log.print("reusing what an earlier run prepared")
             return
     except DataError:
         pass  # there is none, or it is damaged: make it
     shutil.rmtree(folder, ignore_errors=True)
     with progress() as on_progress:
-        made = prepare.prepare(None, folder, vocab_size=VOCAB_SIZE, on_progress=on_progress)
+        made = prepare.prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
     console.log.print(
         f"{made.bytes / 1e6:.1f} MB of Python source in {made.files} files: "
         f"{made.tokens:,} tokens, vocabulary {made.vocab_size}"
@@ -209,16 +210,31 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _next_steps(output: Path) -> str:
+    """Commands to paste into the shell that started this one, each under what it is for."""
+    kha = _this_command()
+    model, data = (shlex.quote(str(output / name)) for name in ("hf", "data"))
     return f"""
 What to try next:
-  kha-megatron generate {output / "hf"} "import "        let it write
-  kha-megatron quickstart --output gated --variant kha_mlp,gate_output
-                                                     another variant on the same text
-  kha-megatron launch quickstart --data {output / "data"} --dry-run
-                                                     the exact torchrun command, to make your own
-  kha-megatron data prepare --from YOUR_TEXT --out data/mine
-                                                     your own text
-  kha-megatron doctor                                what this machine can run"""
+  # let it write
+  {kha} generate {model} "import "
+  # another variant on the same text
+  {kha} quickstart --output gated --variant kha_mlp,gate_output
+  # the exact torchrun command, to make your own
+  {kha} launch quickstart --data {data} --dry-run
+  # your own text, if it lies in my-text
+  {kha} data prepare --from my-text --out data/mine
+  # what this machine can run
+  {kha} doctor"""
+
+
+def _this_command() -> str:
+    """How a shell finds this command: by its name only if that finds this one."""
+    here = Path(sys.executable).with_name("kha-megatron")
+    named = shutil.which(here.name)
+    if named and here.exists() and Path(named).samefile(here):
+        return here.name
+    below = here.is_relative_to(Path.cwd())
+    return shlex.quote(str(here.relative_to(Path.cwd()) if below else here))
 
 
 def _heading(number: int, text: str) -> None:

@@ -22,8 +22,7 @@ def show_all(
 ) -> None:
     """List the recipes with their paper's final loss, where it prints one.
 
-    \b
-    Example:
+    Examples:
       kha-megatron recipes list 'table5/*'
     """
     chosen = [r for name, r in recipes.RECIPES.items() if fnmatch.fnmatch(name, pattern)]
@@ -43,8 +42,7 @@ def show(
 ) -> None:
     """Show what a recipe trains, with every argument it gives to Megatron.
 
-    \b
-    Example:
+    Examples:
       kha-megatron recipes show table2/mlp-v
     """
     chosen = recipes.get_recipe(recipe)
@@ -53,7 +51,9 @@ def show(
         return
     lines = [f"{chosen.name}: {chosen.description}"]
     lines += [f"  the paper's {name}: {value}" for name, value in chosen.paper.items()]
-    lines += [f"  knocks {chosen.run.kha}", ""]
+    lines += [f"  knocks {chosen.run.kha}"]
+    lines += [f"  note: {chosen.note}"] if chosen.note else []
+    lines.append("")
     for flag, words in chosen.run.flags.items():
         lines.append(shlex.join([flag, *words]))
     console.out.print("\n".join(lines), markup=False, emoji=False)
@@ -66,6 +66,7 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
         "description": recipe.description,
         "knocks": str(recipe.run.kha),
         "paper": dict(recipe.paper),
+        "note": recipe.note,
         "ranks": recipe.ranks,
         "vocab_size": recipe.run.vocab_size,
         "environment": dict(recipe.environment),

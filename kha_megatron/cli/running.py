@@ -39,6 +39,18 @@ class Commands(typer.Typer):
 
 
 class _Command(TyperCommand):
+    """Its help ends with the examples of its docstring, as they are typed: rich would break their
+    lines, and fill them with blanks behind a backslash."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.help, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        if self.examples:
+            formatter.write(f"Examples:\n{self.examples}\n")
+
     def invoke(self, ctx: Any) -> Any:
         for parameter in self.params:
             given = ctx.params.get(parameter.name)

@@ -51,8 +51,7 @@ def spikes(
     A log holds means over --log-interval iterations, in which short spikes are lower than they
     were: prefer the TensorBoard folder.
 
-    \b
-    Example:
+    Examples:
       kha-megatron spikes runs/quickstart/tensorboard
       kha-megatron spikes slurm-1234.out --json | jq '.count'
     """

@@ -24,13 +24,12 @@ def verify(
     workers: Workers = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Compare two checkpoints key by key, and by the logits that each one's own library computes.
+    """Compare two checkpoints: every key, what no tensor tells, and each one's own logits.
 
-    A model with linear knocking heads equals its folded form, and an upcycled model the one that it
-    was made of. Exits with 1 when they differ.
+    A model with linear knocking heads or collaborative ones equals its folded form, and an upcycled
+    model the one that it was made of. Exits with 1 when they differ.
 
-    \b
-    Example:
+    Examples:
       kha-megatron verify ckpt/iter_0001000 my-model
       kha-megatron verify my-kha-model my-qwen3 --json
       kha-megatron verify ckpt/a ckpt/b --no-logits
@@ -88,6 +87,8 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
     rows |= not_finite(tensors.not_finite)
     if tensors.agrees:
         rows[""] = "all equal, none missing, none too many"
+    if verification.settings:
+        rows["other settings"] = "; ".join(verification.settings)
     if logits is None:
         return rows | {"logits": "not compared"}
     rows["logits"] = (
@@ -117,6 +118,8 @@ def _problem(verification: "Verification | None") -> str | None:
         for name in _PROBLEMS
         if (names := getattr(tensors, name))
     ]
+    if settings := verification.settings:
+        problems.append(f"{len(settings)} settings differ: {'; '.join(settings[:5])}")
     if logits is not None and not logits.agrees:
         where = "" if logits.first_layer is None else f", from layer {logits.first_layer} on"
         problems.append(

@@ -54,7 +54,8 @@ def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):
     tensors = load_file(out / "model.safetensors")
     assert report["path"] == str(out)
     assert report["tensors"] == len(tensors)
-    assert report["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    trained = [t for name, t in tensors.items() if not name.endswith("correction_bias")]
+    assert report["parameters"] == sum(tensor.numel() for tensor in trained)
     assert report["size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert (report["shards"], report["dtype"]) == (1, "float32")
     assert report["tokenizer"] == str(tokenizer)
@@ -163,16 +164,31 @@ def test_overwrite_replaces_a_model_and_nothing_else(run, sparse, tmp_path):
     out = tmp_path / "hf"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    for words, message in (((), "is not empty"), (("--overwrite",), "holds no config.json")):
+    for words, message in (((), "is not empty"), (("--overwrite",), "holds no manifest.json")):
         code, stdout, stderr = run(sparse[0], out, "--no-verify", *words)
         assert (code, stdout) == (2, "")
         assert message in stderr
         assert _files(out) == {"notes.txt": b"mine"}
+    (out / "notes.txt").unlink()
+    assert run(sparse[0], out, "--no-verify")[0] == 0
+    whole = _files(out)
     (out / "config.json").write_text("{}")
-    code, _, _ = run(sparse[0], out, "--no-verify", "--overwrite")
-    assert code == 0
-    assert "notes.txt" not in _files(out)
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier one")
+    assert run(sparse[0], out, "--no-verify", "--overwrite")[0] == 0
+    assert _files(out) == whole
     assert json.loads((out / "config.json").read_text())["vocab_size"] == VOCAB
+    (out / ".git").mkdir()
+    (out / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    code, _, stderr = run(sparse[0], out, "--no-verify", "--overwrite")
+    assert code == 2
+    assert "holds .git, which this command never writes" in stderr
+    shutil.rmtree(out / ".git")
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    code, _, stderr = run(out, link, "--no-verify", "--overwrite", "--dtype", "float16")
+    assert code == 2
+    assert "holds what is converted" in stderr
+    assert _files(out) == whole
 
 
 def _damage_index(save):
@@ -202,13 +218,13 @@ def test_bad_input_is_one_line_and_touches_nothing(run, sparse, tmp_path, case):
         spoil(save)
     out = tmp_path / "hf"
     out.mkdir()
-    (out / "config.json").write_text("{}")
+    (out / "manifest.json").write_text("{}")
     code, stdout, stderr = run(save, out, "--overwrite", *words)
     assert (code, stdout) == (2, "")
     assert stderr.startswith("error: ")
     assert message in stderr
     assert len(stderr.splitlines()) == 1
-    assert _files(out) == {"config.json": b"{}"}
+    assert _files(out) == {"manifest.json": b"{}"}
     assert {path.name for path in tmp_path.iterdir()} <= {"hf", "save"}
 
 
@@ -222,11 +238,11 @@ def test_damage_found_while_writing_leaves_the_old_model(run, sparse, tmp_path):
         file.write(bytes(chunk.length))
     out = tmp_path / "hf"
     out.mkdir()
-    (out / "config.json").write_text("{}")
+    (out / "manifest.json").write_text("{}")
     code, _, stderr = run(save, out, "--overwrite")
     assert code == 2
     assert f"{chunk.file}: decoder.layers.2.mlp.shared_experts" in stderr
-    assert _files(out) == {"config.json": b"{}"}
+    assert _files(out) == {"manifest.json": b"{}"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "save"]
 
 

@@ -26,7 +26,8 @@ def test_to_megatron_is_verified_and_says_how_to_go_on(run, qwen3, tmp_path):
     assert report["architecture"] == "megatron"
     assert report["verification"]["agrees"]
     assert report["verification"]["logits"]["max_difference"] < 1e-5
-    assert report["arguments"][:3] == ["--load", str(out), "--use-checkpoint-args"]
+    assert report["arguments"][:2] == ["--pretrained-checkpoint", str(out)]
+    assert "--use-checkpoint-args" in report["arguments"]
     assert "--qk-layernorm" in report["arguments"]
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
     code, _, stderr = run("convert", "to-megatron", qwen3, out, "--no-verify")
@@ -36,6 +37,7 @@ def test_to_megatron_is_verified_and_says_how_to_go_on(run, qwen3, tmp_path):
     code, stdout, _ = run("convert", "to-megatron", qwen3, out, *words)
     assert code == 0
     assert "--bf16" in stdout
+    assert "--load RUN --save RUN" in " ".join(stdout.split())
 
 
 def test_fold_then_verify(run, tmp_path):

@@ -155,6 +155,7 @@ def test_apex_of_nvidia(site, fused):
     finding = check("apex")["apex"]
     assert (finding.status, finding.found, finding.blocks) == ("ok", "0.1", False)
     assert ("--no-gradient-accumulation-fusion" in finding.effect) != fused
+    assert ("our entry point turns gradient accumulation fusion off" in finding.effect) != fused
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,8 @@ def test_apex_of_nvidia(site, fused):
         ('AssertionError("version mismatch")', True, "kha-megatron[te]"),
     ],
 )
-def test_transformer_engine_that_does_not_import(site, error, blocks, remedy):
+def test_transformer_engine_that_does_not_import(site, monkeypatch, error, blocks, remedy):
+    monkeypatch.setattr(doctor, "_devices_of_the_driver", lambda: ["H100"])
     files = {
         "torch/__init__.py": "",  # the real one takes seconds
         "transformer_engine/__init__.py": "",
@@ -183,12 +185,26 @@ def test_transformer_engine_that_does_not_import(site, error, blocks, remedy):
     assert remedy in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("devices", "found"), [([], "2.20.2, its Python alone"), (["H100"], "2.20.2")]
+)
+def test_transformer_engines_python_alone_is_for_the_cpu(site, monkeypatch, devices, found):
+    monkeypatch.setattr(doctor, "_devices_of_the_driver", lambda: devices)
+    site(
+        {"transformer_engine/__init__.py": ""}, distribution="transformer-engine", version="2.20.2"
+    )
+    finding = check("transformer-engine")["transformer-engine"]
+    assert (finding.status, finding.found, finding.blocks) == ("ok", found, False)
+    assert ("cpu.install()" in finding.effect) == (not devices)
+
+
 @pytest.mark.parametrize(("version", "status"), [("2.20.2", "ok"), ("1.9", "wrong")])
 def test_transformer_engine_that_imports(site, version, status):
     files = {
         "torch/__init__.py": "",
         "transformer_engine/__init__.py": "",
         "transformer_engine/pytorch.py": "print('noise on stdout')",
+        "transformer_engine/transformer_engine_torch.so": "",
     }
     site(files, distribution="transformer-engine", version=version)
     assert check("transformer-engine", deep=True)["transformer-engine"].status == status
@@ -287,11 +303,15 @@ def test_leptonai_without_what_nemo_run_imports(site):
     assert finding.remedy == "pip install 'leptonai<0.47'"
 
 
-def test_torchrun_off_the_path(monkeypatch):
+def test_torchrun_is_looked_for_as_launch_does(monkeypatch, tmp_path):
+    """Beside this Python too: NeMo-Run is given that folder, whether or not it is on PATH."""
     monkeypatch.setenv("PATH", "/nowhere")
     finding = check("nemo-run")["torchrun"]
-    assert finding.status == "missing"
-    assert str(Path(sys.executable).parent) in finding.remedy
+    assert (finding.status, finding.found) == ("ok", str(Path(sys.executable).parent / "torchrun"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    finding = check("nemo-run")["torchrun"]
+    assert (finding.status, finding.blocks) == ("missing", False)
+    assert "torch" in finding.remedy
 
 
 def test_flash_attention_range(site):

@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 from typer.testing import CliRunner
 
 from kha_megatron import cli
 from kha_megatron.cli.generate import _write
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+from tests.cli.words import trained
 
 PROMPT = "def main(x):\n\treturn"
 SIZES = {
@@ -38,17 +38,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([PROMPT] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+    return trained(PROMPT, 300, whole=True)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +83,16 @@ def test_greedy_prints_the_prompt_and_what_the_model_says(original, tokenizer):
     new = ids[inputs["input_ids"].shape[1] :]
     assert result.stdout == PROMPT + tokenizer.decode(new, skip_special_tokens=True) + "\n"
     assert f"{len(new)} tokens in" in result.stderr
+
+
+def test_as_json(original):
+    words = (PROMPT, "--greedy", "--max-new-tokens", 9)
+    result = run(original, *words, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["prompt"] + told["text"] + "\n" == run(original, *words).stdout
+    assert (told["prompt"], told["tokens"], told["device"]) == (PROMPT, 9, "cpu")
+    assert told["seconds"] > 0
 
 
 def test_a_seed_makes_sampling_repeatable_and_another_one_changes_it(original):

@@ -183,7 +183,7 @@ def test_a_terminated_command_leaves_nothing(tmp_path, number, code):
     assert any(".partial-" in name for name in os.listdir(tmp_path))
     process.send_signal(number)
     time.sleep(0)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=180)
     assert process.returncode == code, stderr
     assert "Traceback" not in stderr
     assert os.listdir(tmp_path) == []

@@ -5,13 +5,18 @@ import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+)
 
 from kha_megatron import cli
 from kha_megatron.config import KHAConfig
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.hf.instruments import MEASURED, measure
+from kha_megatron.hf.instruments import measure
+from tests.cli.words import trained
 from tests.conversion.checkpoints import save_gpt
 
 TEXT = "def main(x):\n\treturn x + 1\n" * 20
@@ -35,12 +40,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def words():
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    # of the text's own characters alone: the checkpoints of these tests have 56 rows
-    bpe.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=30, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+    return trained(TEXT, 30)  # the checkpoints of these tests have 56 rows
 
 
 @pytest.fixture
@@ -78,12 +78,43 @@ def test_a_stock_model_is_measured(run, words, text, tmp_path):
     assert result["files"] == [str(tmp_path / "out" / "attention.png")]
     assert result["text"] == {"file": str(text), "tokens": 50}
     assert result["matrices"] == []
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=MEASURED).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     found = measure(model, words(TEXT, return_tensors="pt").input_ids[:, :50])
     for of_layer, figures in zip(result["layers"], found, strict=True):
         assert of_layer["sinks"] == pytest.approx(figures.sinks, rel=1e-5)
         assert of_layer["peak"] == pytest.approx(figures.peak, rel=1e-5)
         assert of_layer["figures"] == {}
+
+
+def test_the_text_model_of_one_that_sees_pictures_is_measured(run, words, text, tmp_path):
+    """Those that transformers has no other class for."""
+    experts = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = CONFIG_MAPPING["step3p7"](
+        text_config=SIZES
+        | experts
+        | {"share_expert_dim": 9, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+        vision_config={
+            "hidden_size": 12,
+            "intermediate_size": 12,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "max_position_embeddings": 4,
+        },
+        image_token_id=299,
+    )
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    given = (tmp_path / "model", tmp_path / "out", "--text", text)
+    code, stdout, stderr = run(*given, "--tokens", 20, "--json")
+    assert code == 0, stderr
+    for figures in json.loads(stdout)["layers"]:
+        assert 0.3 < figures["figures"]["gate-score/output"] < 0.7
+        assert len(figures["sinks"]) == 6
+    code, _, stderr = run(*given, "--tokens", 200, "--overwrite")
+    assert code == 2
+    assert "exceed the 128 positions" in stderr
 
 
 def test_tables_and_pictures_of_everything(run, words, text, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -96,6 +97,46 @@ def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
     assert isinstance(result.exception, error)
     assert match in str(result.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("--heads moh.shared=4 --heads moh.active=1", r"shares 4 of 4 heads: use .* from 1 to 3,"),
+        ("--heads moh.shared=2 --heads moh.active=3", r"3 active of 2 routed .*use .* from 1 to 2"),
+        ("--heads moh.shared=1 --heads moh.active=[1,2]", "2 layers, and the model has 4: give"),
+        ("--heads gate.key=head", "before QK-norm.*use gate.key=element, or remove --qk-layernorm"),
+        ("--heads gate.g1=head --heads gate.output=head", "gate.g1 is gate.output.*leave one out"),
+        (
+            "--kha-upcycle --heads knock.value=none --heads gate.output=head --heads gate.form=add",
+            r"gate\(output=head, form=add\).*must start at the identity",
+        ),
+        ("--heads gate.output=head --flash-decode", "remove --flash-decode"),
+        ("--heads gate.output=head --mtp-num-layers 1", "remove --mtp-num-layers"),
+        ("--heads talking.max_tokens=255", "256 tokens, more than .*=255: .*shorten --seq-length"),
+        (
+            "--multi-latent-attention --heads knock.value=none --heads moh.share=0.75",
+            r"moh\(share=0.75\) on multi-latent attention.*use MHA, MQA or GQA",
+        ),
+        ("--heads collaborative.dim=30", r"dim=30.*turns 32 features: give .*=32 or more"),
+        (
+            "--heads collaborative.dim=32 --heads gate.query=element",
+            r"gate.query with collaborative.*leave gate.query out",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_had_are_refused(words, match):
+    result = CliRunner().invoke(app, [*LAUNCH, "--", "--mock-data", *words.split()])
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(match, str(result.exception)), result.exception
+    assert "\n" not in str(result.exception)
+
+
+def test_an_upcycled_run_finds_itself_when_it_is_started_again(tmp_path, nemorun_home):  # noqa: F811
+    output = tmp_path / "run"
+    words = ["--json", "--output", str(output), "--", "--mock-data", "--kha-upcycle"]
+    command = json.loads(run(*LAUNCH, *words).stdout)["words"]
+    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
 
 def test_a_dry_run_on_a_cluster_uses_the_plans_layout(nemorun_home, tmp_path):  # noqa: F811

@@ -1,6 +1,8 @@
 """``kha-megatron params`` and ``flops`` as a user types them."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +10,9 @@ from typer.testing import CliRunner
 from kha_megatron.cli import app
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.paper import PRINTED
+from kha_megatron.recipes.tables import TABLES
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*words):
@@ -61,3 +66,55 @@ def test_unknown_names_are_answered_with_near_ones(command):
     result = CliRunner().invoke(app, [command, "table2/mlp-vq"])
     assert isinstance(result.exception, ConfigError)
     assert "did you mean table2/mlp-v" in str(result.exception)
+
+
+def shares(*endings):
+    """KHA's share of the layers' work in percent, as ``params`` prints it, of the paper's rows."""
+    names = [recipe.name for recipe in TABLES if recipe.name.endswith(endings)]
+    texts = [run("params", name) for name in names]
+    assert len(texts) >= len(endings)
+    return [float(re.search(r"work: KHA adds ([\d.]+)% to the layers", t)[1]) for t in texts]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "rows"),
+    [
+        (
+            r"4 KV heads KHA-MLP on the values adds (\S+) to (\S+) % to the work of the layers",
+            ("mlp-kv4", "mlp-v", "gqa4-mlp", "table4/mlp", "b-mlp"),
+        ),
+        (r"KHA-Linear adds (\S+) to (\S+) %", ("linear-kv4", "linear-qkv", "b-linear")),
+        (
+            r"with MHA and MLA it is (\S+) to (\S+) %",
+            ("mlp-kv32", "linear-kv32", "mha-mlp", "mla-linear", "gla-linear"),
+        ),
+    ],
+)
+def test_the_documents_say_what_it_costs(sentence, rows):
+    """Its numbers are the least and the most that ``params`` prints of the rows it speaks of."""
+    words = re.sub(r"\s+", " ", (ROOT / "docs/mechanisms.md").read_text())
+    told = [float(number) for number in re.search(sentence, words).groups()]
+    found = shares(*rows)
+    assert told == [min(found), max(found)]
+
+
+def test_the_readme_says_the_same():
+    readme, details = (
+        re.sub(r"\s+", " ", (ROOT / page).read_text())
+        for page in ("README.md", "docs/mechanisms.md")
+    )
+    mlp, linear = re.findall(r"adds ([\d.]+) to ([\d.]+) %", details)
+    sentence = r"adds (\S+) to (\S+) % to the work of the layers and KHA-Linear (\S+) to (\S+) %"
+    assert re.search(sentence, readme).groups() == (*mlp, *linear)
+
+
+def test_what_folds_away_and_what_is_not_alike_is_said():
+    latent, grouped = run("params", "table3/mla-linear"), run("params", "table3/gqa4-mlp")
+    assert "none once `convert fold` has folded it away" in latent
+    assert "--norm-epsilon 1e-6, in all other rows 1e-5" in latent
+    assert "folded" not in grouped
+    assert "note:" not in grouped
+    assert "work:" not in run("params", "table2/baseline")
+    for recipe in TABLES:  # the note is what the table holds
+        own = "1e-06" if recipe.note else "1e-05"
+        assert recipe.run.flags.get("--norm-epsilon", ("1e-05",)) == (own,), recipe.name

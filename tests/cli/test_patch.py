@@ -91,7 +91,7 @@ def test_only_takes_the_named_patch(run, tree):
     assert run("apply", tree, "--only", "words")[:2] == (0, "words: applied\n")
     assert (tree / "end.py").read_text() == "y\nz\n"
     code, out, err = run("check", tree, "--json")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"Megatron-Core 0.19.3 in {tree}\n")
     report = json.loads(out)
     assert (report["megatron"], report["version"]) == (str(tree), "0.19.3")
     assert {patch["name"]: patch["state"] for patch in report["patches"]} == {
@@ -102,6 +102,19 @@ def test_only_takes_the_named_patch(run, tree):
     assert code == 2
     assert "unknown patch word" in err
     assert "end, words" in err
+
+
+def test_changes_as_json(run, tree):
+    (tree / "letters.py").write_text("a\nb\nc\n")  # of an interrupted run
+    for word, states in {
+        "apply": {"end": ("absent", "applied"), "words": ("partial", "applied")},
+        "revert": {"end": ("applied", "absent"), "words": ("applied", "absent")},
+    }.items():
+        code, out, err = run(word, tree, "--json")
+        assert (code, err) == (0, f"Megatron-Core 0.19.3 in {tree}\n")
+        patches = json.loads(out)["patches"]
+        assert {patch["name"]: (patch["was"], patch["state"]) for patch in patches} == states
+    assert (tree / "end.py").read_text() == "y\nz\n"
 
 
 def test_a_half_done_patch_is_told_and_completed(run, tree):

@@ -51,6 +51,10 @@ def test_json_adds_up():
         ([*PLAN, "--tp", "3"], "32 query heads cannot be divided over 3"),
         (["plan", "moe-8b", "--gpus", "64"], "unknown recipe 'moe-8b'"),
         ([*PLAN, "--gpu-memory", "80 apples"], "--gpu-memory 80 apples is no size"),
+        (
+            ["plan", "interactive/talking-mha", "--gpus", "8", "--seq-length", "8192"],
+            "talking heads on 8192 tokens, more than talking.max_tokens=4096: no fused",
+        ),
         (["plan", "quickstart", "--gpus", "0"], "--gpus 0: plan knows layouts of 1 to 131072"),
         (["plan", "quickstart", "--gpus", "131073"], "--gpus 131073: plan knows"),
         ([*PLAN, "--tp", "3"], "choose --tp from"),

@@ -5,20 +5,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
-from kha_megatron.cli.quickstart import _tokens_per_second, make_room
+from kha_megatron.cli.quickstart import _next_steps, _tokens_per_second, make_room
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, OutputError
-from kha_megatron.recipes import Step
+from kha_megatron.plan.counts import count
+from kha_megatron.recipes import Step, get_recipe
+from tests.docs.test_commands import parse
 from tests.recipes.conftest import data, nemorun_home  # noqa: F401
 
 SMALL = shlex.split("""
 --train-iters 6 --log-interval 2 --num-layers 2 --hidden-size 32 --kv-channels 8 --num-experts 4
 --moe-ffn-hidden-size 16 --seq-length 64 --micro-batch-size 4 --global-batch-size 4
+--lr 8e-3 --min-lr 8e-4
 """)
 
 
@@ -99,7 +105,14 @@ def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F
     assert summary["training_seconds"] > 1
     assert summary["largest_logit_difference"] < 1e-4
     assert summary["argmax_agreement"] == 1.0
-    assert summary["parameters"] > 512 * 32
+    tensors = load_file(next((output / "hf").glob("*.safetensors")))
+    sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+    bias = [size for name, size in sizes.items() if name.endswith("e_score_correction_bias")]
+    assert bias == [4, 4]  # the experts' load moves them, gradients do not
+    assert summary["parameters"] == sum(sizes.values()) - sum(bias)
+    presets = variant[1].split(",") if variant else ["kha_mlp"]
+    run = get_recipe("quickstart").having(KHAConfig.combined(presets)).run_for(SMALL)
+    assert summary["parameters"] == count(run.model, run.kha).total
 
     files = ("data/corpus.bin", "data/tokenizer/tokenizer.json", "hf/config.json")
     pictures = ("knock_value.png", "loss.png")
@@ -119,6 +132,21 @@ def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F
     assert "the model continues 'def main('" in done.stdout
     assert "What to try next" in done.stdout
     assert not list(tmp_path.rglob("*.partial-*"))
+
+
+def test_what_it_says_to_try_next_can_be_pasted(tmp_path, monkeypatch):
+    """In the shell that started it, whether or not that finds the command by its name."""
+    beside = Path(sys.executable).parent
+    monkeypatch.chdir(tmp_path)
+    for path in ("/usr/bin", f"{beside}:/usr/bin"):
+        monkeypatch.setenv("PATH", path)
+        lines = [line.strip() for line in _next_steps(Path("my runs")).splitlines()[2:]]
+        typed = [shlex.split(line) for line in lines if not line.startswith("#")]
+        assert len(typed) == 5
+        for words in typed:
+            assert Path(shutil.which(words[0])).samefile(beside / "kha-megatron")
+            parse(words)
+    assert typed[0] == ["kha-megatron", "generate", "my runs/hf", "import "]
 
 
 def _step(iteration: int, seconds: float) -> Step:
