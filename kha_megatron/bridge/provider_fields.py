@@ -69,6 +69,11 @@ def hf_config_of(provider: Any) -> KHAModelConfig:
             or ``provider`` is no provider.
     """
     try:
+        if (scale := provider.softmax_scale) is not None:  # no argument of Megatron's command line
+            raise CheckpointError(
+                f"the provider has softmax_scale={scale!r}, which the kha configuration cannot "
+                "express (only None, one over the root of kv_channels)"
+            )
         arguments = _arguments(provider)
         rows = provider.vocab_size
     except AttributeError as error:

@@ -9,7 +9,7 @@ from tests.distributed.launcher import RankPool
 
 
 def _missing() -> str | None:
-    for package in ("megatron-bridge", "transformer-engine", "transformer-engine-torch"):
+    for package in ("megatron-bridge", "transformer-engine"):
         try:
             metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -19,13 +19,13 @@ def _missing() -> str | None:
 
 @pytest.fixture(scope="session")
 def bridge_ranks():
-    """``ranks`` that see Transformer Engine: they construct its modules, and cannot run them."""
+    """``ranks`` with Transformer Engine's Python above the stand-in for its kernels."""
     if missing := _missing():
         pytest.skip(
             f"NOT TESTED: Megatron-Bridge's side, because {missing} is not installed: "
-            "tools/bridge_environment.sh makes an environment that has it and runs these tests"
+            "`make test-bridge` makes an environment that has it and runs these tests"
         )
-    pool = RankPool(hide_cuda_only=False)
+    pool = RankPool(transformer_engine=True)
     yield pool
     pool.close()
 

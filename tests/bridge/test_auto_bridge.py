@@ -119,25 +119,27 @@ def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementati
                 assert torch.equal(knocks[f"knock_{projection}.weight"], theirs.T[None])
 
 
-def loaded_logits(folder, layout):
-    _, model = cases.build(folder, "local", layout, parallel_output=False, **PADDED)
+def loaded_logits(folder, implementation, layout):
+    _, model = cases.build(folder, implementation, layout, parallel_output=False, **PADDED)
     return cases.logits(model, tokens()).numpy()
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "layout"),
+    ("name", "implementation", "n", "layout"),
     [
-        *((name, 1, {}) for name in CONFIGS),
-        *((name, 2, TP2) for name in ("dense", "gated_heads", "gated_alike", "moh")),
-        ("sigmoid", 2, EP2),
+        *((name, implementation, 1, {}) for name in CONFIGS for implementation in ("local", "te")),
+        *((name, "local", 2, TP2) for name in ("dense", "gated_heads", "gated_alike", "moh")),
+        *((name, "te", 2, TP2) for name in ("gated_heads", "moh")),
+        ("sigmoid", "local", 2, EP2),
+        ("sigmoid", "te", 2, EP2),
     ],
     ids=str,
 )
-def test_loaded_model_computes_the_same(bridge_ranks, folders, name, n, layout):
+def test_loaded_model_computes_the_same(bridge_ranks, folders, name, implementation, n, layout):
     """A layout that is wrong both ways would pass a round trip, and fail here."""
     expected = cases.hf_logits(folders[name], tokens())
     assert expected.abs().max() > 1
-    for found in bridge_ranks(loaded_logits, n, folders[name], layout):
+    for found in bridge_ranks(loaded_logits, n, folders[name], implementation, layout):
         # two implementations in float32, as in the conversion's own tests
         torch.testing.assert_close(
             torch.from_numpy(found)[..., : SIZES["vocab_size"]], expected, rtol=0, atol=1e-5

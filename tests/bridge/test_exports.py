@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kha_megatron.errors import CheckpointError
 from tests.bridge import cases
+from tests.bridge.models import tokens
+from tests.distributed.launcher import RankError
 
 BIAS = "mlp.gate.e_score_correction_bias"
 
@@ -183,3 +185,49 @@ def test_adapters_of_other_rows_than_qkv_are_refused(bridge_ranks, folders, tmp_
     message = bridge_ranks(adapted, 1, folders["gated"], str(tmp_path / "none"))[0]
     assert "linear_qkv" in message
     assert "rows are query, gate_output, key, value" in message
+
+
+def with_adapters(folder, target, implementation, layout, targets, length=7):
+    """Logits of a model whose projections have adapters that add something, which it exports."""
+    auto, model = cases.build(folder, implementation, layout, parallel_output=False)
+    from megatron.bridge.peft.lora import LoRA
+
+    with cases.quiet():
+        model = LoRA(target_modules=targets, dim=2)(model, training=False)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for name, weight in model[0].named_parameters():
+            if name.endswith("adapter.linear_out.weight"):
+                weight.normal_()
+    found = cases.logits(model, tokens()[:, :length]).numpy()
+    cases.write(auto, model, target)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "n", "layout", "targets"),
+    [
+        ("gated_alike", "local", 1, {}, ["linear_proj"]),
+        ("gated_heads", "te", 1, {}, ["linear_proj"]),
+        ("moh", "local", 1, {}, ["linear_qkv", "linear_proj"]),
+        ("moh", "te", 1, {}, ["linear_qkv", "linear_proj"]),
+    ],
+    ids=str,
+)
+def test_adapters_see_what_their_projection_sees(
+    bridge_ranks, folders, tmp_path, name, implementation, n, layout, targets
+):
+    """Gated heads before ``linear_proj``, the normed input before ``linear_qkv``: else the adapter
+    that was trained is not the one that is merged."""
+    source, target = folders[name], str(tmp_path / "out")
+    found = bridge_ranks(with_adapters, n, source, target, implementation, layout, targets)[0]
+    before, after = (cases.hf_logits(folder, tokens()) for folder in (source, target))
+    assert (before - after).abs().max() > 0.5
+    torch.testing.assert_close(torch.from_numpy(found)[..., :51], after, rtol=0, atol=1e-5)
+
+
+def test_adapters_that_gather_the_normed_input_are_refused(bridge_ranks, folders, tmp_path):
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    words = (folders["moh"], str(tmp_path / "out"), "te", layout, ["linear_qkv"])
+    with pytest.raises(RankError, match="leave linear_qkv out of the adapter's target_modules"):
+        bridge_ranks(with_adapters, 2, *words, length=6)

@@ -105,6 +105,7 @@ def refusal(fields):
         ({"rope_scaling": True}, "'rope_type': 'llama3'"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type='yarn'"),
         ({"gated_linear_unit": False}, "swiglu=False"),
+        ({"softmax_scale": 0.3}, "softmax_scale=0.3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
