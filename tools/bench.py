@@ -18,17 +18,20 @@ from typing import Any
 import torch
 from measuring import Spread, describe_machine, markdown_table, publish
 
-from kha_megatron import cpu
+from kha_megatron import cpu, te_extension
 from kha_megatron.errors import KHAError
 
 BENCHMARKS = {
     "kernels": "the fused kernels, plain and compiled torch, cuBLAS, Transformer Engine, a copy",
+    "prologue": "split, knock, QK-norm and RoPE: fused, plain and compiled, Megatron's own, a copy",
     "layer": "a transformer layer, forward and backward: Megatron's stock layer beside ours",
     "memory": "what a layer keeps for its backward pass: stock beside ours",
     "step": "whole training steps of the real entry point: stock layers beside ours",
     "decode": "decoding with transformers: exported models beside their baseline",
     "instruments": "training iterations on the CPU with --kha-log-interval and without",
     "conversion": "convert to-hf and to-megatron beside copying the same bytes",
+    "fp8": "losses of the quickstart's model in FP8 beside bf16, on the CPU",
+    "cpu": "training the quickstart's model on the CPU, and starting, beside a plain PyTorch loop",
     "data": "data prepare beside tokenizing the same text with tokenizers alone",
 }
 """The contenders of each, in a line.
@@ -55,6 +58,7 @@ def positive(word: str) -> int:
 def choose_device(name: str) -> torch.device:
     """The device of this process. For the CPU, before Megatron is imported, its runtime."""
     if name == "cuda":
+        te_extension.hide_incomplete()
         return torch.device("cuda", torch.cuda.current_device())
     for variable, value in cpu.ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

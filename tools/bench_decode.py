@@ -7,21 +7,22 @@ and `folded` is what remains of that when they are folded: a stock model again.
 Each turn generates the given number of tokens for every sequence of the batch, greedily, after a
 short prompt; all models take turns, in another order each time. Printed are tokens per second, the
 ratio of times to the baseline turn by turn, and the bytes of keys and values that the cache holds
-at the end. A static cache makes transformers compile the model on a GPU; a dynamic one does not.
+at the end. With a static cache transformers compiles the model, on a CPU because it is asked to
+here (needs a C++ compiler); with a dynamic one it does not.
 """
 
 import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench import in_words, positive, within
 from measuring import Spread, interleaved, ratios
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config, Qwen3MoeConfig
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
 from kha_megatron.config import KHAConfig
@@ -48,16 +49,17 @@ DEFAULTS = {
     },
     "cpu": {
         "shape": "small",
-        "batches": [1, 64],
+        "batches": [1, 8],
         "prompt": 16,
         "new": 16,
-        "caches": ["dynamic"],
+        "caches": ["dynamic", "static"],
         "dtype": "float32",
         "repetitions": 5,
     },
 }
 
 BASELINE = "baseline"
+CONTENDERS = ("mlp", "linear", "folded")
 AT_MOST = {"mlp": 1.01}
 """Largest ratio of times to the baseline that is good enough. A folded model has to be the
 baseline's class with the baseline's cache, and so needs no such number."""
@@ -85,21 +87,38 @@ def save_baseline(name: str, dtype: torch.dtype, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
-def save_models(name: str, dtype: torch.dtype, folder: Path) -> dict[str, Path]:
-    """The folders of all contenders."""
-    folders = {contender: folder / contender for contender in (BASELINE, "mlp", "linear", "folded")}
+def save_models(
+    name: str, dtype: torch.dtype, folder: Path, contenders: Collection[str] = CONTENDERS
+) -> dict[str, Path]:
+    """The folders of the baseline and of these contenders."""
+    folders = {model: folder / model for model in (BASELINE, *CONTENDERS)}
     save_baseline(name, dtype, folders[BASELINE])
-    for contender in ("mlp", "linear"):
+    needed = {"linear" if contender == "folded" else contender for contender in contenders}
+    for contender in needed:
         kha = KHAConfig.from_preset(f"kha_{contender}")
         to_hf.plan(folders[BASELINE], upcycle=kha).write(folders[contender])
-    to_hf.plan(folders["linear"], fold=True).write(folders["folded"])
-    return folders
+    if "folded" in contenders:
+        to_hf.plan(folders["linear"], fold=True).write(folders["folded"])
+    return {model: path for model, path in folders.items() if model in (BASELINE, *contenders)}
+
+
+def in_memory(model: Any) -> Any:
+    """``model`` in evaluation mode, its weights copied out of the mapped file.
+
+    How a file's pages lie in memory makes its products on a CPU up to a tenth slower, for one model
+    by as much in every turn.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
 
 
 def generation(
     model: Any, prompt: torch.Tensor, new: int, cache: str
 ) -> Callable[[], tuple[int, int]]:
     """Generate greedily; returns the number of new tokens and the bytes of the cache."""
+    compiled = CompileConfig()
+    compiled._compile_all_devices = True  # transformers' switch for others than GPUs
 
     def call() -> tuple[int, int]:
         result = model.generate(
@@ -111,6 +130,7 @@ def generation(
             eos_token_id=None,
             pad_token_id=0,
             cache_implementation=cache,
+            compile_config=compiled if cache == "static" else None,
             return_dict_in_generate=True,
         )
         layers = result.past_key_values.layers
@@ -185,7 +205,8 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def options(add: Callable[..., Any]) -> None:
     """What the user may ask for; sizes depend on the device."""
     add("--shape", choices=["small", *SHAPES], help="default: dense-1.7b; on a CPU: small")
-    add("--batches", nargs="+", type=positive, help="sequences at once (default: 1 64)")
+    add("--models", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
+    add("--batches", nargs="+", type=positive, help="sequences at once (default: 1 64; CPU: 1 8)")
     add("--prompt", type=positive, help="tokens before the generated ones")
     add("--new", type=positive, help="tokens to generate")
     add("--caches", nargs="+", choices=["dynamic", "static"])
@@ -197,9 +218,10 @@ def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[st
     """One for each batch and cache; the models are made before and deleted."""
     dtype = getattr(torch, given.dtype)
     with tempfile.TemporaryDirectory(prefix="kha-decode-", dir=given.folder) as folder:
+        made = save_models(given.shape, dtype, Path(folder), given.models)
         models = {
-            name: AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-            for name, path in save_models(given.shape, dtype, Path(folder)).items()
+            name: in_memory(AutoModelForCausalLM.from_pretrained(path, dtype=dtype)).to(device)
+            for name, path in made.items()
         }
     for batch, cache in itertools.product(given.batches, given.caches):
         print(f"batch {batch}, {cache} cache", file=sys.stderr, flush=True)

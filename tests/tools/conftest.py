@@ -7,21 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import RankPool
-from tools.interpreting import mend
-
 TOOLS = Path(__file__).parents[2] / "tools"
-
-
-@pytest.fixture(scope="session")
-def interpreting_rank():
-    """One rank on the CPU runtime, in which Triton interprets its kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")  # Triton looks once, when it is imported
-        pool = RankPool()
-        pool(mend, 1)
-    yield lambda case, *args: pool(case, 1, *args, timeout=300)[0]
-    pool.close()
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def test_folded_is_the_baseline_again_and_mlp_keeps_its_cache(bench, tool, tmp_p
     file = tmp_path / "decode.json"
     words = ["--device", "cpu", "--new", str(NEW), "--prompt", str(PROMPT), "--repetitions", "2"]
     words += ["--batches", *map(str, BATCHES), "--folder", str(tmp_path), "--json", str(file)]
+    words += ["--caches", "dynamic"]
     assert tool("bench").main(["decode", *words]) == 0
     assert not list(tmp_path.glob("kha-decode-*")), "what it made is deleted"
     results = json.loads(file.read_text())["results"]
@@ -41,6 +42,20 @@ def test_folded_is_the_baseline_again_and_mlp_keeps_its_cache(bench, tool, tmp_p
         assert result["targets"]["folded"]["met"]
         assert set(result["targets"]) == {"folded", "mlp"}
     assert "| 3 | dynamic | mlp | KHAForCausalLM |" in capsys.readouterr().out
+
+
+@pytest.mark.whole  # compiling takes half a minute
+@pytest.mark.parametrize("bench", [None], ids=["dense"], indirect=True)
+def test_with_a_static_cache_the_model_is_compiled(bench, tool, tmp_path):
+    file = tmp_path / "decode.json"
+    words = ["--device", "cpu", "--new", str(NEW), "--prompt", str(PROMPT), "--repetitions", "2"]
+    words += ["--batches", "1", "--caches", "static", "--models", "mlp", "--json", str(file)]
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert tool("bench").main(["decode", *words]) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= compiled + 2
+    (result,) = json.loads(file.read_text())["results"]
+    assert set(result["tokens_per_second"]) == {"baseline", "mlp"}
+    assert result["targets"]["mlp"]["text"] == "at most 1.01, same cache"
 
 
 def test_another_cache_or_class_misses_the_target(tool):

@@ -8,7 +8,7 @@ import torch
 from kha_megatron.config import KHAConfig
 from tests.tools.conftest import run_tool
 
-MODELS = ["layer", "memory", "decode", "step", "kernels"]
+MODELS = ["layer", "memory", "decode", "step", "kernels", "prologue"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -46,6 +46,14 @@ def test_unknown_variants_are_named(tool, capsys, name):
         tool("bench").main([name, "--device", "cpu", "--variants", "mpl"])
     assert ended.value.code == 2
     assert "linear/folded+kernels" in capsys.readouterr().err
+
+
+def test_a_transformer_engine_that_is_not_whole_is_none(tool, monkeypatch):
+    """As the extra ``te-cpu`` installs it, it cannot be measured on a GPU."""
+    shapes = tool("shapes")
+    monkeypatch.setattr(shapes.te_extension, "is_missing", lambda: True)
+    assert not shapes.has("transformer_engine")
+    assert shapes.has("torch")
 
 
 def test_what_megatron_does_not_know_is_refused(interpreting_rank):
