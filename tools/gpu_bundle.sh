@@ -38,7 +38,7 @@ git archive HEAD | tar -x -C "$tree"
 
 echo "Collecting the wheels of its dependencies"
 "$uv" pip compile --quiet --no-header --no-annotate --python-version 3.12 \
-  --constraint constraints.txt --extra launch --extra plots --extra dev pyproject.toml \
+  --constraint constraints.txt --extra megatron --extra launch --extra plots --extra dev pyproject.toml \
   >"$work/all.txt"
 names() { sed -n 's/^\([A-Za-z0-9._-]*\).*/\1/p' "$1" | tr 'A-Z_.' 'a-z--' | sort -u; }
 grep -vE '^(torch|triton|nvidia-|cuda-)' "$work/all.txt" >"$tree/requirements.txt"

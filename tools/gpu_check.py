@@ -2,8 +2,12 @@
 
 Stages, in this order:
 
-  kernels     pytest -m gpu tests/kernels: the fused kernels on the GPU against float64
-  modules     pytest -m "gpu or te" tests/gpu: Transformer Engine's layers against Megatron's own
+  first       the tests marked `first`: each fused kernel at the paper's head dim, over three turns
+              of its loop, and a layer through them. It ends at the first failure, in about a
+              minute, before anything else has taken time
+  kernels     pytest -m gpu tests/kernels: every form of the kernels against float64
+  modules     pytest -m "gpu or te" tests/gpu: layers with kernels, and Transformer Engine's,
+              against Megatron's own in plain torch
   losses      pytest -m gpu tests/gpu/test_losses.py: short trainings in bf16 and FP8, compared
   benchmarks  the benchmarks of this folder, with few repetitions
 
@@ -11,10 +15,14 @@ What the machine lacks is skipped and named. Nothing is fetched from a network. 
 report.json and a log of each process are left in one folder. The exit code is 1 if a stage that
 proves correctness failed or ran out of time, 2 if there is no GPU; targets that benchmarks miss are
 reported only. A dry run collects the tests and runs the benchmarks on the CPU, tiny.
+
+Tests of kernels run in several processes where pytest-xdist is installed: compiling them takes a
+second each, and running them next to nothing.
 """
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import shlex
@@ -28,15 +36,22 @@ from xml.etree import ElementTree
 
 from measuring import ROOT, markdown_table
 
-from kha_megatron.cli.doctor import examine
+from kha_megatron.cli.doctor import examine, findings_of
+from kha_megatron.cli.installation import Finding
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+_WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
+_SIDE_BY_SIDE = ["-n", str(_WORKERS)] if importlib.util.find_spec("xdist") else []
 TESTS = {
-    "kernels": ["-m", "gpu", "tests/kernels"],
+    "first": [
+        *(*_SIDE_BY_SIDE, "--maxfail", "1", "-m", "gpu and first"),
+        *("tests/kernels/test_gpu.py", "tests/gpu/test_layers.py"),
+    ],
+    "kernels": [*_SIDE_BY_SIDE, "-m", "gpu", "tests/kernels"],
     "modules": ["-m", "gpu or te", "tests/gpu", "--ignore=tests/gpu/test_losses.py"],
     "losses": ["-m", "gpu", "tests/gpu/test_losses.py"],
 }
-UNTIL = {"kernels": 0.25, "modules": 0.4, "losses": 0.72, "benchmarks": 1.0}
+UNTIL = {"first": 0.2, "kernels": 0.35, "modules": 0.5, "losses": 0.75, "benchmarks": 1.0}
 """The part of the whole time by which each stage must end; what one leaves, the next may use."""
 
 _ONCE = ["--device", "cpu", "--repetitions", "1"]
@@ -44,6 +59,7 @@ _MOE = ["--shapes", "moe"]
 _SHORT = ["mlp/kernels", "linear/folded+kernels"]
 BENCHMARKS: dict[str, tuple[list[str], list[str] | None]] = {
     "kernels": (["--variants", "mlp", "linear", "--repetitions", "20"], _ONCE),
+    "prologue": (["--repetitions", "20"], _ONCE),
     "layer": (
         [*_MOE, "--precisions", "bf16", "--repetitions", "10", "--microbatches", "2"],
         [*_ONCE, "--variants", *_SHORT],
@@ -221,8 +237,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the stages; the exit code."""
     given = arguments()
-    findings = {finding.name: finding for finding in examine(deep=True)}
-    if findings["CUDA device"].status != "ok" and not given.dry_run:
+    here = {finding.name: finding for finding in findings_of("torch", deep=True)}
+    if here["CUDA device"].status != "ok" and not given.dry_run:
         print(
             "error: PyTorch sees no CUDA device: use --dry-run for what a CPU can check",
             file=sys.stderr,
@@ -230,9 +246,12 @@ def main() -> int:
         return 2
     given.output.mkdir(parents=True, exist_ok=True)
     check = Check(folder=given.output, dry=given.dry_run, seconds=60 * given.minutes)
+    findings: dict[str, Finding] = {}
     try:
         for stage in (name for name in UNTIL if name in given.only):
             benchmarks(check) if stage == "benchmarks" else tests(check, stage)
+            # some ten seconds, for which a wrong result need not wait
+            findings = findings or {finding.name: finding for finding in examine(deep=True)}
     finally:  # whatever ends it, what was found until then is written
         machine = {name: f"{f.status} {f.found}; {f.effect}" for name, f in findings.items()}
         print(report(check, machine), file=sys.stderr)

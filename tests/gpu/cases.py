@@ -315,6 +315,14 @@ CASES: tuple[Case, ...] = (
     _dense("dense-gate", TE, "te", preset="kha_gate_v", like=None),
     _dense("dense-mlp-qkv-fp8", _fp8("tensorwise"), "te", "fp8", preset="kha_mlp_qkv", like=None),
     _dense("dense-baseline-fp8", _fp8("tensorwise"), "te", "fp8", preset="baseline", like=None),
+    _moe("moe-gates", TE | GROUPED, "te", preset="kha_mlp_gate_output", like=None),
+    _dense("dense-gates-fp8", _fp8("tensorwise"), "te", "fp8", preset="gate_value", like=None),
+    _dense(
+        "dense-heads-fp8", _fp8("tensorwise"), "te", "fp8", preset="kha_linear_moh_75", like=None
+    ),
+    _moe("moe-heads", TE | GROUPED, "te", preset="kha_mlp_moh_75", like=None),
+    _dense("dense-talking", TE, "te", preset="talking", like=None),
+    _dense("dense-collaborative", TE, "te", preset="collaborative", like=None),
     _dense(
         "dense-fp16",
         TE | {"--fp16": True, "--initial-loss-scale": 4096},

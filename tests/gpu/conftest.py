@@ -1,22 +1,9 @@
-"""Ranks that compute on a GPU, and ranks that only construct what Transformer Engine has."""
-
-import importlib.util
+"""Ranks that compute on a GPU."""
 
 import pytest
 
+from kha_megatron import te_extension
 from tests.distributed.launcher import RankPool
-
-NO_ENGINE = (
-    "NOT TESTED: Transformer Engine is not installed (pip install 'kha-megatron[te]' with a CUDA "
-    "toolkit)"
-)
-
-
-@pytest.fixture(scope="session")
-def engine() -> None:
-    """Skips where Transformer Engine cannot be imported."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip(NO_ENGINE)
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +19,10 @@ def gpu_rank():
 
 
 @pytest.fixture(scope="session")
-def ranks_with_engine(engine):
-    """Ranks on the CPU that see Transformer Engine: they construct its modules, no more."""
-    pool = RankPool(hide_cuda_only=False)
-    yield pool
-    pool.close()
+def gpu_engine(engine) -> None:
+    """Skips where Transformer Engine is not there whole, as it must be for a GPU."""
+    if te_extension.is_missing():
+        pytest.skip(
+            "NOT TESTED: Transformer Engine's extension is not installed "
+            "(pip install 'kha-megatron[te]' with a CUDA toolkit)"
+        )

@@ -1,12 +1,16 @@
 """The same model from Megatron's own modules and from Transformer Engine's, for one rank.
 
-Sizes are multiples of 16, as Transformer Engine asks for; the sequence has an odd batch.
+Sizes are multiples of 16, and tokens of 32, as Transformer Engine asks for; the batch is odd.
 """
 
+import os
 import re
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -14,10 +18,12 @@ from megatron.core.models.gpt import GPTModel
 
 from kha_megatron import cpu
 from kha_megatron.config import KHAConfig
+from kha_megatron.mcore.fused_forward import FusedPrologue
 from kha_megatron.mcore.specs import kha_layer_spec
+from kha_megatron.ops import fused
 from tests.distributed import models
 
-VOCAB, SEQUENCE, BATCH = 128, 48, 3
+VOCAB, SEQUENCE, BATCH = 128, 64, 3
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -48,7 +54,7 @@ def build(
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "kv_channels": 64,
-        "ffn_hidden_size": 192,
+        "ffn_hidden_size": 256,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -81,6 +87,7 @@ def local_name(name: str) -> str:
     """What the local form calls a parameter of the Transformer Engine form."""
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    name = re.sub(r"linear_(q|kv)_up_proj\.layer_norm_weight", r"\1_layernorm.weight", name)
     grouped = r"experts\.(linear_fc[12])\.weight(\d+)$"
     return re.sub(grouped, r"experts.local_experts.\2.\1.weight", name)
 
@@ -142,10 +149,70 @@ def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tenso
     }
 
 
-def relative_errors(
-    found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]
-) -> dict[str, float]:
-    """Of norms, by name; both must have the same names."""
+class Errors(NamedTuple):
+    """How far two models are from the truth, by the local names of :func:`outcome` and its like."""
+
+    ours: dict[str, float]
+    plain: dict[str, float]
+    """Of local layers in the dtype of ours."""
+    fused: int | None
+    """Forward passes of our layers through the fused prologue; None where no kernel runs."""
+
+    def beyond(self, floor: float, times: float = 2) -> dict[str, tuple[float, float]]:
+        """What of ours is more than ``times`` as far as the plain ones, and beyond ``floor``."""
+        pairs = {name: (error, self.plain[name]) for name, error in self.ours.items()}
+        return {n: (e, p) for n, (e, p) in pairs.items() if not e <= max(times * p, floor)}
+
+
+def errors(
+    kha: KHAConfig,
+    impl: str,
+    dtype: torch.dtype,
+    look: Callable[[GPTModel], dict[str, torch.Tensor]],
+    *,
+    moe: bool = False,
+    head: bool = True,
+    spoil: Callable[[GPTModel], None] | None = None,
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Errors:
+    """Relative errors, of norms, of what ``look`` finds.
+
+    Ours is a model of ``impl``, through the kernels where they run, and not through torch instead:
+    a refusal is an error. What judges it has the very same weights and computes in plain torch,
+    without any kernel of ours: Megatron's local layers in float32 are the truth, and those in
+    ``dtype`` say how far from it rounding leads.
+
+    Args:
+        head: as in :func:`build`.
+        spoil: called with our model before it runs, to see that this is noticed.
+        sizes: of the configuration of all three.
+        changes: of our model's configuration.
+    """
+    models.initialize()
+    ours = build(kha, impl, dtype, moe=moe, head=head, **sizes, **changes)
+    plain, exact = (
+        build(kha, "local", t, moe=moe, head=head, **sizes) for t in (dtype, torch.float32)
+    )
+    for model in (plain, exact):
+        copy_weights(ours, model)
+    with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "torch"}):
+        want, rival = look(exact), look(plain)
+    if spoil is not None:
+        spoil(ours)
+    x = torch.empty(1, ours.config.kv_channels, dtype=dtype, device=device())
+    kernels = fused.refusal(x, x.expand(1, -1, -1)) is None
+    run = FusedPrologue.run_fused
+    with (
+        mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "triton" if kernels else "torch"}),
+        mock.patch.object(FusedPrologue, "run_fused", autospec=True, side_effect=run) as runs,
+    ):
+        found = look(ours)
+    passes = runs.call_count if kernels else None
+    return Errors(_relative(found, want), _relative(rival, want), passes)
+
+
+def _relative(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
     assert found.keys() == want.keys(), found.keys() ^ want.keys()
     return {
         name: ((value - want[name]).norm() / want[name].norm()).item()

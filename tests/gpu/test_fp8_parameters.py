@@ -15,35 +15,6 @@ RECIPES = ("delayed", "tensorwise", "blockwise")
 FP8 = {"ffn_hidden_size": 256, "fp8": "hybrid", "fp8_param": True}
 
 
-def _quantise_on_the_cpu():
-    """Stand-ins for the casts, which need a GPU: tensors of the right class, without the values."""
-    from transformer_engine.pytorch.tensor import float8_blockwise_tensor, float8_tensor
-
-    def scaled_as_a_whole(quantizer, tensor, **kwargs):
-        return float8_tensor.Float8Tensor(
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            data=torch.zeros(tensor.shape, dtype=torch.uint8),
-            fp8_scale_inv=torch.ones(1),
-            fp8_dtype=quantizer.dtype,
-            quantizer=quantizer,
-            device=torch.device("cpu"),
-        )
-
-    def in_blocks(quantizer, tensor, **kwargs):
-        return quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=torch.device("cpu"))
-
-    def unchanged(quantizer, source, target, **kwargs):
-        return target
-
-    for kind, cast in (
-        (float8_tensor.Float8Quantizer, scaled_as_a_whole),
-        (float8_tensor.Float8CurrentScalingQuantizer, scaled_as_a_whole),
-        (float8_blockwise_tensor.Float8BlockQuantizer, in_blocks),
-    ):
-        kind.quantize_impl, kind.update_quantized = cast, unchanged
-
-
 def places(recipe):
     """By the name of a parameter: its class, dtype, whether Megatron takes it for FP8, its buffer.
 
@@ -52,13 +23,10 @@ def places(recipe):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.fp8_utils import is_float8tensor
 
-    from kha_megatron import cpu
     from tests.distributed.models import initialize
     from tests.gpu import models
 
     initialize()
-    if cpu.is_installed():
-        _quantise_on_the_cpu()
     model = models.build(
         KHAS["mixed"], "transformer_engine", torch.bfloat16, moe=False, fp8_recipe=recipe, **FP8
     )
@@ -96,7 +64,7 @@ def test_shared_matrices_are_not_quantised(ranks_with_engine, recipe):
 @pytest.mark.gpu
 @pytest.mark.te
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_shared_matrices_are_not_quantised_on_a_gpu(gpu_rank, engine, recipe):
+def test_shared_matrices_are_not_quantised_on_a_gpu(gpu_rank, gpu_engine, recipe):
     check(gpu_rank(places, recipe))
 
 

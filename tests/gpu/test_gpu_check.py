@@ -12,11 +12,12 @@ import gpu_check
 import pytest
 
 from kha_megatron import compare, recipes
+from kha_megatron.heads.knock import MATRICES
 
 TOOLS = Path(gpu_check.__file__).parent
 
 
-@pytest.mark.parametrize("stages", ["losses", pytest.param("", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("stages", ["first", pytest.param("", marks=pytest.mark.whole)])
 def test_dry_run_goes_through_its_stages_and_is_sound(tmp_path, stages):
     """Every stage unless some are named."""
     command = [sys.executable, str(TOOLS / "gpu_check.py"), "--dry-run", "--minutes", "15"]
@@ -32,6 +33,13 @@ def test_dry_run_goes_through_its_stages_and_is_sound(tmp_path, stages):
     text = (tmp_path / "out" / "report.md").read_text()
     if stages:
         assert f"## {stages}" in text
+        collected = (tmp_path / "out" / "first.log").read_text()
+        for each in (
+            *(f"test_equals_float64_with_every_gradient[{variant}-" for variant in MATRICES),
+            *(f"every_gradient[{prologue}-torch.bfloat16-128]" for prologue in ("mlp", "plain")),
+            "test_local_layers_with_kernels_equal_those_without[mlp]",  # as in test_mistakes.py
+        ):
+            assert each in collected
     else:
         assert {r["name"] for r in report["results"]} >= set(gpu_check.BENCHMARKS)
         assert "| eager |" in text  # a benchmark's own table
@@ -43,9 +51,8 @@ def run(monkeypatch, *words):
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
-    missing = gpu_check.examine()
-    assert missing
-    monkeypatch.setattr(gpu_check, "examine", lambda deep: [_without_a_gpu(f) for f in missing])
+    found = [_without_a_gpu(f) for f in gpu_check.findings_of("torch")]
+    monkeypatch.setattr(gpu_check, "findings_of", lambda name, deep: found)
     assert run(monkeypatch, "--output", tmp_path / "out") == 2
     assert "use --dry-run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -55,6 +62,16 @@ def _without_a_gpu(finding):
     from dataclasses import replace
 
     return replace(finding, status="missing") if finding.name == "CUDA device" else finding
+
+
+def test_a_wrong_result_is_found_in_the_first_minute():
+    """The stage that looks for one comes first, ends at it, and delays nothing much."""
+    assert list(gpu_check.TESTS) == [stage for stage in gpu_check.UNTIL if stage != "benchmarks"]
+    first, *_, last = gpu_check.UNTIL
+    assert (first, last) == ("first", "benchmarks")
+    words = gpu_check.TESTS["first"]
+    assert words[words.index("--maxfail") + 1] == "1"
+    assert sorted(gpu_check.UNTIL.values()) == list(gpu_check.UNTIL.values())
 
 
 @pytest.mark.parametrize(
