@@ -1,14 +1,22 @@
 """Fixtures for all tests."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+# On AMD, MKL adds up otherwise where memory begins elsewhere: equal bits are compared on one path.
+# MKL reads it once; the processes that a test starts have it too.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
+import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
+from kha_megatron.versions import version_of
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
 from tests.tables import SECTIONS, TABLES, Tables
 from tests.versions import needs_training_package
+from tools.interpreting import interpret
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 
@@ -66,6 +74,32 @@ def ranks():
     """Run a function on n gloo ranks: ``ranks(case, n, *args) -> [result of each rank]``."""
     pool = RankPool()
     yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def engine() -> None:
+    """Skips where Transformer Engine is not installed."""
+    if version_of("transformer-engine") is None:
+        pytest.skip(
+            "NOT TESTED: Transformer Engine is not installed (`pip install 'kha-megatron[te-cpu]'`)"
+        )
+
+
+@pytest.fixture(scope="session")
+def ranks_with_engine(engine):
+    """The same with Transformer Engine's Python above the stand-in for its kernels."""
+    pool = RankPool(transformer_engine=True)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreting_rank():
+    """A function on one rank in which Triton interprets: ``interpreting_rank(case, *args)``."""
+    pytest.importorskip("triton", reason="Triton is not installed: its kernels were not tested")
+    pool = RankPool(prepare=interpret)
+    yield lambda case, *args: pool(case, 1, *args, timeout=300)[0]
     pool.close()
 
 

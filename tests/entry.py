@@ -63,8 +63,9 @@ class Ended:
 class Entry:
     """``entry(words, ranks)`` runs the entry point; its server lives as long as the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self._connection: Any = None
+        self._options = options  # of kha_megatron.cpu.install
 
     def __call__(
         self,
@@ -96,18 +97,18 @@ class Entry:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,))
+        self._process = context.Process(target=_serve, args=(theirs, self._options))
         self._process.start()
         theirs.close()
         atexit.register(self._connection.close)  # which ends it, before multiprocessing waits
 
 
-def _serve(connection: Any) -> None:
+def _serve(connection: Any, options: dict[str, Any]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     mp.set_start_method(None, force=True)  # what a process has that nobody spawned
     from kha_megatron import cpu
 
-    cpu.install(despite_cuda=True, quiet=True)
+    cpu.install(despite_cuda=True, quiet=True, **options)
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
     # Megatron reads the help texts of its arguments from its own source, three times a run
@@ -192,8 +193,9 @@ def _rank(
         os.dup2(log, 2)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False)
+        engine = {name: os.environ[name] for name in os.environ if name.startswith("NVTE_")}
         os.environ.clear()
-        os.environ |= environment | {"OMP_NUM_THREADS": "1"} | place
+        os.environ |= environment | engine | {"OMP_NUM_THREADS": "1"} | place
         sys.argv = ["kha_megatron.training", *words]
         if before is not None:
             before(int(place["RANK"]))

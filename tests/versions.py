@@ -48,6 +48,14 @@ def on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
 
 
 def needs_attention_family() -> None:
-    """Skip where Megatron-Core is too old for knocked MLA, GLA and GTA."""
-    if release(found := installed_version()) < FAMILY:
-        pytest.skip(f"NOT TESTED: megatron-core {found} is too old for MLA, GLA and GTA with KHA")
+    """Skip where Megatron-Core is too old for knocked MLA, GLA and GTA, and collaborative heads."""
+    if not has_attention_family():
+        pytest.skip(
+            f"NOT TESTED: megatron-core {installed_version()} is too old for MLA, GLA and GTA with "
+            "KHA, and for collaborative heads"
+        )
+
+
+def has_attention_family() -> bool:
+    """Whether knocked MLA, GLA and GTA, and collaborative heads, can be built."""
+    return release(installed_version()) >= FAMILY

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import multiprocessing as mp
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -31,11 +32,14 @@ class RankPool:
 
     Args:
         device: ``cpu``, or ``cuda`` for one GPU and NCCL a rank.
-        hide_cuda_only: as in ``kha_megatron.cpu.install``.
+        prepare: what every worker calls before it imports torch; of a module that does not either.
+        options: of ``kha_megatron.cpu.install``, such as ``transformer_engine=True``.
     """
 
-    def __init__(self, *, device: str = "cpu", hide_cuda_only: bool = True) -> None:
-        self._settings = device, hide_cuda_only
+    def __init__(
+        self, *, device: str = "cpu", prepare: Callable[[], None] | None = None, **options: Any
+    ) -> None:
+        self._settings = device, prepare, options
         self._store: Any = None
         self._cases = 0
         self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
@@ -62,10 +66,9 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._workers[:n]):
             connection.send((case, args, kwargs, rank, n, f"case {self._cases}"))
         results = self._collect(n, timeout)
-        if len(results) < n:
-            self.close()  # the silent ones may hang in a collective for ever
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
         if failures or len(results) < n:
+            self.close()  # the silent may hang for ever, and torch in the others count groups apart
             silent = sorted(set(range(n)) - set(results))
             raise RankError("\n".join([*failures, f"ranks without an answer: {silent}"]))
         answers = [results[rank][1] for rank in range(n)]
@@ -113,13 +116,23 @@ class RankPool:
         self._workers.clear()
 
 
-def _worker(connection: Any, port: int, device: str, hide_cuda_only: bool) -> None:
+def _worker(
+    connection: Any,
+    port: int,
+    device: str,
+    prepare: Callable[[], None] | None,
+    options: dict[str, Any],
+) -> None:
+    if prepare:
+        prepare()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
     if device == "cpu":
         from kha_megatron import cpu
 
-        cpu.install(despite_cuda=True, hide_cuda_only=hide_cuda_only, quiet=True)
+        cpu.install(despite_cuda=True, quiet=True, **options)
+    else:
+        import kha_megatron.mcore  # noqa: F401, which hides a Transformer Engine that is incomplete
     import megatron.core.parallel_state  # noqa: F401, so that no case has to wait for it
     from torch.distributed import PrefixStore, TCPStore
 
@@ -157,10 +170,18 @@ def _run(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        return True, case(*args, **kwargs)
+        result = case(*args, **kwargs)
+        # a rank that leaves a gloo group closes its connections: another that is still on its way
+        # into the same group, which a busy machine delays, would take that for a failure; the pool
+        # waits no longer than the case may take
+        store.set(f"through {rank}", "")
+        store.wait([f"through {r}" for r in range(world_size)], timedelta(hours=1))
+        return True, result
     except BaseException:
         return False, traceback.format_exc()
     finally:
+        if engine := sys.modules.get("transformer_engine.pytorch.quantization"):
+            engine.FP8GlobalStateManager.reset()  # it goes on reducing over the groups of this case
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()

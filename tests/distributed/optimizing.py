@@ -21,7 +21,7 @@ class Training:
         from kha_megatron.mcore import compat
         from tests.distributed import models
 
-        compat.let_torch_adam_resume()
+        compat.let_distributed_optimizer_resume()
         models.initialize(seed, **layout)
         self.config = models.transformer_config(**layout, **model)
         self.config.finalize_model_grads_func = finalize_model_grads

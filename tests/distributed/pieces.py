@@ -81,7 +81,10 @@ def fill(chunks: list[Any]) -> None:
     """
     for tensor in (t for chunk in chunks for t in _sharded(chunk)):
         generator = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
-        noise = torch.randn(tensor.global_shape, generator=generator)[tensor.global_slice()]
+        noise = torch.randn(tensor.global_shape, generator=generator)
+        own = tensor.global_offset[: tensor.prepend_axis_num]
+        rest = zip(tensor.global_offset[len(own) :], tensor.local_shape, strict=True)
+        noise = noise[*own, *(slice(start, start + length) for start, length in rest)]
         if ".knock_" in tensor.key:
             tensor.data += 0.3 * noise.to(tensor.data)
         elif noise.dim() < 2:

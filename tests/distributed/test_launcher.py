@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.launcher import RankError
@@ -29,10 +30,22 @@ def sleep_for(seconds):
     time.sleep(seconds)
 
 
+def leave_while_another_sends():
+    if dist.get_rank() == 1:
+        dist.irecv(torch.empty(1), 0)
+    else:
+        time.sleep(1)
+        dist.send(torch.ones(1), 1)
+
+
 def test_ranks_live_through_cases(ranks):
     first = ranks(rank_and_size, 2)
     assert [(r, n) for r, n, _ in first] == [(0, 2), (1, 2)]
     assert ranks(rank_and_size, 2) == first
+
+
+def test_no_rank_leaves_a_group_that_another_still_uses(ranks):
+    assert ranks(leave_while_another_sends, 2) == [None, None]
 
 
 def test_failures_are_reported_and_the_pool_recovers(ranks):

@@ -33,7 +33,7 @@ def test_resumed_training_is_the_same_bit_for_bit(corpus, tmp_path):
         assert run.codes == [0, 0], run.output[-4000:]
         assert "in 4 of 4 layers" in run.knocks
     expected = losses(tmp_path / "whole-tb")
-    assert expected[4] < expected[1] - 0.3
+    assert expected[4] < expected[1] - 0.1
     assert losses(tmp_path / "rest-tb") == {i: expected[i] for i in (3, 4)}
     assert_same_bytes(tmp_path / "whole" / "iter_0000004", tmp_path / "rest" / "iter_0000004")
     assert kha_of(MegatronCheckpoint.open(tmp_path / "rest")) == KHA

@@ -146,8 +146,6 @@ def test_what_a_restart_would_not_survive_is_refused(saved, tmp_path):
         ({"non_persistent_ckpt_type": "global"}, ConfigError, "remove --non-persistent-ckpt-type"),
         ({"moe_use_upcycling": True}, ConfigError, "remove --moe-use-upcycling"),
         ({"pretrained_checkpoint": "s3://a/b"}, ConfigError, "cannot look into s3://a/b"),
-        ({"kha": KHAConfig()}, ConfigError, "start at the identity"),
-        ({"kha": KHAConfig(value="mlp", init="random")}, ConfigError, "no --kha-init random"),
         ({"pretrained_checkpoint": saved / "kha"}, CheckpointError, "remove --kha-upcycle"),
         ({"pretrained_checkpoint": tmp_path}, CheckpointError, "holds no latest_checkpointed"),
     ]
