@@ -1,15 +1,16 @@
 """A Hugging Face KHA folder into Megatron and back with Megatron-Bridge's AutoBridge.
 
-Runs on the CPU, in the environment that ``tools/bridge_environment.sh`` makes:
+Runs on the CPU, in the environment that ``make test-bridge`` makes:
 ``.venv-bridge/bin/python examples/bridge_round_trip.py``. On GPUs, under torchrun, leave out what
-is marked "CPU only", and set parallel sizes on the provider.
+is marked "CPU only"; the process group is made with ``dist.init_process_group("nccl")`` after
+``torch.cuda.set_device``, and parallel sizes go to ``initialize_model_parallel`` and the provider.
 """
 
 import tempfile
 
 from kha_megatron import bridge, cpu
 
-cpu.install(despite_cuda=True, hide_cuda_only=False)  # CPU only, before the import of Megatron
+cpu.install(despite_cuda=True, transformer_engine=True)  # CPU only, before the import of Megatron
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,10 @@ def main() -> None:
 
         provider.gradient_accumulation_fusion = False  # CPU only
         provider.finalize()
-        model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+        model = provider.provide_distributed_model(
+            wrap_with_ddp=False,
+            use_cpu_initialization=True,  # CPU only
+        )
         attention = model[0].decoder.layers[0].self_attention
         print(type(attention.linear_qkv).__name__, "and", attention.knock_value)
 

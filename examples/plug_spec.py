@@ -1,6 +1,8 @@
 """Put KHA into a Megatron GPTModel from Python. Runs on the CPU: ``python examples/plug_spec.py``.
 
-On a GPU leave out the two lines about ``cpu`` and set ``transformer_impl="transformer_engine"``.
+On a GPU leave out ``cpu`` in the first import, ``cpu.install`` and ``use_cpu_initialization``; set
+``transformer_impl="transformer_engine"`` and the backend "nccl", and put tokens, positions and mask
+on the device with ``.cuda()``.
 """
 
 from kha_megatron import KHAConfig, cpu

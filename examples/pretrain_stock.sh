@@ -4,7 +4,8 @@
 set -euo pipefail
 : "${MEGATRON:?set MEGATRON to a Megatron-LM 0.19 checkout}"
 
-torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/pretrain_gpt.py" \
+# Without NVIDIA's apex the last flag is needed; before Blackwell, with TP or CP, the variable.
+CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/pretrain_gpt.py" \
   --spec kha_megatron.mcore.specs kha_mlp \
   --tensor-model-parallel-size 2 --sequence-parallel \
   --num-layers 12 --hidden-size 1024 --ffn-hidden-size 3072 \
@@ -12,7 +13,7 @@ torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/pretrain_gpt.py" \
   --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear \
   --position-embedding-type rope --seq-length 4096 --max-position-embeddings 4096 \
   --micro-batch-size 1 --global-batch-size 64 --train-iters 100 --lr 7.5e-4 --bf16 \
-  --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 \
+  --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-interval 1000 \
   --no-gradient-accumulation-fusion "$@"
 
 # What you should see, once, before the first iteration:

@@ -1,0 +1,81 @@
+"""What Megatron-LM's ``pretrain_gpt.py`` does, on the wheel of megatron-core 0.19, on the CPU.
+
+The wheel has no ``pretrain_gpt.py``; this is the least that pre-trains a GPT with Megatron's own
+``pretrain()``, and it knows nothing of Knocking-Heads Attention. For data and tensor parallelism.
+``docs/tutorials/stock_script.md`` adds KHA to it by one flag.
+"""
+
+import os
+import sys
+import time
+from functools import partial
+
+from kha_megatron import cpu
+
+os.environ.update(cpu.ENVIRONMENT)
+cpu.install(despite_cuda=True)  # Megatron on the CPU: on a GPU leave out this line,
+sys.argv += [word for flag in cpu.MEGATRON_FLAGS.items() for word in flag if word]  # and this one
+
+from kha_megatron.mcore import compat
+
+compat.use_shipped_dataset_helpers()  # Megatron would compile them, and its wheel has no Makefile
+compat.use_forked_checkpoint_writers()
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+
+def datasets(samples, vp_stage=None):
+    """Train, validation and test data, on every rank."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
+
+
+datasets.is_distributed = True
+
+
+def loss(mask, losses):
+    """The sum over this microbatch's tokens, their number, and both for the report."""
+    mask = mask.flatten().float()
+    total, tokens = torch.sum(losses.flatten().float() * mask), mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator, model):
+    """One microbatch."""
+    batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
+    mask, labels = batch["attention_mask"], batch["labels"]
+    losses = model(batch["tokens"], batch["position_ids"], mask, labels=labels)
+    return losses, partial(loss, batch["loss_mask"])
+
+
+def main():
+    """Train as the command line says."""
+    set_startup_timestamps(program_start=time.time(), main_entry=time.time())
+    args = parse_and_validate_args()
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":  # Megatron's checkpoint writers are processes that import this file
+    main()

@@ -1,0 +1,65 @@
+"""The pages of the documents, and the commands and programs that stand in them."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PAGES = tuple(
+    sorted(
+        page.relative_to(ROOT).as_posix()
+        for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "patches/*.md", "examples/*.md")
+        for page in ROOT.glob(pattern)
+        if page.name != "CHANGELOG.md"
+    )
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    """Where its first line stands, from 1."""
+    text: str
+
+
+def blocks(page: str, language: str) -> Iterator[Block]:
+    """Those of one language, in order."""
+    text = (ROOT / page).read_text()
+    for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(page, text.count("\n", 0, found.start(1)) + 1, found[1])
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a block."""
+
+    place: str
+    """``docs/start.md:12``."""
+    variables: dict[str, str]
+    """Those that stand before it, or that are all that it is."""
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+def commands(page: str) -> Iterator[Command]:
+    """Every command of a page's ``bash`` blocks: one a line, with its continuations."""
+    for block in blocks(page, "bash"):
+        number = block.line
+        for text in re.split(r"(?<!\\)\n", block.text):
+            computed = re.fullmatch(r"\s*(\w+)=(\$\(.*\))", text)  # by the shell
+            words = [] if computed else shlex.split(text.replace("\\\n", " "), comments=True)
+            variables = {computed[1]: computed[2]} if computed else {}
+            while words and (found := re.fullmatch(r"(\w+)=(.*)", words[0], re.DOTALL)):
+                variables[found[1]] = found[2]
+                words.pop(0)
+            if words or variables:
+                yield Command(f"{page}:{number}", variables, tuple(words))
+            number += text.count("\n") + 1

@@ -1,0 +1,101 @@
+"""The site: it builds strictly, its links lead somewhere, and what it quotes is what is there."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kha_megatron
+from kha_megatron.recipes import RECIPES
+from tests.architecture.test_rooms import ARROWS, FREE
+from tests.docs.pages import PAGES, ROOT, blocks
+
+PACKAGE = Path(kha_megatron.__file__).parent
+
+
+def test_every_recipe_is_in_the_table_of_recipes():
+    """By its name, or with its family."""
+    lines = (ROOT / "docs/recipes.md").read_text().splitlines()
+    cells = (line.split("|")[1] for line in lines if line.startswith("|"))
+    names = {name for cell in cells for name in re.findall("`(.*?)`", cell)}
+    names |= {f"table{number}/*" for number in range(1, 6)}  # "table1/* to table5/*"
+    for name in RECIPES:
+        assert {name, f"{name.partition('/')[0]}/*"} & names, name
+
+
+def test_it_builds_without_a_warning(tmp_path):
+    """As ``make docs`` does; in a process of its own, which has no network to ask."""
+    pytest.importorskip("sphinx", reason="NOT TESTED: needs the extra docs")
+    site = tmp_path / "site"
+    words = ["--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "-d", tmp_path / "trees"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *words, ".", site],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (site / "index.html").is_file()
+    reference = (site / "docs/commands.html").read_text()
+    for words in ("kha-megatron convert to-hf", "--max-shard-size", "--kha-log-interval"):
+        assert words in reference
+    assert "<math" in (site / "docs/mechanisms.html").read_text()
+    fetched = r'<(?:script|img|link)[^>]+(?:src|href)="https?:'
+    for page in site.rglob("*.html"):
+        assert not re.search(fetched, page.read_text()), f"{page} asks the network"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_of_the_repository(page):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
+        if not re.match(r"https?:", target):
+            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def literals(folder):
+    """Every string of a package's source; what an f-string fills in is ``…``."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield " ".join(node.value.split())
+            elif isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                yield " ".join("".join(map(str, parts)).split())
+
+
+def test_errors_are_quoted_as_they_are():
+    known = [*literals(PACKAGE), " ".join((ROOT / "tools/bootstrap.sh").read_text().split())]
+    quoted = [
+        line.removeprefix("error: ")
+        for block in blocks("docs/troubleshooting.md", "none")
+        for line in block.text.splitlines()
+    ]
+    assert len(quoted) > 15
+    lost = [line for line in quoted if not any(line in text for text in known)]
+    assert not lost
+
+
+def rows(page, heading):
+    """The cells of the table under a heading."""
+    section = (ROOT / page).read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_rooms_are_those_of_the_tests():
+    told = {
+        cells[0].strip("`"): set(re.findall(r"`(\w+)`", cells[2]))
+        for cells in rows("docs/design.md", "Rooms")
+    }
+    assert told == {room: ARROWS[room] for room in FREE}
+
+
+def test_every_fact_has_its_home():
+    for fact, home in rows("docs/design.md", "Each fact has one home"):
+        for path in re.findall(r"`([\w./]+)`", home):
+            assert (ROOT / path).exists() or path == "HeadTensor", f"{fact}: {path}"

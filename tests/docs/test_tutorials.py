@@ -1,0 +1,96 @@
+"""The tutorials, walked from beginning to end by the commands that they print."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, blocks
+
+pytestmark = [pytest.mark.whole, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+AGREE = re.compile(r"same most likely token +100\.00% of")
+
+
+@pytest.fixture
+def walk(tmp_path):
+    """``walk(page)``: what each block of a page prints, run by one shell after another in a folder
+    that looks like the repository; blocks that need GPUs are left out."""
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {
+        name: os.environ[name] for name in ("HOME", "LANG", "PATH", "TMPDIR") if name in os.environ
+    } | {"NEMORUN_HOME": str(tmp_path / "nemo")}
+
+    def walk(page):
+        first, *rest = [block.text for block in blocks(page, "bash")]
+        assert first == "source .venv/bin/activate\n"
+        printed = []
+        for text in rest:
+            if "pretrain_gpt.py" in text:
+                continue
+            done = subprocess.run(
+                ["bash", "-e"],
+                input=first + text,
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            told = done.stdout + done.stderr
+            assert done.returncode == 0, f"{page}\n{text}\n{told[-4000:]}"
+            printed.append(told)
+        return printed
+
+    walk.place = Path(tmp_path)
+    return walk
+
+
+def losses(text):
+    """What a training said, by iteration."""
+    found = re.findall(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+)", text)
+    return {int(iteration): float(loss) for iteration, loss in found}
+
+
+def test_kha_in_a_stock_script(walk):
+    _, stock, knocked, after = walk("docs/tutorials/stock_script.md")
+    line = "kha_megatron: spec kha_mlp knocks value=mlp\n"
+    assert line not in stock
+    assert knocked.count(line) == 1
+    plain, ours = losses(stock), losses(knocked)
+    assert sorted(plain) == sorted(ours) == [1, 10, 20, 30, 40]
+    assert ours[1] == pytest.approx(plain[1], rel=1e-5)  # attention adds up in another order
+    assert ours[10] == pytest.approx(plain[10], abs=0.005)  # means over the first ten
+    assert ours[40] < ours[10] - 0.3
+    assert AGREE.search(after)
+
+
+def test_a_pretrained_model_to_kha_and_back(walk):
+    _, made, upcycled, trained, moved, folded, written = walk("docs/tutorials/pretrained.md")
+    assert re.search(r"architecture +qwen3 ", made)
+    assert "query heads (linear)" in moved
+    assert AGREE.search(upcycled)
+    assert AGREE.search(folded)
+    base, run = (
+        losses(Path(re.search(r"log of all ranks: (\S+)", told)[1]).read_text())
+        for told in (made, trained)
+    )
+    assert run[1] == pytest.approx(base[350], abs=0.5)  # one batch each
+    assert run[1] < base[1] - 2
+    assert '"model_type": "qwen3"' in (walk.place / "hf/folded/config.json").read_text()
+    assert "def main(" in written
+
+
+def test_two_mechanisms_compared(walk):
+    walk("docs/tutorials/compare.md")
+    page = (walk.place / "compare/first/report.html").read_text()
+    numbers = json.loads((walk.place / "compare/first/report.json").read_text())
+    (linear,) = (v for v in numbers["variants"] if v["name"] == "kha_linear")
+    assert linear["delta"]["verdict"] == "lower"
+    for words in ("reference", "the floor", "kha_linear", "kha_mlp"):
+        assert words in page
