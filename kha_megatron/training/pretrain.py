@@ -56,6 +56,7 @@ from kha_megatron.training.recovery import (
     failures_explained,
     repair_tracker,
     say_finished,
+    warn_of_a_new_start,
 )
 from kha_megatron.training.resume import (
     check_same_kha,
@@ -94,6 +95,7 @@ def run(program_start: float) -> None:
     check_args(early)
     check_saving(early)
     repair_tracker(early)
+    warn_of_a_new_start(early)
     kha = restored_kha(early) or kha_from_args(early)
     check_attention(vars(early), kha)
     if pattern := early.hybrid_layer_pattern or early.hybrid_override_pattern:

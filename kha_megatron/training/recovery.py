@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kha_megatron.announcements import is_first_rank
+from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.torch_dist import RefusedNameError, reason
 from kha_megatron.checkpoint.tracker import (
     RELEASE,
@@ -60,6 +60,18 @@ def repair_tracker(args: Namespace) -> None:
         repair(verdict)
     else:
         _wait(verdict)
+
+
+def warn_of_a_new_start(args: Namespace) -> None:
+    """Say where ``--save`` holds a checkpoint that the run, without ``--load``, does not go on
+    with: started again after a kill, it would lose what it had saved."""
+    if args.load or not args.save or "://" in args.save:
+        return
+    if found := newest(Path(args.save)):
+        announce(
+            f"WARNING: {args.save} holds {found.name}, and without --load this run begins anew and "
+            f"replaces what it saves again: add --load {args.save} to go on"
+        )
 
 
 def _wait(verdict: Verdict) -> None:

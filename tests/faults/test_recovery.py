@@ -146,6 +146,19 @@ def test_a_release_is_left_when_an_iteration_was_saved_after_it(tmp_path):
     assert tracker(tmp_path) == "1"
 
 
+def test_a_run_that_does_not_go_on_with_its_own_saves_says_so(tmp_path, capsys):
+    recovery.warn_of_a_new_start(args(tmp_path, load=None))
+    make(tmp_path, "2", COMPLETE, COMPLETE)
+    recovery.warn_of_a_new_start(args(tmp_path))
+    recovery.warn_of_a_new_start(args(tmp_path, load=None, save=None))
+    recovery.warn_of_a_new_start(args(tmp_path, load=None, save="msc://bucket/run"))
+    assert not capsys.readouterr().err
+    recovery.warn_of_a_new_start(args(tmp_path, load=None))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds iter_0000002" in line
+    assert line.endswith(f"add --load {tmp_path} to go on")
+
+
 def test_the_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
     make(tmp_path, "", COMPLETE)
     monkeypatch.setenv("RANK", "1")
