@@ -262,7 +262,10 @@ def see_specs(findings: list[Finding]) -> list[Finding]:
     return [Finding(name=finding.name, status="ok", found="yes", effect=effect)]
 
 
-TE_ABSENT = "layers are Megatron's own (--transformer-impl local); no FP8, no context parallel"
+TE_ABSENT = (
+    "layers are Megatron's own (--transformer-impl local); no FP8; context parallelism gathers "
+    "all keys and values"
+)
 TE_ALONE = "its Python alone"
 TE_INSTALL = "pip install --no-build-isolation 'kha-megatron[te]'"
 
@@ -393,8 +396,8 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "apex": check_apex,
     "triton": partial(
         check_package,
-        present="torch.compile and Megatron's Triton kernels",
-        absent="torch.compile makes no GPU kernels",
+        present="KHA's fused kernels, torch.compile and Megatron's Triton kernels",
+        absent="no fused kernels of KHA's, and torch.compile makes no GPU kernels",
     ),
     "flash-attn": partial(
         check_package,
@@ -412,8 +415,8 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "tensorboard": _required("the loss history"),
     "matplotlib": partial(
         check_package,
-        present="`kha-megatron inspect` and `compare` draw",
-        absent="`kha-megatron inspect` and `compare` cannot draw",
+        present="`kha-megatron inspect`, `compare` and `quickstart` draw",
+        absent="`kha-megatron inspect`, `compare` and `quickstart` cannot draw",
         install="pip install 'kha-megatron[plots]'",
     ),
 }
