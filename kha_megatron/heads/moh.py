@@ -50,8 +50,9 @@ class MixtureOfHeads(Mechanism):
     """Whether the heads that a token has weigh 1 each, and the router learns from the gradient as
     if it had weighed them (equations 9 and 10): how a trained model is made one of MoH."""
     scale: Source = "code"
-    """``paper`` weighs as equation 5 says: all weights of a token sum to 1. ``code``: a head weighs
-    1 on average, and norms of queries are divided by their spread over the routed heads."""
+    """``paper`` weighs as equation 5 says: with a learned router a token's weights sum to 1 at
+    most. ``code``: a head weighs about 1, and norms of queries are divided by their spread over the
+    routed heads."""
     balance: float = 0.01
     """``beta`` of equation 8, with which the load-balance loss is trained on; 0 is none."""
     balance_scale: Source = "code"
