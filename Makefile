@@ -23,7 +23,7 @@ quickstart: setup ## Text to trained model to Hugging Face to pictures, on this 
 PYTEST = $(PYTHON_IN_VENV) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 WORKERS ?= 2
 
-test: setup harness lint ## Everything that needs no GPU; ARGS="tests/mcore -k split" for a part of it
+test: setup harness lint ## What needs no GPU, one case of each kind; ARGS="tests/mcore -k split" for a part of it
 	@$(PYTEST) $(ARGS)
 
 test-all: setup harness lint ## The same with every case of the grids, about half an hour more; writes their tables

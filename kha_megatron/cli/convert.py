@@ -134,7 +134,7 @@ def to_hf(
     configuration, the tokenizer and the generation configuration.
 
     Examples:
-      kha-megatron convert to-hf runs/quickstart/checkpoints my-model
+      kha-megatron convert to-hf quickstart/run/checkpoints my-model
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
       kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
     """

@@ -74,7 +74,7 @@ def inspect(
 
     Examples:
       kha-megatron inspect my-hf-model pictures/ --text book.txt --tokens 2048
-      kha-megatron inspect runs/quickstart/checkpoints pictures/
+      kha-megatron inspect quickstart/run/checkpoints pictures/
       kha-megatron inspect my-hf-model pictures/ --json | jq '.matrices[0]'
     """
     plots.require_matplotlib()

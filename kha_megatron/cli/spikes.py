@@ -52,7 +52,7 @@ def spikes(
     were: prefer the TensorBoard folder.
 
     Examples:
-      kha-megatron spikes runs/quickstart/tensorboard
+      kha-megatron spikes quickstart/run/tensorboard
       kha-megatron spikes slurm-1234.out --json | jq '.count'
     """
     definition = Definition(window=window, deviations=deviations, margin=margin)

@@ -131,10 +131,9 @@ def world(tmp_path_factory):
     linear, mlp = (KHAConfig.from_preset(name) for name in ("kha_linear", "kha_mlp"))
     to_megatron.plan(base, upcycle=linear).write(place / "runs/kha-linear/checkpoints")
     shutil.copytree(place / "runs/kha-linear/checkpoints", place / "ckpt/run")
-    for folder in ("runs/quickstart/checkpoints", "quickstart/run/checkpoints"):
-        to_megatron.plan(base, upcycle=mlp).write(place / folder)
+    to_megatron.plan(base, upcycle=mlp).write(place / "quickstart/run/checkpoints")
     to_hf.plan(base, upcycle=mlp).write(place / "quickstart/hf")
-    with SummaryWriter(place / "runs/quickstart/tensorboard") as writer:
+    with SummaryWriter(place / "quickstart/run/tensorboard") as writer:
         for step in range(100):
             writer.add_scalar("lm loss", 6 - step / 50, step)
     return place
