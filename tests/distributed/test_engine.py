@@ -3,7 +3,8 @@
 Its Python runs on the CPU (``kha_megatron.cpu.engine``). In float32 sharding only reorders sums,
 and the bound is that of ``test_parallelism.py``. With FP8 each rank scales the part that it holds,
 so that a sharded run is another rounding of the same model: it may be as far from the unsharded one
-in float32 as FP8 in one process is, and a half more. What ranks share holds the same bits always.
+in float32 as FP8 in one process is, a half more, and what chance does to few numbers. What ranks
+share holds the same bits always.
 """
 
 from contextlib import contextmanager
@@ -126,5 +127,7 @@ def test_fp8_rounds_alike_under_every_parallelism(ranks_with_engine, in_one_proc
     found = errors(quantities([result for (result,) in several]), want)
     compared = [name for name in found if name.startswith(("loss", "gradients"))]
     assert any("knock_" in name for name in compared)
-    far = [name for name in compared if not found[name] <= 1.5 * rounding[name]]
-    assert not far, {name: (found[name], rounding[name]) for name in far}
+    # the norms of two draws of n errors differ by chance too, by 1 / sqrt(2n) each
+    limits = {name: rounding[name] * (1.5 + 4 / want[name].size**0.5) for name in compared}
+    far = [name for name in compared if not found[name] <= limits[name]]
+    assert not far, {name: (found[name], limits[name]) for name in far}

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
@@ -67,4 +69,5 @@ def test_a_stock_gated_checkpoint_goes_on_as_ours(tmp_path):
     )
     assert then.codes == [0], then.output[-2000:]
     expected = losses(whole)
-    assert losses(rest) == {i: expected[i] for i in (5, 6, 7, 8)}
+    # our attention is torch's own on a CPU, which adds up in another order
+    assert losses(rest) == pytest.approx({i: expected[i] for i in (5, 6, 7, 8)}, rel=1e-5)

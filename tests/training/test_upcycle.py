@@ -70,25 +70,19 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     fewer += ["--pretrained-checkpoint", str(plain)]
     ended = start(fewer)
     assert ended.codes == [0], ended.output[-4000:]
-    history = losses(tmp_path / "fewer")
-    assert history[1] == losses(tmp_path / "stock")[1]
-    assert history[2] != losses(tmp_path / "stock")[2]
+    _begins_alike_and_goes_its_own_way(tmp_path, "fewer", 2)
 
     # heads begin to talk, as if they did not
     talking = ["--heads", "talking", "--exit-interval", "2", *tensorboard("talking")]
     talking += ["--kha-upcycle", "--pretrained-checkpoint", str(plain)]
     ended = start(["--device", "cpu", *words, *talking])
     assert ended.codes == [0], ended.output[-4000:]
-    history = losses(tmp_path / "talking")
-    assert history[1] == losses(tmp_path / "stock")[1]
-    assert history[2] != losses(tmp_path / "stock")[2]
+    _begins_alike_and_goes_its_own_way(tmp_path, "talking", 2)
 
     said = f"kha_megatron: a new run with the weights of {base.path}; the shared matrices start"
     assert [ended.output.count(said) for ended in (first, second)] == [1, 0]
-    expected, history = losses(tmp_path / "stock"), losses(tmp_path / "first")
-    assert sorted(history) == [1, 2, 3]
-    assert history[1] == expected[1]  # bit for bit
-    assert history[3] != expected[3]  # by now the matrices have moved
+    assert sorted(losses(tmp_path / "first")) == [1, 2, 3]
+    _begins_alike_and_goes_its_own_way(tmp_path, "first", 3)  # when the matrices have moved
     assert sorted(losses(tmp_path / "second")) == [4, 5, 6, 7, 8]
 
     checkpoint = MegatronCheckpoint.open(run)
@@ -99,6 +93,14 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     }
     for weight in knock_weights(checkpoint).values():
         assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in weight)
+
+
+def _begins_alike_and_goes_its_own_way(folder, name, iteration):
+    """Models alone are the same bit for bit (``tests/mcore``); here our attention is torch's own
+    on a CPU, which adds up in another order than Megatron's."""
+    ours, stock = losses(folder / name), losses(folder / "stock")
+    assert ours[1] == pytest.approx(stock[1], rel=1e-6)
+    assert ours[iteration] != pytest.approx(stock[iteration], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
