@@ -6,6 +6,7 @@ own modules on an ImportError only.
 """
 
 import sys
+import sysconfig
 from importlib import util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -30,9 +31,10 @@ def is_missing() -> bool:
     spec = find()
     if spec is None or spec.origin is None:
         return False
-    package = Path(spec.origin).parent  # the three places in which it looks itself
-    places = (package.parent, package, package / "wheel_lib")
-    return not any(file for place in places for file in place.glob("transformer_engine_torch*.so"))
+    file = "transformer_engine_torch*.so"  # where Transformer Engine looks for it itself
+    places = (file, f"transformer_engine/{file}", f"transformer_engine/wheel_lib/{file}")
+    folders = Path(spec.origin).parents[1], Path(sysconfig.get_paths()["purelib"])
+    return not any(any(folder.glob(place)) for folder in folders for place in places)
 
 
 def hide_incomplete() -> None:

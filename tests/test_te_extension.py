@@ -1,0 +1,35 @@
+"""Whether Transformer Engine is whole, wherever its Python and its extension lie."""
+
+import importlib.util
+import sys
+import sysconfig
+
+import pytest
+
+from kha_megatron import te_extension
+
+EXTENSION = "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so"
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Its Python as a source tree on the path, and the folder into which pip installs."""
+    tree, installed = tmp_path / "tree", tmp_path / "site-packages"
+    for folder in (tree, installed):
+        (folder / "transformer_engine").mkdir(parents=True)
+    (tree / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tree)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(installed)})
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    importlib.invalidate_caches()
+    return tree, installed
+
+
+@pytest.mark.parametrize("place", [".", "transformer_engine", "transformer_engine/wheel_lib"])
+@pytest.mark.parametrize("where", [0, 1], ids=["beside its Python", "where pip installs"])
+def test_the_extension_is_found_where_transformer_engine_finds_it(folders, where, place):
+    assert te_extension.is_missing()
+    folder = folders[where] / place
+    folder.mkdir(exist_ok=True)
+    (folder / EXTENSION).touch()
+    assert not te_extension.is_missing()
