@@ -112,9 +112,10 @@ def _keep(case: Case) -> None:
     path, text = _record(case)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # nothing half written stays
+            new = Path(folder, path.name)
+            new.write_text(text)
+            os.replace(new, path)
     except OSError as error:
         why = f"{path.parent} cannot be written ({error.strerror}): each start compares again"
         announce(why, once=why)

@@ -5,6 +5,7 @@ be found and replaced, and said. The case is small: three programs run at once t
 of a loop is 96 rows of float32.
 """
 
+import errno
 import re
 import shutil
 from contextlib import contextmanager, redirect_stderr
@@ -19,6 +20,7 @@ from kha_megatron import announcements
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.ops import knock, verdicts
 from kha_megatron.ops.kernels.tilings import DTYPES
+from kha_megatron.ops.verification import KnockCase
 from tests.kernels import cases
 from tests.kernels.interpreter import Interpreter
 
@@ -71,6 +73,24 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(interpreter, tmp_path
     assert fused
     assert max(errors) < 1e-6
     assert "cannot be written (Not a directory): each start compares again" in said
+
+
+def kept_on_a_full_disk(cache):
+    """What lies in the cache folder after a verdict could not be written, and what was said."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with started(cache) as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts.os, "replace", full)
+        verdicts._keep(KnockCase.of(torch.randn(7, 64), "gate"))
+    return [str(file) for file in cache.rglob("*") if file.is_file()], said.getvalue()
+
+
+def test_a_verdict_that_cannot_be_written_leaves_nothing(interpreter, tmp_path):
+    files, said = interpreter(kept_on_a_full_disk, tmp_path)
+    assert "cannot be written (No space left on device): each start compares again" in said
+    assert files == []
 
 
 def in_other_circumstances(cache):
