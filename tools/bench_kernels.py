@@ -118,6 +118,7 @@ def compiled(case: Case, data: Tensors) -> Way | str:
     if case.device.type == "cpu":
         return "torch.compile takes minutes on a CPU"
     weight = data.weight.detach().requires_grad_()
+    torch.compiler.reset()  # or it is compiled for any size at once, and after eight forms no more
     knock = torch.compile(knocking.knock)
     return Way(lambda x: knock(x, weight, case.variant), [weight])
 

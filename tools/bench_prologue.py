@@ -153,6 +153,7 @@ def ways(case: Case) -> dict[str, Way | str]:
 
         found["kernels"] = through(fused_prologue, case, angles)
     if case.device.type != "cpu":
+        torch.compiler.reset()  # see bench_kernels.compiled
         found["compiled"] = through(torch.compile(prologue), case, angles)
     return found
 

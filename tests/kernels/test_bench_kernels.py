@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,23 @@ def test_compares_the_prologue_with_everything_else(interpreter, tmp_path, varia
         assert {"query", "value", "d qkv", "d key norm"} <= errors.keys()
         assert all(0 <= error < 1e-2 for error in errors.values())
     assert results[0]["bytes"] == 2 * 5 * 3 * 10 * 64 * 2
+
+
+def test_every_case_is_compiled_for_its_sizes(measuring, monkeypatch):
+    """Eager torch under the name of compiled one would be beaten by anything."""
+    tool, graphs, compile_ = importlib.import_module("bench_kernels"), [], torch.compile
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=counting))
+    for tokens in range(3, 13):
+        case = tool.Case("gate", tokens, 2, 8, torch.float32, torch.device("cpu"))
+        data = tool.Tensors.of(case)
+        way = tool.compiled(replace(case, device=torch.device("cuda")), data)
+        way.knock(data.x)
+    assert len(graphs) == 10
 
 
 def test_help_has_an_example():
