@@ -128,6 +128,18 @@ def test_missed_targets_are_reported_and_are_no_fault(tmp_path, monkeypatch):
     assert (result.status, result.detail) == ("missed", "moe | mlp | 1.02 | MISSED (at most 1.01)")
 
 
+def test_the_bundle_leaves_out_what_torch_brings_and_nothing_else():
+    """Beside torch stands torchx, without which NeMo-Run cannot be imported."""
+    script = (TOOLS / "gpu_bundle.sh").read_text()
+    (left_out,) = re.findall(r"grep -vE '(.*?)' \"\$work/all.txt\"", script)
+    pinned = (TOOLS.parent / "constraints.txt").read_text().splitlines()
+    left = {line.partition("==")[0] for line in pinned if re.search(left_out, line)}
+    of_torch = {name for name in left if name.startswith(("nvidia-", "cuda-"))}
+    assert left - of_torch == {"torch", "triton"}
+    assert len(of_torch) > 10
+    assert any(line.startswith("torchx==") for line in pinned)
+
+
 @pytest.mark.parametrize("name", gpu_check.BENCHMARKS)
 def test_benchmarks_take_the_words_that_they_are_given(name, monkeypatch):
     words = ["--device", "cuda", *gpu_check.BENCHMARKS[name][0], "--json", "x.json"]
