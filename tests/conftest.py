@@ -104,6 +104,22 @@ def interpreting_rank():
 
 
 @pytest.fixture(scope="session")
+def gpu():
+    """A CUDA device that the kernels take; skips where there is none."""
+    import torch
+
+    from kha_megatron.ops import fused
+
+    if not torch.cuda.is_available():
+        pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
+    place = torch.device("cuda", torch.cuda.current_device())
+    x = torch.empty(1, 128, device=place)
+    if why := fused.refusal(x, x.new_empty(1, 128, 128)):
+        pytest.skip(f"NOT TESTED: the kernels do not run here: {why}")
+    return place
+
+
+@pytest.fixture(scope="session")
 def gpu_ranks():
     """The same on NCCL, one GPU each; skips where there are fewer than two."""
     import torch

@@ -83,7 +83,7 @@ def errors(kha, dtype, length, batch, rotary=1.0):
 @pytest.mark.parametrize("rotary", [1.0, 0.5], ids=["whole", "half"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kha", KHAS)
-def test_equals_megatrons_own_over_many_tiles(gpu_rank, kha, dtype, rotary):
+def test_equals_megatrons_own_over_many_tiles(gpu, gpu_rank, kha, dtype, rotary):
     """Tokens as in ``tests/kernels/test_sizes.py``, with key/value heads that are as many."""
     found = gpu_rank(errors, kha, dtype, 3001, 3, rotary)
     assert all(error < 2 * TOLERANCE[dtype] for error in found.values()), found

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
-from kha_megatron.ops import fused
 from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
 from tests.kernels import cases, prologue_cases
 
@@ -19,19 +18,13 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch):
-    """A GPU that the kernels take, with unwritten memory full of NaN."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device: the kernels were compiled and interpreted, not run")
-    place = torch.device("cuda", torch.cuda.current_device())
-    x = torch.empty(1, 128, device=place)
-    if why := fused.refusal(x, torch.empty(1, 128, 128, device=place)):
-        pytest.skip(f"the kernels do not run here: {why}")
+def device(gpu, monkeypatch):
+    """Where the kernels must run, with unwritten memory full of NaN."""
     monkeypatch.setenv("KHA_KERNELS", "triton")
     # cuBLAS, in the reference, refuses deterministic algorithms otherwise
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    yield place
+    yield gpu
     torch.use_deterministic_algorithms(False)
 
 

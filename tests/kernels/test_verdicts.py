@@ -314,12 +314,10 @@ def test_a_wrong_prologue_is_not_taken(usable_triton, mistake, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", MATRICES)
-def test_auto_takes_the_kernels_on_a_gpu(variant, dtype, tmp_path):
+def test_auto_takes_the_kernels_on_a_gpu(gpu, variant, dtype, tmp_path):
     """And says how long it took to compare them."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    x = cases.strided((7, 3), 128, dtype, "cuda").requires_grad_()
-    weight = cases.weight_of(variant, 128, dtype, "cuda")
+    x = cases.strided((7, 3), 128, dtype, gpu).requires_grad_()
+    weight = cases.weight_of(variant, 128, dtype, gpu)
     with started(tmp_path) as said:
         y = knock(x, weight, variant)
     assert "the kernels equal plain torch here" in said.getvalue(), said.getvalue()
@@ -328,8 +326,6 @@ def test_auto_takes_the_kernels_on_a_gpu(variant, dtype, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variants", [{}, {"value": "mlp"}], ids=str)
-def test_auto_takes_the_prologue_on_a_gpu(variants, tmp_path):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    trusted, said = trusted_prologue(tmp_path, variants, "cuda")
+def test_auto_takes_the_prologue_on_a_gpu(gpu, variants, tmp_path):
+    trusted, said = trusted_prologue(tmp_path, variants, gpu)
     assert trusted, said
