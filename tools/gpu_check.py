@@ -6,8 +6,8 @@ Stages, in this order:
               of its loop, and a layer through them. It ends at the first failure, in about a
               minute, before anything else has taken time
   kernels     pytest -m gpu tests/kernels: every form of the kernels against float64
-  modules     pytest -m "gpu or te" tests/gpu: layers with kernels, and Transformer Engine's,
-              against Megatron's own in plain torch
+  modules     pytest -m gpu tests/gpu: layers with kernels, and Transformer Engine's, against
+              Megatron's own in plain torch
   losses      pytest -m gpu tests/gpu/test_losses.py: short trainings in bf16 and FP8, compared
   benchmarks  the benchmarks of this folder, with few repetitions
 
@@ -21,11 +21,13 @@ second each, and running them next to nothing.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -48,7 +50,7 @@ TESTS = {
         *("tests/kernels/test_gpu.py", "tests/gpu/test_layers.py"),
     ],
     "kernels": [*_SIDE_BY_SIDE, "-m", "gpu", "tests/kernels"],
-    "modules": ["-m", "gpu or te", "tests/gpu", "--ignore=tests/gpu/test_losses.py"],
+    "modules": ["-m", "gpu", "tests/gpu", "--ignore=tests/gpu/test_losses.py"],
     "losses": ["-m", "gpu", "tests/gpu/test_losses.py"],
 }
 UNTIL = {"first": 0.2, "kernels": 0.35, "modules": 0.5, "losses": 0.75, "benchmarks": 1.0}
@@ -124,16 +126,25 @@ class Check:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_heed_interrupts,
             )
             try:
                 # the losses end by themselves then, and want a moment to be written
                 code = process.wait(limit + 30)
             except subprocess.TimeoutExpired:
                 code = None
+                os.killpg(process.pid, signal.SIGINT)  # pytest then writes what it has found
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(15)
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, 9)
+                with contextlib.suppress(ProcessLookupError):  # none is left
+                    os.killpg(process.pid, signal.SIGKILL)
         return code, time.monotonic() - start, log
+
+
+def _heed_interrupts() -> None:
+    """In a shell's background job they are ignored, also by what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def tests(check: Check, stage: str) -> None:
@@ -141,9 +152,6 @@ def tests(check: Check, stage: str) -> None:
     found = check.folder / f"{stage}.xml"
     command = [*PYTEST, *TESTS[stage], f"--junitxml={found}", *["--collect-only"] * check.dry]
     code, seconds, log = check.run(stage, command, check.left(stage))
-    if code is None:
-        check.add(stage, "pytest", "stopped", f"not finished; {log}", seconds=seconds)
-        return
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for case in ElementTree.parse(found).iter("testcase") if found.is_file() else ():
@@ -159,6 +167,8 @@ def tests(check: Check, stage: str) -> None:
             check.add(stage, case.get("name", ""), word, why, seconds=float(case.get("time", 0)))
     detail = ", ".join(f"{count} {word}" for word, count in counts.items())
     status = "failed" if code else "passed" if counts["passed"] or check.dry else "skipped"
+    if code is None:
+        status, detail = "stopped", f"not finished; {log}"
     check.add(stage, "pytest", status, detail or f"exit code {code}; {log}", seconds=seconds)
     for reason, count in reasons.items():
         check.add(stage, f"{count} of its tests", "skipped", reason)

@@ -96,7 +96,7 @@ def test_skips():
 """
 
 
-def test_failures_figures_and_skips_are_named_and_what_hangs_is_stopped(tmp_path, monkeypatch):
+def test_failures_figures_and_skips_are_named(tmp_path, monkeypatch):
     file = tmp_path / "test_it.py"
     file.write_text(SUITE)
     monkeypatch.setitem(gpu_check.TESTS, "losses", [str(file)])
@@ -107,9 +107,22 @@ def test_failures_figures_and_skips_are_named_and_what_hangs_is_stopped(tmp_path
     assert "too far" in found["test_fails", "failed"]
     assert "1 passed, 1 failed, 1 skipped" in found["pytest", "failed"]
     assert found["1 of its tests", "skipped"] == "needs a thing"
+
+
+def test_what_hangs_is_stopped_and_what_was_found_before_is_kept(tmp_path, monkeypatch):
+    file = tmp_path / "test_it.py"
+    file.write_text(f"{SUITE}\ndef test_hangs():\n    time.sleep(300)\n")
+    monkeypatch.setitem(gpu_check.TESTS, "losses", [str(file)])
+    check = gpu_check.Check(folder=tmp_path, dry=False, seconds=100)
+    monkeypatch.setattr(check, "left", lambda stage: -10.0)  # 30 more are granted
+    gpu_check.tests(check, "losses")
+    found = {(r.name, r.status): r.detail for r in check.results}
+    assert "too far" in found["test_fails", "failed"]
+    assert found["test_passes", "passed"] == "loss 8.3 at first"
+    assert found["pytest", "stopped"].startswith("not finished; ")
     code, seconds, _ = check.run("hangs", ["sleep", "60"], -29.0)
     assert code is None
-    assert seconds < 20
+    assert seconds < 10
 
 
 def test_missed_targets_are_reported_and_are_no_fault(tmp_path, monkeypatch):

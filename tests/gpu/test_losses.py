@@ -31,6 +31,7 @@ LEAST_SECONDS = 25
 """A training that has less is not started: importing Megatron and CUDA take most of it."""
 CASE_SECONDS = 150
 """Of one training: beyond it, it hangs."""
+STARTED = time.monotonic()
 
 FP8_PROBE = """
 import transformer_engine.pytorch as te
@@ -58,8 +59,19 @@ def has() -> dict[str, bool]:
     return found | (probe(FP8_PROBE) if found["te"] else {})
 
 
-def train(case: Case, folder: Path, *, data: Path | None, device: str = "cuda") -> list[float]:
-    """The losses of each step of a case, trained as the launcher would, in one process."""
+def train(
+    case: Case,
+    folder: Path,
+    *,
+    data: Path | None,
+    device: str = "cuda",
+    seconds: float = CASE_SECONDS,
+) -> list[float]:
+    """The losses of each step of a case, trained as the launcher would, in one process.
+
+    Raises:
+        RuntimeError: it failed, with the last lines that it printed.
+    """
     log = folder / f"{case.name}.log"
     words = {"--tensorboard-dir": (str(folder / case.name),)}
     # one each: runs at the same time would write one index file together
@@ -73,21 +85,37 @@ def train(case: Case, folder: Path, *, data: Path | None, device: str = "cuda") 
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with log.open("wb") as output:
-        subprocess.run(
+        done = subprocess.run(
             job.command,
             env=os.environ | job.environment | one,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=CASE_SECONDS,
-            check=True,
+            timeout=seconds,
+            check=False,
         )
+    if done.returncode:
+        last = log.read_text(errors="replace").splitlines()[-20:]
+        raise RuntimeError("\n".join([f"{case.name} ended with {done.returncode}", *last]))
     return [loss for _, loss in read_history(folder / case.name)["lm loss"]]
+
+
+def train_until(end: float, case: Case, folder: Path, data: Path) -> list[float] | None:
+    """The same, or None where its time ran out, before it was started or after."""
+    left = end - time.monotonic()
+    if left < LEAST_SECONDS:
+        return None
+    try:
+        return train(case, folder, data=data, seconds=min(left, CASE_SECONDS))
+    except subprocess.TimeoutExpired:
+        if left < CASE_SECONDS:
+            return None
+        raise
 
 
 @pytest.fixture(scope="module")
 def trainings(request, has, tmp_path_factory):
     """The losses of every chosen case that can run here, as they come."""
-    until = time.monotonic() + float(os.environ.get("KHA_GPU_SECONDS", "inf"))
+    until = STARTED + float(os.environ.get("KHA_GPU_SECONDS", "inf"))
     folder = tmp_path_factory.mktemp("losses")
     chosen = [
         item.callspec.params["case"]
@@ -96,14 +124,9 @@ def trainings(request, has, tmp_path_factory):
     ]
     words = ["data", "prepare", "--vocab-size", "4096", "--out", str(folder / "data")]
     subprocess.run([sys.executable, "-m", "kha_megatron", *words], check=True)
-
-    def one(case: Case) -> list[float] | None:
-        late = time.monotonic() + LEAST_SECONDS > until
-        return None if late else train(case, folder, data=folder / "data")
-
+    able = [case for case in chosen if not cases.missing(case, has)]
     with ThreadPoolExecutor(JOBS) as pool:
-        futures = {c.name: pool.submit(one, c) for c in chosen if not cases.missing(c, has)}
-        yield futures
+        yield {c.name: pool.submit(train_until, until, c, folder, folder / "data") for c in able}
         pool.shutdown(cancel_futures=True)
 
 
@@ -173,6 +196,23 @@ def test_megatron_takes_the_arguments_of_every_case(ranks):
 def test_a_case_trains_on_the_cpu(tmp_path):
     case, steps = BY_NAME["dense-local"], int(cases.TINY["--train-iters"])
     assert faults(case, train(case, tmp_path, data=None, device="cpu"), None, steps) == []
+
+
+def test_a_training_ends_with_the_time_for_all(tmp_path, monkeypatch):
+    """One that hangs is a fault, and one that had less time than it may take is not."""
+    case, given = CASES[0], []
+
+    def hangs(*_, seconds, **__):
+        given.append(seconds)
+        raise subprocess.TimeoutExpired("train", seconds)
+
+    monkeypatch.setattr("tests.gpu.test_losses.train", hangs)
+    now = time.monotonic()
+    assert train_until(now + LEAST_SECONDS - 1, case, tmp_path, tmp_path) is None
+    assert train_until(now + LEAST_SECONDS + 5, case, tmp_path, tmp_path) is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        train_until(now + CASE_SECONDS + 5, case, tmp_path, tmp_path)
+    assert given == [pytest.approx(LEAST_SECONDS + 5, abs=1), CASE_SECONDS]
 
 
 def curve(end, first=8.3):
