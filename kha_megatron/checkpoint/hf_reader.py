@@ -22,6 +22,8 @@ from kha_megatron.errors import CheckpointError
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""Where peft is installed, transformers lays the adapter that it describes over the weights."""
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -51,11 +53,17 @@ class HFCheckpoint:
 
         Raises:
             CheckpointError: a file is missing, damaged, or not where an index may point, or
-                ``manifest.json`` lists other tensors.
+                ``manifest.json`` lists other tensors, or an adapter changes what they compute.
         """
         path = Path(path)
         if not is_hf_folder(path):
             raise CheckpointError(f"{path} has no {CONFIG}: name a Hugging Face model folder")
+        if os.path.isfile(path / ADAPTER):
+            raise CheckpointError(
+                f"{path} has {ADAPTER}: its weights alone are another model than transformers "
+                "loads where peft is installed: merge the adapter (peft's merge_and_unload), or "
+                "move it out of the folder"
+            )
         config, weight_map = json_object(path / CONFIG), _weight_map(path)
         names = dict.fromkeys(weight_map.values()) or (WEIGHTS,)
         headers = {name: _header(path, name) for name in names}
@@ -162,7 +170,12 @@ def _listed(path: Path, tensors: dict[str, tuple[Path, Stored]]) -> dict[str, st
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, as the index has it; nothing for a model in one file."""
+    """The file of each tensor, as the index has it; nothing for a model in one file.
+
+    Saved over another model, one in one file leaves the other's index, and one in several files the
+    other's one file. transformers takes the one file.
+    """
+    alone = (path / WEIGHTS).is_file()
     if (path / INDEX).is_file():
         weight_map = json_object(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -172,8 +185,15 @@ def _weight_map(path: Path) -> dict[str, str]:
                 raise CheckpointError(
                     f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
                 )
-        return weight_map
-    if (path / WEIGHTS).is_file():
+        shards = set(weight_map.values()) - {WEIGHTS}
+        if not (alone and shards):
+            return weight_map
+        if held := sorted(name for name in shards if os.path.isfile(path / name)):
+            raise CheckpointError(
+                f"{path} holds two models: {WEIGHTS}, which transformers loads, and {held[0]}, "
+                f"which {INDEX} names: delete the one that is not meant"
+            )
+    if alone:
         return {}
     pickles = ", ".join(sorted(file.name for file in path.glob("*.bin")))
     raise CheckpointError(

@@ -131,6 +131,30 @@ def test_an_index_that_lies_is_refused(sharded):
         HFCheckpoint.open(sharded)
 
 
+def test_an_index_that_another_model_left_is_not_followed(sharded, tensors):
+    """transformers removes the shards of the model before, and takes the one file."""
+    changed = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(changed, sharded / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds two models: .* delete the one"):
+        HFCheckpoint.open(sharded)
+    for shard in sharded.glob("model-*.safetensors"):
+        shard.unlink()
+    checkpoint = HFCheckpoint.open(sharded)
+    assert all(torch.equal(checkpoint.tensor(name), changed[name]) for name in tensors)
+
+
+def test_an_index_may_name_the_one_file(single, tensors):
+    _write_map(single, dict.fromkeys(tensors, "model.safetensors"))
+    assert list(HFCheckpoint.open(single).keys()) == sorted(tensors)
+
+
+def test_weights_under_an_adapter_are_refused(single):
+    """With peft, transformers would load another model than the tensors are."""
+    (single / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has adapter_config\.json: .*merge the adapter"):
+        HFCheckpoint.open(single)
+
+
 def test_a_truncated_file_is_named(single):
     file = single / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
