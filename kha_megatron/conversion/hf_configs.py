@@ -231,6 +231,11 @@ _HARMLESS = {
     "ep_size",
     "pretraining_tp",
     "attn_implementation",
+    "_attn_implementation_autoset",
+    "is_llama_config",
+    "transformers.js_config",
+    "unsloth_fixed",
+    "unsloth_version",
     "kha_init",
     "kha_init_seed",
     # these have an effect together only, and are looked at below
@@ -378,7 +383,7 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
         # what follows from the other fields, or is off, says nothing new
         if name not in known and value not in (None, False, getattr(usual, name, None)):
             quantised = "a quantised model: save it in bfloat16 or float32"
-            unknown = "not known to leave the computation alone"
+            unknown = "not known to leave the computation alone: remove it if it does"
             raise unsupported(name, value, quantised if "quantiz" in name else unknown)
     implied = family.experts.implied if family.experts else {}
     for name, value in {**family.only, **implied}.items():
@@ -399,9 +404,12 @@ def _read_rope(family: Family, config: PreTrainedConfig) -> dict[str, Any]:
     given = dict(config.rope_parameters)
     given = given.get("full_attention", given)  # where kinds of layers have their own
     kind = given.get("rope_type", "default")
-    fraction = float(given.get("partial_rotary_factor") or 1.0)
+    share = given.get("partial_rotary_factor")
+    fraction = 1.0 if share is None else float(share)
     if fraction != 1.0 and not family.partial_rope:
         raise unsupported("partial_rotary_factor", fraction, "only 1.0 in this architecture")
+    if not 0.0 < fraction <= 1.0:
+        raise unsupported("partial_rotary_factor", fraction, "only above 0.0 and up to 1.0")
     rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
     if kind == "default":
         return rope

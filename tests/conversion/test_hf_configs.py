@@ -83,6 +83,28 @@ def test_windows_that_hide_nothing_are_harmless(raw):
         from_hf_config(raw["qwen3"] | {"layer_types": kinds})
 
 
+def test_what_others_note_in_a_configuration_is_harmless(raw):
+    """transformers 4.4x, nanotron (SmolLM2), transformers.js and unsloth."""
+    notes = {
+        "_attn_implementation_autoset": True,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "unsloth_fixed": True,
+        "unsloth_version": "2026.4.5",
+    }
+    assert from_hf_config(raw["llama"] | notes) == from_hf_config(raw["llama"])
+    with pytest.raises(CheckpointError, match=r"rope_interleaved=True.*: remove it if it does"):
+        from_hf_config(raw["llama"] | {"rope_interleaved": True})
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5])
+def test_a_head_that_cannot_be_turned_so_far_is_refused(raw, share):
+    rope = raw["glm4_moe"]["rope_parameters"] | {"partial_rotary_factor": share}
+    with pytest.raises(CheckpointError, match=f"partial_rotary_factor={float(share)}"):
+        from_hf_config(raw["glm4_moe"] | {"rope_parameters": rope})
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_descriptions_survive_both_translations(raw, name):
     model = from_hf_config(raw[name])
