@@ -330,7 +330,6 @@ def _expert_arguments(model: Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": not sigmoid and not model.normalised,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": False,
     }
 
 

@@ -122,6 +122,12 @@ def test_what_it_says_to_train_with_names_the_attention(models, name):
         assert ("--qk-layernorm" in words) == ("direct" not in name)
 
 
+def test_how_experts_are_computed_is_left_to_the_training(models):
+    """Megatron takes these from a checkpoint that has them, whatever the command line says."""
+    args = to_megatron.plan(models("qwen3_moe")[0], divisible_by=8).args
+    assert not {"moe_grouped_gemm", "moe_token_dispatcher_type"} & args.keys()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_and_setting_comes_back(models, converted, tmp_path, name):
     folder = models(name)[0]
