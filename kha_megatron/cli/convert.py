@@ -285,8 +285,9 @@ def convert(
 def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = None) -> None:
     """Write, verify and report; exit with 1 when the two models disagree by more than rounding."""
     if text is not None:
-        length = min(_LENGTH, plan.source.model.max_position_embeddings)
-        tokens = plan.source.companions.read(_beginning(text), _ROWS, length)
+        source, model = plan.source, plan.source.model
+        length = min(_LENGTH, model.max_position_embeddings)
+        tokens = source.companions.read(_beginning(text), _ROWS, length, entries=model.vocab_size)
     written = _write(plan, out, how)
     values, facts = asdict(written) | {"path": str(written.path)}, _facts(written)
     verification = report(plan.source.path, out, how.workers) if how.verify else None

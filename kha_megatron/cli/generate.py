@@ -113,7 +113,6 @@ def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any
     Raises:
         CheckpointError: transformers refuses the folder, or the weights do not match the config.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -142,8 +141,10 @@ def load(hf_dir: Path, device: "torch.device", dtype: str = "auto") -> tuple[Any
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to name the weights below; transformers does not
         )
-    except (OSError, ValueError, RuntimeError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"{hf_dir} cannot be loaded: {in_one_line(error)}") from error
+    except Exception as error:  # what transformers lacks, or does not expect, raises many kinds
+        raise CheckpointError(
+            f"{hf_dir} cannot be loaded ({type(error).__name__}): {in_one_line(error)}"
+        ) from error
     for problem in ("missing", "unexpected", "mismatched"):
         # A mismatched key comes with its two shapes.
         keys = info[f"{problem}_keys"]
@@ -208,7 +209,7 @@ def parse_device(name: str) -> "torch.device":
 def _encode(tokenizer: Any, model: Any, prompt: str, max_new_tokens: int) -> Any:
     """Tokens of the prompt on the model's device, checked against what the model can take."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    ids, config = inputs["input_ids"], model.config
+    ids, config = inputs["input_ids"], model.config.get_text_config()
     if ids.numel() == 0:
         raise ConfigError("the prompt holds no token: write at least one character")
     if ids.max() >= config.vocab_size:

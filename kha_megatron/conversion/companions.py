@@ -79,7 +79,7 @@ class Companions:
     @classmethod
     def _of_tokenizer(cls, folder: Path) -> "Companions":
         _files(folder)
-        loaded = _load(folder)
+        loaded = load_tokenizer(folder)
         return cls({name: getattr(loaded, name) for name in _TOKEN_IDS}, str(folder), loaded)
 
     @classmethod
@@ -102,7 +102,7 @@ class Companions:
             return replace(cls._of_tokenizer(override), folder=path, files=own)
         files = _files(path)
         origin = str(path) if set(files) & set(_TOKENIZER[:4]) else None
-        ids = {name: config.get(name) for name in _TOKEN_IDS}
+        ids = {name: _id(config.get(name)) for name in _TOKEN_IDS}
         return cls(ids, origin, folder=path, files=files)
 
     def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
@@ -128,23 +128,30 @@ class Companions:
                 return size
         return rows
 
-    def read(self, text: str, rows: int, length: int) -> Tensor:
+    def read(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
         """The tokens of the beginning of a text, ``[B, S]``: full rows, or one that is shorter.
 
         Args:
             text: what to read.
             rows: how many at most.
             length: of a row.
+            entries: of the model's vocabulary.
 
         Raises:
             ConfigError: there is no tokenizer, or it cannot be loaded, or finds no two tokens.
+            CheckpointError: it finds one that the model has not.
         """
         if self.origin is None:
             raise ConfigError("no tokenizer to read a text with: name one with --tokenizer")
-        tokenizer = self.loaded or _load(Path(self.origin))
+        tokenizer = self.loaded or load_tokenizer(Path(self.origin))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
             raise ConfigError(f"a text of {len(ids)} tokens has no next token: give a longer one")
+        if (most := max(ids)) >= entries:
+            raise CheckpointError(
+                f"the tokenizer {self.origin} makes token {most}, the model has {entries}: name "
+                "the model's own with --tokenizer"
+            )
         length = min(length, len(ids))
         rows = min(rows, len(ids) // length)
         return torch.tensor(ids[: rows * length]).view(rows, length)
@@ -194,8 +201,17 @@ def _files(folder: Path) -> tuple[str, ...]:
     return tuple(n for n in (*_TOKENIZER, *more, _GENERATION) if has_file(folder, n))
 
 
-def _load(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer folder without running any code of it."""
+def _id(value: Any) -> Any:
+    """Of a special token; some old configurations say -1 for none."""
+    return None if value == -1 else value
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer folder without running any code of it.
+
+    Raises:
+        ConfigError: it cannot be loaded so.
+    """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a damaged file fails wherever the loader first trips over it

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from kha_megatron import __version__
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import llama_cpp
+from kha_megatron.conversion.companions import load_tokenizer
 from kha_megatron.conversion.engine import Conversion
+from kha_megatron.errors import ConfigError
 from kha_megatron.model.model import Model
 
 CARD = "README.md"
@@ -81,9 +81,10 @@ def teach(folder: Path, architecture: str) -> str | None:
     """The lesson that llama.cpp's converter needs for a folder's tokenizer, if it can take one."""
     if architecture not in _KNOWN_TO_LLAMA_CPP or not (folder / "tokenizer.json").is_file():
         return None
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True
-    )
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ConfigError:  # one of the source's own, copied as it is: it may need code of its own
+        return None
     return llama_cpp.lesson(tokenizer)
 
 

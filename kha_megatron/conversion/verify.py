@@ -36,7 +36,7 @@ from kha_megatron.conversion.sources import (
 )
 from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import AsStored, Expressed, Upcycled, folded
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64
 TOLERANCE = 1e-4
@@ -357,21 +357,26 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
     """Logits and the layers' outputs of a checkpoint of either side, in float32.
 
     Raises:
-        CheckpointError: the library does not load its own model completely.
+        CheckpointError: the library does not load its own model, or not completely.
     """
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float32,
-        # torch's grouped product takes no rows that are not a multiple of 16 bytes
-        experts_implementation="eager",
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            # torch's grouped product takes no rows that are not a multiple of 16 bytes
+            experts_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # what transformers lacks, or does not expect, raises many kinds
+        raise CheckpointError(
+            f"transformers does not load {path} ({type(error).__name__}): {in_one_line(error)}"
+        ) from error
     if wrong := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
         raise CheckpointError(f"{path} does not load completely: {wrong}")
     with torch.no_grad():

@@ -16,7 +16,7 @@ from kha_megatron import cli
 from kha_megatron.cli.generate import _write
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
-from tests.cli.words import trained
+from tests.cli.words import save_with_pictures, trained
 
 PROMPT = "def main(x):\n\treturn"
 SIZES = {
@@ -153,6 +153,15 @@ def test_bad_settings_are_refused(original, options, message):
     assert result.stdout == ""
 
 
+def test_a_model_that_sees_pictures_continues_text(tokenizer, tmp_path):
+    save_with_pictures(tmp_path, tokenizer)
+    result = run(tmp_path, PROMPT, "--greedy", "--max-new-tokens", 3)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(PROMPT)
+    result = run(tmp_path, PROMPT, "--max-new-tokens", 125)
+    assert "exceed the 128 positions" in str(result.exception)
+
+
 def remove(*names):
     return lambda folder: [(folder / name).unlink() for name in names]
 
@@ -181,6 +190,13 @@ def truncate(folder):
         (lambda f: edit_config(f, model_type="khan"), "model_type 'khan'"),
         (lambda f: edit_config(f, kha_value="wide"), "unknown KHA variant 'wide'"),
         (lambda f: edit_config(f, num_hidden_layers="2"), "num_hidden_layers"),
+        (
+            lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}),
+            "cannot be loaded",
+        ),
+        (lambda f: edit_config(f, attn_implementation="flash_attention_2"), "(ImportError)"),
+        (lambda f: edit_config(f, num_attention_heads=0), "(ZeroDivisionError)"),
+        (lambda f: edit_config(f, dtype="floaty"), "(AttributeError)"),
         # transformers would draw the third layer at random, or drop the second, in silence.
         (lambda f: edit_config(f, num_hidden_layers=3, mlp_layer_types=None), "missing weights"),
         (lambda f: edit_config(f, num_hidden_layers=1, mlp_layer_types=None), "unexpected weights"),

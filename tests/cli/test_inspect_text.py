@@ -5,18 +5,13 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from kha_megatron import cli
 from kha_megatron.config import KHAConfig
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.hf.instruments import measure
-from tests.cli.words import trained
+from tests.cli.words import save_with_pictures, trained
 from tests.conversion.checkpoints import save_gpt
 
 TEXT = "def main(x):\n\treturn x + 1\n" * 20
@@ -88,24 +83,7 @@ def test_a_stock_model_is_measured(run, words, text, tmp_path):
 
 def test_the_text_model_of_one_that_sees_pictures_is_measured(run, words, text, tmp_path):
     """Those that transformers has no other class for."""
-    experts = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-    config = CONFIG_MAPPING["step3p7"](
-        text_config=SIZES
-        | experts
-        | {"share_expert_dim": 9, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
-        vision_config={
-            "hidden_size": 12,
-            "intermediate_size": 12,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "max_position_embeddings": 4,
-        },
-        image_token_id=299,
-    )
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
-    words.save_pretrained(tmp_path / "model")
+    save_with_pictures(tmp_path / "model", words)
     given = (tmp_path / "model", tmp_path / "out", "--text", text)
     code, stdout, stderr = run(*given, "--tokens", 20, "--json")
     assert code == 0, stderr

@@ -152,3 +152,21 @@ def test_a_named_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"none cannot be loaded"):
         to_hf.plan(model, tokenizer=tmp_path / "none")
+
+
+def test_an_id_below_zero_is_none(model, tmp_path):
+    """As some old configurations have it; without generation settings of their own."""
+    (model / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
+    to_hf.plan(model).write(tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.config.pad_token_id is found.generation_config.pad_token_id is None
+
+
+def test_a_tokenizer_that_cannot_be_loaded_here_is_copied_all_the_same(model, tmp_path):
+    """One of a newer library, for one: no conversion needs it."""
+    (model / "tokenizer.json").write_text('{"version": "9.0", "model": {"type": "Newer"}}')
+    to_hf.plan(model, architecture="qwen3").write(tmp_path / "out")
+    copy, own = ((folder / "tokenizer.json").read_bytes() for folder in (tmp_path / "out", model))
+    assert copy == own

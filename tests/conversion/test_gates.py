@@ -23,6 +23,7 @@ from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import check_back, save_and_run, tokens
+from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, SIZES, make
 from tests.conversion.models import tokens as ids
@@ -323,6 +324,12 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     code, _, stderr = upcycle("none", *heads[:-2], "--no-verify")
     assert code == 2
     assert "use moh.router=query_norm and moh.quantized=true" in stderr
+    write_tokenizer(tmp_path / "base", 60)  # of another model
+    words = (*heads, "--text", tmp_path / "text", "--no-verify")
+    (tmp_path / "text").write_text("w3 w57 " * 40)
+    code, _, stderr = upcycle("none", *words)
+    assert code == 2
+    assert "makes token 57, the model has 51" in stderr
     code, _, stderr = upcycle("none", *heads, "--text", tmp_path / "lost", "--no-verify")
     assert code == 2
     assert "--text" in stderr

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.verify import Pair
+from kha_megatron.conversion.verify import Pair, run_model
 from kha_megatron.errors import KHAError
-from tests.conversion.models import CONFIGS, make
+from tests.conversion.models import CONFIGS, make, tokens
 
 FAMILIES = ("kha", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral")
 FAMILIES += ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm3")
@@ -85,6 +86,14 @@ def test_fuzzed_configurations(folders, family, faults_table):
 def test_a_number_of_another_kind_by_an_alias(folders, value):
     config = json.loads(folders["qwen3_moe"][1]) | {"num_local_experts": value}
     assert "num_experts" in refusal(from_hf_config, config)
+
+
+def test_a_model_that_transformers_does_not_load_is_no_fault_of_ours(folders, tmp_path):
+    """Its configuration asks for a package that is not here."""
+    copy = shutil.copytree(folders["qwen3"][0], tmp_path / "copy")
+    config = json.loads(folders["qwen3"][1]) | {"attn_implementation": "flash_attention_2"}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "FlashAttention2" in refusal(run_model, copy, tokens(), torch.float32)
 
 
 def test_experts_of_several_dtypes_are_one_tensor_only_when_cast(folders, tmp_path):
