@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,8 @@ from kha_megatron.checkpoint.buffers import bytes_of
 from kha_megatron.checkpoint.hf_reader import INDEX, WEIGHTS
 from kha_megatron.checkpoint.manifest import write_manifest
 from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, TensorEntry, header
-from kha_megatron.checkpoint.staging import write_at
-from kha_megatron.errors import CheckpointError, OutputError
+from kha_megatron.checkpoint.staging import check_room, write_at
+from kha_megatron.errors import CheckpointError
 
 _COPIED = 8 * 2**20
 """Bytes of a tensor with gaps that are copied at a time."""
@@ -59,12 +58,7 @@ class HFWriter:
         self._started: set[str] = set()
         self._alone: dict[str, threading.Lock] = {}
         entries = _by_name(tensors)
-        needed = sum(entry.nbytes for entry in tensors)
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise OutputError(
-                f"cannot write {folder}: {needed:,} bytes are needed and its disk has {free:,} "
-                "free: make room, or name a folder on another disk"
-            )
+        check_room(folder, sum(entry.nbytes for entry in tensors))
         self._shards = split_state_dict_into_shards_factory(
             entries,
             get_storage_size=lambda entry: entry.nbytes,

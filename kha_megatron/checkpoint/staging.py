@@ -72,6 +72,19 @@ def check_output_folder(
         )
 
 
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse to begin what an existing folder's disk cannot hold.
+
+    Raises:
+        OutputError: it has less than ``needed`` bytes free.
+    """
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OutputError(
+            f"cannot write {folder}: {needed:,} bytes are needed and its disk has {free:,} free: "
+            "make room, or name a folder on another disk"
+        )
+
+
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """A new sibling folder that takes ``target``'s place when the block ends well.

@@ -17,7 +17,7 @@ from torch import Tensor
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.checkpoint.staging import staged_folder
+from kha_megatron.checkpoint.staging import check_room, staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.config import KHAConfig
@@ -65,6 +65,7 @@ class MegatronPlan(Plan):
                 f"Megatron's own scripts drop it and compute with {STOCK_FACTOR:g}"
             )
         with staged_folder(target) as folder:
+            check_room(folder, self.size)
             if source.companions.write_tokenizer(folder / _TOKENIZER):
                 args["tokenizer_type"] = "HuggingFaceTokenizer"
                 args["tokenizer_model"] = str(target.resolve() / _TOKENIZER)
