@@ -159,21 +159,31 @@ def _keeps_scales(args: Mapping[str, Any]) -> bool:
 
 
 def _check_optimizer_moves(path: Path, saved: Mapping[str, Any], args: Namespace) -> None:
-    """The distributed optimizer's usual state lies as its own run's parameters do in buffers.
+    """Experts that ranks divide have an optimizer of their own, whichever it is. The distributed
+    optimizer's usual state lies as its own run's parameters do in buffers.
 
     Under another layout of ranks Megatron's advice is wrong. Layers of another kind have their
     parameters in another order: Megatron would mix up main weights and moments without a word.
     """
-    if not args.use_distributed_optimizer or args.use_mp_args_from_checkpoint_args:
+    if args.use_mp_args_from_checkpoint_args or args.no_load_optim or args.finetune:
         return
-    if args.no_load_optim or args.finetune or saved.get("no_save_optim") or path.name == RELEASE:
+    if saved.get("no_save_optim") or path.name == RELEASE:
+        return
+    old, new = (a.get("expert_model_parallel_size", 1) for a in (saved, vars(args)))
+    if old != new and 1 in (old, new):
+        raise CheckpointError(
+            f"{path} holds optimizer state for EP {old} only, and this run has EP {new}: none "
+            f"moves between EP 1 and more: use --expert-model-parallel-size {old}, or add "
+            "--no-load-optim to start the optimizer anew"
+        )
+    if not args.use_distributed_optimizer:
         return
     before, here = (_placing(a) for a in (saved, vars(args)))
     fits = saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable")
     if before == here or fits:
         return
-    length = 3 if before[2] != here[2] else 2
-    was, now = (" and ".join(words[:length]) for words in (before, here))
+    shown = [i for i in range(len(here)) if i < 2 or before[i] != here[i]]
+    was, now = (" and ".join(words[i] for i in shown) for words in (before, here))
     raise CheckpointError(
         f"{path} holds optimizer state for {was} only, and this run has {now}: train on with "
         f"{was} and --dist-ckpt-optim-fully-reshardable until the next save, which moves, or "
@@ -181,11 +191,12 @@ def _check_optimizer_moves(path: Path, saved: Mapping[str, Any], args: Namespace
     )
 
 
-def _placing(args: Mapping[str, Any]) -> tuple[str, str, str]:
+def _placing(args: Mapping[str, Any]) -> tuple[str, ...]:
     """What decides where a parameter lies in the distributed optimizer's buffers."""
     return (
         f"TP {args.get('tensor_model_parallel_size', 1)}",
         f"PP {args.get('pipeline_model_parallel_size', 1)}",
+        f"EP {args.get('expert_model_parallel_size', 1)}",
         f"--transformer-impl {args.get('transformer_impl', 'transformer_engine')}",
     )
 

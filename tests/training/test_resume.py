@@ -106,6 +106,9 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "non_persistent_ckpt_type": None,
         "non_persistent_global_ckpt_dir": None,
         "use_distributed_optimizer": False,
+        "use_mp_args_from_checkpoint_args": False,
+        "no_load_optim": False,
+        "finetune": False,
         "multi_latent_attention": False,
     }
     return Namespace(**args | changes)
@@ -116,18 +119,21 @@ def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
 
 
 def test_a_converted_checkpoint_moves_as_it_has_no_optimizer(copy):
-    moved = {
-        "use_distributed_optimizer": True,
-        "use_mp_args_from_checkpoint_args": False,
-        "no_load_optim": False,
-        "finetune": False,
-        "tensor_model_parallel_size": 2,
-    }
+    moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
     with pytest.raises(CheckpointError, match="optimizer state for TP 1 and PP 1 only"):
         check(copy, KHA, **moved, transformer_impl="local")
     judge(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
     check(copy, KHA, **moved)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_optimizers_do_not_move_between_undivided_experts_and_divided_ones(copy, distributed):
+    """Megatron ends in a list of all tensors, also if the state is fully reshardable."""
+    moved = {"use_distributed_optimizer": distributed, "expert_model_parallel_size": 2}
+    with pytest.raises(CheckpointError, match=r"EP 1 only, and this run has EP 2.*size 1, or add"):
+        check(copy, KHA, **moved)
+    check(copy, KHA, **moved, no_load_optim=True)
 
 
 def test_the_same_configuration_is_let_through(saved, tmp_path):
