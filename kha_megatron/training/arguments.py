@@ -283,10 +283,10 @@ def check_args(args: argparse.Namespace) -> None:
             "--moe-router-bias-update-rms without a bias to update: add "
             "--moe-router-enable-expert-bias"
         )
-    if args.init_model_with_meta_device and not (args.use_torch_fsdp2 or args.use_megatron_fsdp):
+    if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         raise ConfigError(
-            "--init-model-with-meta-device without FSDP trains whatever the memory holds: add "
-            "--use-torch-fsdp2, or remove it"
+            "--init-model-with-meta-device: outside of Megatron-FSDP nothing gives these weights "
+            "their first values: remove it"
         )
     if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
         raise ConfigError(

@@ -21,7 +21,8 @@ def test_a_run_needs_no_eval_interval(entry):
     ("words", "message"),
     [
         ("--rampup-batch-size 2 2 8", "use --step-batch-size-schedule"),
-        ("--init-model-with-meta-device", "add --use-torch-fsdp2"),
+        ("--init-model-with-meta-device", "their first values: remove it"),
+        ("--init-model-with-meta-device --use-torch-fsdp2", "their first values: remove it"),
         ("--save somewhere", "Megatron refuses these arguments: assert args.save_interval is"),
         (
             "--num-experts 4 --moe-router-group-topk 2",
