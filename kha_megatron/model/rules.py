@@ -93,7 +93,8 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     )
     if arguments.get("kha_upcycle"):
         _check_start(kha)
-    if kha.attention == "gta" and (position != "rope" or percent != 0.5):
+    restored = arguments.get("use_checkpoint_args")  # Megatron's, the rotary embedding's too
+    if kha.attention == "gta" and not restored and (position != "rope" or percent != 0.5):
         raise ConfigError(
             f"--kha-attention gta rotates half of a head, and --position-embedding-type is "
             f"{position} with --rotary-percent {percent}: give "

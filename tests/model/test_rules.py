@@ -377,6 +377,13 @@ def test_what_heads_cannot_have_is_refused_from_the_command_line(kha, asked, wor
     check_attention(SIZES, kha)
 
 
+def test_a_rotary_embedding_that_a_checkpoint_will_say_is_left_to_it():
+    tied = KHAConfig(attention="gta")
+    with pytest.raises(ConfigError, match=r"give --position-embedding-type rope"):
+        check_attention(SIZES, tied)
+    check_attention(SIZES | {"use_checkpoint_args": True}, tied)
+
+
 def test_what_begins_at_the_identity_or_turns_less_is_let_through():
     check_attention(SIZES | {"kha_upcycle": True}, KHAConfig(value="mlp"))
     turned = {"position_embedding_type": "rope", "rotary_percent": 0.5}
