@@ -156,6 +156,11 @@ def _stock_spec(
     config: Any, transformer: TransformerConfig, vp_stage: int | None, pp_rank: int | None
 ) -> Spec:
     use_te = transformer.transformer_impl == "transformer_engine"
+    if not use_te and transformer.transformer_impl != "local":
+        raise ConfigError(
+            f"transformer_impl={transformer.transformer_impl} has layers of its own, into which "
+            "KHA was never put: use transformer_engine or local"
+        )
     if config is not transformer and use_te:
         # Megatron's own choice, which also reads options that only its training package has
         from megatron.training.models.gpt import default_layer_spec

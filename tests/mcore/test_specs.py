@@ -57,6 +57,22 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
+def spec_of_other_layers():
+    from kha_megatron.errors import ConfigError
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config()
+    config.transformer_impl = "inference_optimized"  # which would have got local layers
+    with pytest.raises(ConfigError, match=r"=inference_optimized .*transformer_engine or local"):
+        kha_layer_spec(config, KHAConfig(value="mlp"))
+
+
+def test_refuses_layers_that_it_does_not_know(ranks):
+    ranks(spec_of_other_layers, 1)
+
+
 def transformer_engine_model(moe, named):
     """Construct and describe the Transformer Engine form."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
