@@ -167,10 +167,11 @@ class _Instruments:
         for projection, knocking in _knockings(attention):
             gated = "gate" in MATRICES[knocking.variant]
             if gated or projection == "value":
-                knocking.register_forward_pre_hook(self._hears(layer, projection, gated))
+                knocking.register_forward_hook(self._hears(layer, projection, gated))
 
     def _hears(self, layer: int, projection: Projection, gated: bool) -> Callable:
-        def knocked(module: KnockingHeads, inputs: tuple[Tensor]) -> None:
+        # behind it, because data parallelism's own hook before it waits for its matrices
+        def knocked(module: KnockingHeads, inputs: tuple[Tensor], output: Tensor) -> None:
             if not inputs or not self._is_new(module, layer, projection):
                 return  # it is asked for its matrices, or was heard before
             if gated:

@@ -318,6 +318,39 @@ def test_gradient_norms_are_without_loss_scale(ranks):
         assert scaled[name] == pytest.approx(value, rel=1e-6)
 
 
+def _late_matrices():
+    from kha_megatron.mcore.instruments import watch_heads
+
+    kha, written = KHAConfig(value="gate"), []
+    run = _start(case(kha))
+    watch_heads(
+        run.chunks,
+        kha,
+        interval=1,
+        iteration=lambda: 1,
+        write=lambda values, at: written.append(values),
+    )
+    for layer in run.chunks[0].decoder.layers:
+        knocking = layer.self_attention.knock_value
+        gathered = knocking.weight.detach().clone()
+        torch.nn.init.zeros_(knocking.weight)
+        knocking.register_forward_pre_hook(
+            lambda module, _, gathered=gathered: (module.weight.data.copy_(gathered), None)[1]
+        )
+    run._accumulate(2)
+    for ddp in run.ddp:
+        vars(ddp).clear()
+    return written
+
+
+def test_gates_are_measured_with_matrices_that_came_just_before_they_are_used(ranks):
+    """As those that other ranks have updated do: data parallelism's hook comes after ours."""
+    ((values,),) = ranks(_late_matrices, 1)
+    spreads = [value for name, value in values.items() if name.startswith("kha-gate-spread")]
+    assert len(spreads) == 2
+    assert min(spreads) > 0
+
+
 def _missing_and_zero():
     """A frozen matrix has no gradient, and zero values have no direction."""
     from kha_megatron.mcore.instruments import watch_heads
