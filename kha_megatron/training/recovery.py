@@ -33,6 +33,7 @@ _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # in Transformer Engine's own refusal
 _FINISHED = "FAULT_TOL_FINISHED_FLAG_FILE"  # in the Slurm script of NeMo-Run's FaultTolerance
+_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and .*value (\S+) for (.+) do not")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -124,11 +125,11 @@ def say_finished() -> None:
 
 @contextmanager
 def failures_explained(args: Namespace) -> Iterator[None]:
-    """Turn a write that the disk refused, or a read that PyTorch refused, into one line.
+    """Turn a write that the disk refused, or a read that others refused, into one line.
 
     Raises:
         OutputError: a checkpoint could not be written.
-        CheckpointError: a checkpoint could not be read.
+        CheckpointError: a checkpoint could not be read, or is of another schedule.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -144,6 +145,15 @@ def failures_explained(args: Namespace) -> Iterator[None]:
         if error.args[0] != "write" or not args.save:
             raise
         raise _refused(args.save, "the lines above say why") from error
+    except AssertionError as error:
+        if not (found := _SCHEDULE.search(str(error))):
+            raise
+        here, stored, what = found.groups()
+        raise CheckpointError(
+            f"{args.load} was trained on another schedule, {what}: {stored} there, {here} here "
+            "(iterations times the batch): add --override-opt_param-scheduler for this command "
+            "line's, or --use-checkpoint-opt_param-scheduler for the checkpoint's"
+        ) from error
     except RuntimeError as error:
         if _PICKLES not in str(error):
             raise

@@ -81,6 +81,14 @@ def test_resumed_training_is_the_same_bit_for_bit(corpus, tmp_path):
     )
     assert "Traceback" not in refused.output
 
+    longer = [*words, *recorded, "--train-iters", "16"]
+    refused = start(longer, 2)
+    assert refused.codes == [2, 2]
+    assert "total number of iterations: 48 there, 96 here" in refused.errors[0]
+    assert "add --override-opt_param-scheduler" in refused.errors[0]
+    on = start([*longer, "--override-opt_param-scheduler", "--exit-interval", "6"], 2)
+    assert on.codes == [0, 0], on.output[-4000:]
+
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
