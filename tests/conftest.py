@@ -8,7 +8,7 @@ import pytest
 
 # On AMD, MKL adds up otherwise where memory begins elsewhere: equal bits are compared on one path.
 # MKL reads it once; the processes that a test starts have it too.
-os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
 from kha_megatron.versions import version_of
