@@ -29,9 +29,9 @@ class OutputError(KHAError):
 
 
 class VersionError(KHAError):
-    """A Megatron-Core that this package cannot work with.
+    """A Megatron-Core, Megatron-Bridge or Transformer Engine that this package cannot work with.
 
-    No ImportError: Megatron answers that one by training without the layer spec.
+    No ImportError: Megatron-Core answers that one by training without the layer spec.
     """
 
 

@@ -68,7 +68,7 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
 
 
 def check_file(file: Path, digest: str) -> None:
-    """Compare a file with its entry in the manifest.
+    """Compare a file with its entry in the list.
 
     Raises:
         CheckpointError: it is missing or holds something else.
@@ -150,9 +150,9 @@ class FileChecks:
 
 
 def verify_hashes(folder: str | Path) -> None:
-    """Check every file that the manifest lists, each on one of the ranks. Call it on every rank.
+    """Check every file that is listed, each on one of the ranks. Call it on every rank.
 
-    A checkpoint that was saved without a manifest passes, and rank 0 says so.
+    A checkpoint that was saved without a list passes, and rank 0 says so.
 
     Raises:
         CheckpointError: on every rank, naming the first file that is damaged or missing.

@@ -76,8 +76,8 @@ class MegatronCheckpoint:
         """Open a ``--save`` folder at the iteration that ``tracker.judge`` takes, or one iteration.
 
         Every shard is checked to exist and to be long enough; no tensor is read. With ``verify``
-        a file that the checkpoint's manifest lists is hashed before anything is read from it, the
-        shards when their first tensor is.
+        a file that ``integrity.json`` lists is hashed before anything is read from it, the shards
+        when their first tensor is.
 
         Raises:
             CheckpointError: there is no complete ``torch_dist`` checkpoint; the message names the

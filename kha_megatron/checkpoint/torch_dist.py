@@ -161,7 +161,7 @@ class TorchDistFolder:
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """One whole tensor on the CPU, assembled from its chunks. Several threads may call it.
 
-        A large one that lies in one chunk is mapped, not copied (see ``memory.from_file``).
+        A large one that lies in one chunk is mapped, not copied (see ``buffers.from_file``).
 
         Args:
             key: a key of ``tensors``.

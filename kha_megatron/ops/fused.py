@@ -14,7 +14,8 @@ reason, which way it went. The environment variable ``KHA_KERNELS`` overrides th
 (:mod:`kha_megatron.ops.verdicts`), and says so where they are wrong or fail.
 
 Both ways compute the same function. The kernels keep only their input for the backward pass, where
-plain torch keeps ``kha_megatron.config.SAVED`` tensors of its size, and round fewer times between.
+plain torch keeps ``kha_megatron.heads.knock.SAVED`` tensors of its size, and round fewer times
+between.
 """
 
 import functools
