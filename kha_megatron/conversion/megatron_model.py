@@ -37,23 +37,18 @@ class Outputs(NamedTuple):
 
 
 def run_megatron(
-    iteration: Path,
-    tokens: Tensor,
-    *,
-    rounded_to: torch.dtype | None = None,
-    dtype: torch.dtype = torch.float32,
+    iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype | None = None
 ) -> Outputs:
-    """Run Megatron's model in a new process.
+    """Run Megatron's model in float32, in a new process.
 
     Args:
         iteration: the folder of one iteration.
         tokens: ``[B, S]``.
         rounded_to: round the weights to it first, as a conversion did.
-        dtype: what it computes in.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
-        return Outputs(*pool.submit(_run_here, iteration, tokens, rounded_to, dtype).result())
+        return Outputs(*pool.submit(_run_here, iteration, tokens, rounded_to).result())
 
 
 def _end_with_parent() -> None:
@@ -114,7 +109,7 @@ _UNSHARDED: dict[str, Any] = {
 
 
 def _run_here(
-    iteration: Path, tokens: Tensor, rounded_to: torch.dtype | None, dtype: torch.dtype
+    iteration: Path, tokens: Tensor, rounded_to: torch.dtype | None
 ) -> tuple[Tensor, list[Tensor]]:
     # what Megatron says about kernels that it misses is no news in a process that computes once
     warnings.simplefilter("ignore")
@@ -131,11 +126,9 @@ def _run_here(
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     checkpoint = MegatronCheckpoint.open(iteration)
-    model = load(
-        build(checkpoint, {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}), checkpoint
-    )
+    model = load(build(checkpoint), checkpoint)
     for parameter in model.parameters():  # not the buffers: expert biases stay float32
-        parameter.data = parameter.data.to(rounded_to or dtype).to(dtype)
+        parameter.data = parameter.data.to(rounded_to or torch.float32).float()
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]

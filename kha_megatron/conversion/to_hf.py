@@ -78,17 +78,17 @@ class HFPlan(Plan):
                     writer.write(name, part)
 
             wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
-            shards = writer.close(source.identity())
+            origin = source.identity()
+            shards = writer.close(origin)
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.companions.write(folder)
             written = self.written(target, config.model_type, shards, wrong)
             lesson = teach(folder, config.model_type)
-            origin, held = source.identity(), source.model
             is_kha = isinstance(config, KHAModelConfig)
             card = model_card(
                 written,
-                held,
+                model,
                 origin=origin,
                 folded=self.folded,
                 lesson=lesson,

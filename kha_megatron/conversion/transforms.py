@@ -29,9 +29,6 @@ from kha_megatron.heads import Knock
 from kha_megatron.ops import fold, initial_weight
 from kha_megatron.ops.heads.collaborative import fold as fold_shared
 
-KEPT_IN_FLOAT32 = (EXPERT_BIAS,)
-"""Rows whose tensors are not cast."""
-
 
 class _Around(Source):
     def __init__(self, source: Source, model: Architecture) -> None:
@@ -65,7 +62,7 @@ class Cast(_Around):
     def read(self, place: Place, *, meta: bool = False) -> list[Tensor]:
         """See :class:`Source`."""
         parts = self.source.read(place, meta=meta)
-        if place.row in KEPT_IN_FLOAT32:
+        if place.row is EXPERT_BIAS:
             return parts
         rounded = [part.to(self._dtype) for part in parts]
         for name, part, short in zip(place.hf_names(self.model), parts, rounded, strict=True):

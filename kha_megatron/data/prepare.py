@@ -37,11 +37,10 @@ may need 150 MB."""
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage of :func:`prepare` has come. A stage without totals cannot tell."""
+    """How far a stage of :func:`prepare` has come. A stage without a total cannot tell."""
 
     stage: str
     files: int = 0
-    total_files: int = 0
     bytes: int = 0
     total_bytes: int = 0
 
@@ -105,16 +104,14 @@ def prepare(
 
     skips = Skips()
     found = find_files(sources, globs=globs, exclude=exclude, output=out, skips=skips)
-    totals = len(found), sum(found.values())
-    texts = check_files(
-        found, max_file_bytes, skips=skips, advance=_meter(on_progress, "checking", *totals)
-    )
+    checking = _meter(on_progress, "checking", sum(found.values()))
+    texts = check_files(found, max_file_bytes, skips=skips, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
         raise DataError(
             f"no usable text in {', '.join(names)} ({skips}): name files or folders of UTF-8 text"
         )
-    totals = len(texts), sum(file.bytes for file in texts)
+    size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
     tokenization.indexed_dataset_module()  # a broken installation shows before the long work
 
@@ -125,7 +122,7 @@ def prepare(
                 texts,
                 size,
                 sample=tokenizer_sample,
-                advance=_meter(on_progress, "training tokenizer", *totals),
+                advance=_meter(on_progress, "training tokenizer", size_of_text),
                 merging=lambda: on_progress(Progress("merging pairs")),
             )
         fast.save_pretrained(str(staged / TOKENIZER))
@@ -135,7 +132,7 @@ def prepare(
             fast,
             workers=workers,
             limit=max_file_bytes,
-            advance=_meter(on_progress, "tokenizing", *totals),
+            advance=_meter(on_progress, "tokenizing", size_of_text),
         )
         report = DataReport(
             sources=names,
@@ -144,7 +141,7 @@ def prepare(
             max_file_bytes=max_file_bytes,
             files=len(texts),
             split_files=sum(file.pieces > 1 for file in texts),
-            bytes=totals[1],
+            bytes=size_of_text,
             **asdict(written),
             file_bytes={
                 path.name: path.stat().st_size for path in sorted(staged.glob(f"{CORPUS}.*"))
@@ -203,14 +200,14 @@ def _check_sources(sources: Sequence[Path], out: Path) -> None:
             )
 
 
-def _meter(on_progress: OnProgress, stage: str, files: int, size: int) -> Callable:
+def _meter(on_progress: OnProgress, stage: str, size: int) -> Callable:
     """A function that adds bytes (and files, 1 unless told) and reports the stage's new state."""
     done_bytes = done_files = 0
 
     def advance(more_bytes: int, more_files: int = 1) -> None:
         nonlocal done_bytes, done_files
         done_bytes, done_files = done_bytes + more_bytes, done_files + more_files
-        on_progress(Progress(stage, done_files, files, done_bytes, size))
+        on_progress(Progress(stage, done_files, done_bytes, size))
 
     return advance
 

@@ -46,7 +46,7 @@ class KHACollaborativeAttention(KHASelfAttention):
     ) -> None:
         assert kha.collaborative is not None, "what its spec is made for"
         self.width = kha.collaborative.dim
-        check_shared(config, self.width)
+        check_shared(config)
         norms = {
             name: _as_wide(found, self.width)
             for name in ("q_layernorm", "k_layernorm")
@@ -93,7 +93,7 @@ def _as_wide(build: Callable[..., Module], width: int) -> Callable[..., Module]:
     return built
 
 
-def check_shared(config: TransformerConfig, width: int) -> None:
+def check_shared(config: TransformerConfig) -> None:
     """Refuse what has no meaning for shared queries and keys.
 
     Raises:

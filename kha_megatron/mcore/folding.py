@@ -293,7 +293,6 @@ class _Weight:
         if packed is not None:
             return packed
         if self.remade is None:
-            assert self.again is not None
             self.remade = self.again()
         self.asked += 1
         remade = self.remade

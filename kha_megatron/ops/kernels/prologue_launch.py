@@ -165,7 +165,6 @@ class _Pass:
         partials = self.launch(
             prologue_backward, "backward", list(d_rows.values()), list(heads.values())
         )
-        assert partials is not None
         d_weights: dict[Projection, Tensor | None] = dict.fromkeys(PROJECTIONS)
         for p, variant in self.settings.variants.items():
             x, weight = self.views[p], self.weights[p]
