@@ -31,7 +31,7 @@ AttentionKind = Literal["gta", "gla"]
 CONFIG_VARIABLE = "KHA_CONFIG"
 """Environment variable from which a spec chosen by its name takes what the name cannot carry."""
 
-ATTENTIONS: tuple[AttentionKind, ...] = ("gta", "gla")
+ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 """Kinds of attention that Megatron has no flag for (Zadouri et al. 2025, arXiv 2505.21487):
 Grouped-Tied and Grouped Latent Attention. MHA, MQA, GQA and MLA are Megatron's to choose."""
 
@@ -341,7 +341,7 @@ class KHAConfig:
     @property
     def variants(self) -> dict[Projection, Variant]:
         """The knocked projections and their variants; empty without a knock."""
-        return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
+        return self.knock.variants
 
     @property
     def folds(self) -> bool:

@@ -9,7 +9,7 @@ weighs these features by a vector of its own: its logits are
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -58,11 +58,7 @@ class CollaborativeHeads(Mechanism):
     def __post_init__(self) -> None:
         if type(self.dim) is not int or self.dim < 2 or self.dim % 2:
             raise ConfigError(f"collaborative dim={self.dim!r}: give an even number from 2 up")
-        if self.start not in get_args(MixingStart):
-            raise ConfigError(
-                f"collaborative start={self.start!r}: choose one of "
-                f"{', '.join(get_args(MixingStart))}"
-            )
+        self._check_choices()
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         """``collaborative_query`` and ``collaborative_key`` ``[dim, hidden]``, which every head

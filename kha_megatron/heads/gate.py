@@ -80,14 +80,7 @@ class Gate(Mechanism):
                 raise ConfigError(
                     f"gate {position}={found!r}: choose one of {', '.join(known)}, or leave it out"
                 )
-        for setting, kind in (("form", Form), ("activation", Activation)):
-            if getattr(self, setting) not in get_args(kind):
-                raise ConfigError(
-                    f"gate {setting}={getattr(self, setting)!r}: choose one of "
-                    f"{', '.join(get_args(kind))}"
-                )
-        if type(self.reads_input) is not bool:
-            raise ConfigError(f"gate reads_input={self.reads_input!r}: choose true or false")
+        self._check_choices()
         if not self.positions:
             raise ConfigError(
                 f"gate at no position: say where, {', '.join(get_args(Position))} "

@@ -7,7 +7,7 @@ Each head's query, key or value passes through the matrices of a *variant*; the 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -35,9 +35,9 @@ SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 
 """Tensors of the size of its input that ``ops.knock`` keeps for the backward pass: the input; for
 ``gate`` also the two factors of the product; for ``mlp`` also the two factors and their product."""
 
-INITS: tuple[Init, ...] = ("identity", "random")
+INITS: tuple[Init, ...] = get_args(Init)
 
-FOLDS: tuple[Fold, ...] = ("auto", "always", "never")
+FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 
 def parse_variant(text: str | None) -> Variant | None:

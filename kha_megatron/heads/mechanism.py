@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 from kha_megatron.errors import ConfigError
 
@@ -165,6 +165,18 @@ class Mechanism(ABC):
     projection of queries, keys and values."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Its named settings."""
+
+    def _check_choices(self) -> None:
+        """Refuse a value that is none of the words, or of the two truths, of its field's type."""
+        assert is_dataclass(self)
+        for item in fields(self):
+            value, words = getattr(self, item.name), get_args(item.type)
+            if item.type is bool and type(value) is not bool:
+                raise ConfigError(f"{self.name} {item.name}={value!r}: choose true or false")
+            if get_origin(item.type) is Literal and value not in words:
+                raise ConfigError(
+                    f"{self.name} {item.name}={value!r}: choose one of {', '.join(words)}"
+                )
 
     def for_layer(self, layer: int) -> Self:
         """As the layer, counted from 0, has it, where settings differ between layers."""

@@ -8,7 +8,7 @@ code (SkyworkAI/MoH) differ, a setting names both.
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
@@ -67,19 +67,7 @@ class MixtureOfHeads(Mechanism):
     def __post_init__(self) -> None:
         if isinstance(self.active, list):  # as JSON has it
             object.__setattr__(self, "active", tuple(self.active))
-        for setting, kind in (
-            ("router", Router),
-            ("scale", Source),
-            ("balance_scale", Source),
-            ("start", RouterStart),
-        ):
-            if getattr(self, setting) not in get_args(kind):
-                raise ConfigError(
-                    f"moh {setting}={getattr(self, setting)!r}: choose one of "
-                    f"{', '.join(get_args(kind))}"
-                )
-        if type(self.quantized) is not bool:
-            raise ConfigError(f"moh quantized={self.quantized!r}: choose true or false")
+        self._check_choices()
         for setting in ("balance", "anneal"):
             value = getattr(self, setting)
             kinds = (int, float) if setting == "balance" else (int,)

@@ -38,11 +38,7 @@ class TalkingHeads(Mechanism):
     """Longest sequence to attend to; how a model is run, not what it is."""
 
     def __post_init__(self) -> None:
-        for setting in ("pre", "post"):
-            if type(getattr(self, setting)) is not bool:
-                raise ConfigError(
-                    f"talking {setting}={getattr(self, setting)!r}: choose true or false"
-                )
+        self._check_choices()
         if not (self.pre or self.post):
             raise ConfigError("talking with pre=false and post=false mixes nothing: leave it out")
         if type(self.max_tokens) is not int or self.max_tokens < 1:
