@@ -59,6 +59,7 @@ from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.gradients import around_finalization, gradient_of
 from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.mcore.local_modules import held_positions
 from kha_megatron.ops.diagnostics import measure, sink_queries, sink_terms
 
 Model = Any
@@ -228,8 +229,8 @@ class _Instruments:
     def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
         """From ``[s, heads, D]`` and ``[s, groups, D]``, one sequence with this rank's heads."""
         group = attention.pg_collection.cp
-        held = _positions(len(query), group).to(query.device)
-        at = sink_queries(len(query) * group.size(), query.device)
+        length = len(query) * group.size()
+        held, at = held_positions(length, group), sink_queries(length, query.device)
         if not len(at):
             return
         is_here = (held == at.unsqueeze(-1)).to(query.dtype)
@@ -344,16 +345,6 @@ def _settled(means: dict[str, float]) -> dict[str, float]:
             variance = means[name] - means[f"{_OPENNESS}/{place}"] ** 2
             means[name] = max(variance, 0.0) ** 0.5  # rounding may leave less than nothing
     return means
-
-
-def _positions(length: int, group: dist.ProcessGroup) -> Tensor:
-    """Of this context-parallel rank's tokens: of ``2 n`` chunks it has the one from the front and
-    the one from the back that has its number."""
-    if group.size() == 1:
-        return torch.arange(length)
-    chunk = torch.arange(length // 2)
-    back = 2 * group.size() - 1 - group.rank()
-    return torch.cat([chunk + group.rank() * len(chunk), chunk + back * len(chunk)])
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:

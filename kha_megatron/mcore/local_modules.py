@@ -157,8 +157,13 @@ class GatheredDotProductAttention(DotProductAttention):
 
     def _positions(self, local: int, total: int) -> Tensor:
         """Where this rank's queries stand in the sequence, whose last tokens they all are."""
-        rank, size = self.cp_group.rank(), self.cp_group.size()
-        positions = torch.arange(total, device=torch.cuda.current_device())
-        if size == 1:
-            return positions[total - local :]
-        return positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].reshape(local)
+        return held_positions(total, self.cp_group)[-local:]
+
+
+def held_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
+    """Where the tokens that a context-parallel rank holds stand in a sequence of ``length``."""
+    positions = torch.arange(length, device=torch.cuda.current_device())
+    rank, size = cp_group.rank(), cp_group.size()
+    if size == 1:
+        return positions
+    return positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten()
