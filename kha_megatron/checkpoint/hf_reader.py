@@ -14,7 +14,13 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import bytes_of, from_file
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
-from kha_megatron.checkpoint.reading import opened, read_bytes, read_json, regular_below
+from kha_megatron.checkpoint.reading import (
+    is_file_name,
+    opened,
+    read_bytes,
+    read_json,
+    regular_below,
+)
 from kha_megatron.checkpoint.safetensors_file import NAMES, Stored, TensorEntry, read_header
 from kha_megatron.checkpoint.staging import SLICE
 from kha_megatron.errors import CheckpointError
@@ -181,7 +187,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path / INDEX} has no weight_map")
         for name in weight_map.values():
-            if not _is_file_name(name):
+            if not is_file_name(name):
                 raise CheckpointError(
                     f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
                 )
@@ -201,10 +207,6 @@ def _weight_map(path: Path) -> dict[str, str]:
         + (f" ({pickles} can execute code and is not read)" if pickles else "")
         + ": save the model with safetensors"
     )
-
-
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", "..") and not {"/", "\0"} & set(name)
 
 
 def _header(path: Path, name: str) -> dict[str, Stored]:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Self
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.reading import read_json, regular
+from kha_megatron.checkpoint.reading import is_file_name, read_json, regular
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -191,4 +191,4 @@ def _size(file: Path) -> int:
 
 def _is_entry(item: tuple[str, str]) -> bool:
     name, digest = item
-    return isinstance(digest, str) and name not in ("", ".", "..") and not set(name) & set("/\\")
+    return isinstance(digest, str) and is_file_name(name)

@@ -115,6 +115,11 @@ def read_json(file: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def is_file_name(name: Any) -> bool:
+    """Whether what a file says of another names one beside it, and none elsewhere."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
 def read_at(descriptor: int, buffer: bytearray | memoryview, start: int) -> None:
     """Fill ``buffer`` from byte ``start`` of a file on.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.buffers import allocate, from_file
 from kha_megatron.checkpoint.integrity import FileChecks
-from kha_megatron.checkpoint.reading import opened, read_at, read_bytes
+from kha_megatron.checkpoint.reading import is_file_name, opened, read_at, read_bytes
 from kha_megatron.checkpoint.tensor_archive import (
     InertUnpickler,
     RefusedNameError,
@@ -385,7 +385,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _place(file: Any, start: Any, length: Any) -> tuple[str, int, int]:
-    if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
+    if not is_file_name(file):
         raise ValueError(f"shard {file!r} is not a plain file name")
     start, length = _sizes((start, length))
     return file, start, length
