@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import os
 import pickle
 import shutil
@@ -80,7 +81,8 @@ def test_the_manifest_itself(copy):
     folder = iteration_folder(copy, 2)
     digests = read_hashes(folder)
     assert set(digests) == {file.name for file in folder.iterdir()} - {INTEGRITY}
-    for bad in ("", "{}", '{"files": 3}', '{"files": {"../x": "0"}, "algorithm": "sha256"}'):
+    names = ({"files": {name: "0"}, "algorithm": "sha256"} for name in ("../x", "\0"))
+    for bad in ("", "{}", '{"files": 3}', *map(json.dumps, names)):
         (folder / INTEGRITY).write_text(bad)
         with pytest.raises(CheckpointError, match=f"{INTEGRITY} is damaged: copy it again"):
             MegatronCheckpoint.open(folder)
