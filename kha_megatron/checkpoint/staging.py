@@ -231,16 +231,19 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def as_json(content: Any) -> str:
-    """Plain values as indented JSON, which has no NaN and no infinity: they are null."""
-    return json.dumps(_finite(content), indent=2, allow_nan=False)
+    """Plain values as indented JSON, which has no NaN and no infinity: they are null. Paths are
+    text."""
+    return json.dumps(_plain(content), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return str(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def flush(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from kha_megatron.cli import console
-from kha_megatron.cli.generate import check_model_folder, load, parse_device
+from kha_megatron.cli.generate import check_model_folder, check_tokens, load, parse_device
 from kha_megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -18,30 +18,6 @@ if TYPE_CHECKING:
 
 TOKENS = 512
 """Of a text, where nothing else is asked for."""
-BYTES_PER_TOKEN = 64
-"""Of the text so many are read for each token that is asked for."""
-
-
-def read_text(file: Path, tokens: int | None) -> str:
-    """The beginning of a text file, enough for so many tokens.
-
-    Raises:
-        DataError: it is no file, or not UTF-8, or empty.
-    """
-    from kha_megatron.data.text_files import read_pieces
-
-    if not file.is_file():
-        raise DataError(f"{file} is no file: name a text file")
-    try:
-        piece = next(read_pieces(file, (tokens or TOKENS) * BYTES_PER_TOKEN), b"")
-        text = piece.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 at byte {error.start}: name a text file") from error
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from error
-    if not text.strip():
-        raise DataError(f"{file} holds no text")
-    return text
 
 
 def attention_figures(
@@ -78,11 +54,7 @@ def attention_figures(
                 f"--tokens {tokens} exceed the {limit} positions that the model was trained on: "
                 f"use --tokens {limit} or less"
             )
-        if ids.max() >= config.vocab_size:
-            raise CheckpointError(
-                f"the tokenizer makes token {int(ids.max())}, the model has "
-                f"{config.vocab_size}: the tokenizer is of another model"
-            )
+        check_tokens(ids, config.vocab_size)
         with console.log.status(f"Passing {ids.shape[1]} tokens"):
             return ids.shape[1], measure(model, ids.to(target))
 

@@ -17,7 +17,7 @@ from kha_megatron import compare as comparing
 from kha_megatron import recipes
 from kha_megatron.checkpoint.staging import staged_file, write_json
 from kha_megatron.cli import console
-from kha_megatron.cli.following import report
+from kha_megatron.cli.following import loss_words, report
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
@@ -254,11 +254,10 @@ class Board:
     def step(self, run: comparing.Trial, step: recipes.Step) -> None:
         """Progress of the run that is being trained."""
         state = f"iteration {step.iteration}/{step.total}"
-        loss = "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
         row = self._rows[run.name]
         self.display.update(row, completed=step.iteration, total=step.total)
-        now = time.monotonic()
-        self._say(run, state, loss, aloud=now - self._last >= 10 or step.iteration == step.total)
+        aloud = time.monotonic() - self._last >= 10 or step.iteration == step.total
+        self._say(run, state, loss_words(step), aloud=aloud)
 
     def failed(self, run: comparing.Trial) -> None:
         """The run ended badly; its log has been named."""

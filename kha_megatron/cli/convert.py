@@ -29,7 +29,8 @@ from kha_megatron.cli.options import (
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError, in_one_line
+from kha_megatron.data.text_files import read_beginning
+from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_training_version
 
 if TYPE_CHECKING:
@@ -287,9 +288,10 @@ def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = Non
     if text is not None:
         source, model = plan.source, plan.source.model
         length = min(_LENGTH, model.max_position_embeddings)
-        tokens = source.companions.read(_beginning(text), _ROWS, length, entries=model.vocab_size)
+        words = read_beginning(text, _ROWS * _LENGTH)
+        tokens = source.companions.read(words, _ROWS, length, entries=model.vocab_size)
     written = _write(plan, out, how)
-    values, facts = asdict(written) | {"path": str(written.path)}, _facts(written)
+    values, facts = asdict(written), _facts(written)
     verification = report(plan.source.path, out, how.workers) if how.verify else None
     if text is not None:
         from kha_megatron.conversion.verify import loss_of
@@ -327,17 +329,6 @@ def _write(plan: "Plan", out: Path, how: Writing) -> "Conversion":
             f"tokenizer has only {entries} entries"
         )
     return written
-
-
-def _beginning(path: Path) -> str:
-    """As much of a text file as can be read of it here."""
-    try:
-        if not path.is_file():
-            raise ConfigError(f"--text {path} is no file: name a text")
-        with path.open(encoding="utf-8") as file:
-            return file.read(_ROWS * _LENGTH * 32)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path} cannot be read as UTF-8: {in_one_line(error)}") from error
 
 
 def _facts(written: "Conversion") -> dict[str, str]:

@@ -45,7 +45,7 @@ def training_progress(job: Job) -> Iterator[Callable[[Step], None]]:
                 description=title,
                 completed=step.iteration,
                 total=step.total,
-                loss=_loss(step),
+                loss=loss_words(step),
             )
 
         yield on_step
@@ -59,12 +59,13 @@ def _plain_progress(every_seconds: float = 10.0) -> Callable[[Step], None]:
         now = monotonic()
         if now - last >= every_seconds or step.iteration == step.total:
             last = now
-            console.log.print(f"iteration {step.iteration}/{step.total} {_loss(step)}")
+            console.log.print(f"iteration {step.iteration}/{step.total} {loss_words(step)}")
 
     return on_step
 
 
-def _loss(step: Step) -> str:
+def loss_words(step: Step) -> str:
+    """The loss of a step in words."""
     return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
 

@@ -14,7 +14,6 @@ from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 if TYPE_CHECKING:
     import torch
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DEFAULT_TEMPERATURE = 0.8
 
 
@@ -81,11 +80,12 @@ def check_model_folder(hf_dir: Path) -> None:
     if not hf_dir.is_dir():
         raise CheckpointError(f"{hf_dir} is no folder: name a Hugging Face model folder")
     from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+    from kha_megatron.conversion.companions import VOCABULARIES
 
     config = HFCheckpoint.open(hf_dir).config
-    if not any((hf_dir / name).is_file() for name in TOKENIZER_FILES):
+    if not any((hf_dir / name).is_file() for name in VOCABULARIES):
         raise CheckpointError(
-            f"{hf_dir} has no tokenizer ({', '.join(TOKENIZER_FILES)}): "
+            f"{hf_dir} has no tokenizer ({', '.join(VOCABULARIES)}): "
             "copy the files of the tokenizer that the model was trained with into it"
         )
     from transformers import CONFIG_MAPPING
@@ -212,11 +212,7 @@ def _encode(tokenizer: Any, model: Any, prompt: str, max_new_tokens: int) -> Any
     ids, config = inputs["input_ids"], model.config.get_text_config()
     if ids.numel() == 0:
         raise ConfigError("the prompt holds no token: write at least one character")
-    if ids.max() >= config.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer makes token {int(ids.max())}, the model has {config.vocab_size}: "
-            "the tokenizer is of another model"
-        )
+    check_tokens(ids, config.vocab_size)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and ids.shape[1] + max_new_tokens > limit:
         raise ConfigError(
@@ -224,6 +220,19 @@ def _encode(tokenizer: Any, model: Any, prompt: str, max_new_tokens: int) -> Any
             f"{limit} positions the model was trained on: lower --max-new-tokens or the prompt"
         )
     return inputs.to(model.device)
+
+
+def check_tokens(ids: "torch.Tensor", vocab_size: int) -> None:
+    """Refuse tokens that a model does not know.
+
+    Raises:
+        CheckpointError: the tokenizer is of another model.
+    """
+    if ids.max() >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer makes token {int(ids.max())}, the model has {vocab_size}: "
+            "the tokenizer is of another model"
+        )
 
 
 def _stream(

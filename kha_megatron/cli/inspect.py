@@ -11,9 +11,10 @@ from rich.table import Table
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
-from kha_megatron.cli.attention import attention_figures, read_text, tables
+from kha_megatron.cli.attention import TOKENS, attention_figures, tables
 from kha_megatron.cli.options import AsJSON, Device
 from kha_megatron.config import KHAConfig
+from kha_megatron.data.text_files import read_beginning
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import MATRICES, Variant
 from kha_megatron.model.recorded import kha_of, knock_weights
@@ -79,7 +80,7 @@ def inspect(
     """
     plots.require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
-    words = None if text is None else read_text(text, tokens)
+    words = None if text is None else read_beginning(text, tokens or TOKENS)
     opened = _open(checkpoint)
     kha = kha_of(opened) or KHAConfig()
     # only a text says anything of a model without matrices

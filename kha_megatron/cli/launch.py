@@ -1,11 +1,10 @@
 """``kha-megatron launch``: train a recipe with NeMo-Run and follow it."""
 
-import json
 import shlex
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -109,7 +108,7 @@ def _planned(recipe: Recipe, ranks: int, memory: float, words: list[str]) -> Rec
 def _on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
     if dry_run:
         command = recipes.dry_run(job)
-        _print_data(asdict(command)) if as_json else _print(_as_shell(command))
+        console.print_json(asdict(command)) if as_json else _print(_as_shell(command))
         return
     try:
         with training_progress(job) as on_step:
@@ -121,7 +120,7 @@ def _on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
         raise typer.Exit(130) from None
     report(result)
     if as_json:
-        _print_data({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
+        console.print_json({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
     if not result.succeeded:
         refused = result.failure is not None and result.failure.exit_code == 2
         raise typer.Exit(2 if refused else 1)
@@ -131,7 +130,7 @@ def _on_a_cluster(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> No
     if dry_run:
         submission = recipes.dry_submission(job)
         if as_json:
-            _print_data(asdict(submission))
+            console.print_json(asdict(submission))
         else:
             _print("\n".join(submission.requests))
             _print(f"# scripts/train.sh, which every rank runs\n{submission.script}")
@@ -151,7 +150,7 @@ def _on_a_cluster(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> No
     if result.log is not None:
         console.log.print(f"log of all ranks: {result.log}", markup=False)
     if as_json:
-        _print_data({"succeeded": result.succeeded, **asdict(result)})
+        console.print_json({"succeeded": result.succeeded, **asdict(result)})
     if not result.succeeded:
         raise typer.Exit(1)
 
@@ -170,10 +169,6 @@ def _as_shell(command: Command) -> str:
         words.append(shlex.quote(word))
     lines.append(" ".join(words))
     return " \\\n  ".join(lines)
-
-
-def _print_data(data: dict[str, Any]) -> None:
-    _print(json.dumps(data, indent=2, default=str))
 
 
 def _print(text: str) -> None:

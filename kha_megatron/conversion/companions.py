@@ -16,11 +16,10 @@ from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which every tokenizer has one."""
 _TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
+    *VOCABULARIES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -28,7 +27,7 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a tokenizer, of which one of the first four must be there; code is never among it."""
+"""Files of a tokenizer; code is never among it."""
 
 _TEMPLATES = "additional_chat_templates"
 
@@ -101,7 +100,7 @@ class Companions:
             own = tuple(name for name in (_GENERATION,) if has_file(path, name))
             return replace(cls._of_tokenizer(override), folder=path, files=own)
         files = _files(path)
-        origin = str(path) if set(files) & set(_TOKENIZER[:4]) else None
+        origin = str(path) if set(files) & set(VOCABULARIES) else None
         ids = {name: _id(config.get(name)) for name in _TOKEN_IDS}
         return cls(ids, origin, folder=path, files=files)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from kha_megatron.errors import DataError
+
 SKIPPED: dict[str, str] = {
     "empty": "no bytes in it",
     "unreadable": "cannot be opened, or not a regular file",
@@ -23,6 +25,9 @@ SKIPPED: dict[str, str] = {
 
 EXAMPLES = 5
 """Paths that a report names for each reason."""
+
+BYTES_PER_TOKEN = 64
+"""That are read for each token of a text's beginning."""
 
 
 class Skips:
@@ -166,6 +171,25 @@ def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
             cut = block.rfind(b"\n", 0, limit) + 1 or _between_characters(block, limit)
             yield block[:cut]
             rest = block[cut:]
+
+
+def read_beginning(file: Path, tokens: int) -> str:
+    """The beginning of a text file, enough for so many tokens.
+
+    Raises:
+        DataError: it is no file, or not UTF-8, or empty.
+    """
+    if not file.is_file():
+        raise DataError(f"{file} is no file: name a text file")
+    try:
+        text = next(read_pieces(file, tokens * BYTES_PER_TOKEN), b"").decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}: name a text file") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
+    if not text.strip():
+        raise DataError(f"{file} holds no text")
+    return text
 
 
 def _between_characters(block: bytes, cut: int) -> int:
