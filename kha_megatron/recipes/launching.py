@@ -29,7 +29,10 @@ from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.processes import MARK, guarded, interruptible, marked
 from kha_megatron.recipes.recipe import Recipe
 
-_TASK, _LOG = "train", "combined.log"
+TASK = "train"
+"""What NeMo-Run calls the one task of an experiment, whose script is ``train.sh``."""
+
+_LOG = "combined.log"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
@@ -209,7 +212,7 @@ def dry_run(job: Job) -> Command:
     with _experiment(job, mark="dry-run") as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
-    (replica,) = request.role_params[_TASK]
+    (replica,) = request.role_params[TASK]
     *torchrun, _script = replica.args
     return Command(
         words=(*torchrun, *job.command),
@@ -245,9 +248,9 @@ def launch(
     with interruptible(), _experiment(job, mark=mark) as experiment, guarded(mark):
         start = time.monotonic()
         experiment.run()
-        info = experiment.status(return_dict=True)[_TASK]
+        info = experiment.status(return_dict=True)[TASK]
         logs = Path(info["local_dir"], "nemo_run", info["job_id"])
-        launcher, rank_logs = logs / _TASK / "0", logs / "torchelastic" / _TASK
+        launcher, rank_logs = logs / TASK / "0", logs / "torchelastic" / TASK
         announce(f"{job.output or job.recipe.name}: log of all ranks: {launcher / _LOG}")
         for step in _follow(experiment, launcher / "stdout.log", mark, stop):
             last_step = step
@@ -357,7 +360,7 @@ def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
         env_vars={**job.environment, "PATH": _binaries(), MARK: mark},
     )
     with experiment_of(job, executor) as experiment:
-        experiment.add(task_of(job), name=_TASK)
+        experiment.add(task_of(job), name=TASK)
         check_scripts_folder(experiment.jobs[0].executor.job_dir)
         yield experiment
 
@@ -377,7 +380,7 @@ def _follow(experiment: Any, log: Path, mark: str, stop: threading.Event | None)
 
 def _status(experiment: Any, mark: str) -> str:
     """Name of the task's state; UNKNOWN if NeMo-Run lost sight of a run that is over."""
-    state = experiment.status(return_dict=True)[_TASK]["status"].name
+    state = experiment.status(return_dict=True)[TASK]["status"].name
     if state not in (*_FINISHED, "RUNNING") and not marked(mark):
         return "UNKNOWN"
     return state

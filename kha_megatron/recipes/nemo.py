@@ -14,9 +14,7 @@ import nemo_run as run
 
 from kha_megatron.errors import KHAError
 from kha_megatron.recipes import check_words, get_recipe, prepare
-from kha_megatron.recipes.launching import experiment_name, task_of
-
-_TASK = "train"
+from kha_megatron.recipes.launching import TASK, experiment_name, task_of
 
 
 @run.cli.entrypoint(namespace="kha", type="experiment")
@@ -66,7 +64,7 @@ def train(
     else:
         job = replace(job, command=("python", *job.command[1:]))
     with run.Experiment(experiment_name(chosen), executor=executor) as experiment:
-        experiment.add(task_of(job), name=_TASK)
+        experiment.add(task_of(job), name=TASK)
         if ctx.dryrun:
             experiment.dryrun()
             return

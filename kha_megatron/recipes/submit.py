@@ -13,6 +13,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step
 from kha_megatron.recipes.cluster import Cluster, executor_of
 from kha_megatron.recipes.launching import (
+    TASK,
     Job,
     check_scripts_folder,
     experiment_of,
@@ -22,8 +23,6 @@ from kha_megatron.recipes.launching import (
 )
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.slurm import follow, log_of, number_of
-
-_TASK = "train"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ def _experiment(job: Job) -> Iterator[Any]:
     with experiment_of(job, executor) as experiment:
         before: list[str] = []
         for number in range(cluster.chain):
-            name = _TASK if cluster.chain == 1 else f"{_TASK}-{number + 1}"
+            name = TASK if cluster.chain == 1 else f"{TASK}-{number + 1}"
             before = [experiment.add(task_of(job), name=name, dependencies=before)]
         if cluster.executor == "slurm":
             check_scripts_folder(cluster.folder or experiment.jobs[0].executor.job_dir)
