@@ -156,7 +156,7 @@ def plan(
         Trial(
             variant=variant,
             seed=seed,
-            recipe=variant.of(recipe),
+            recipe=recipe.having(variant.kha),
             overrides=(
                 *(*words, "--log-timers-to-tensorboard"),
                 *("--seed", str(seed), "--kha-init-seed", str(seed)),

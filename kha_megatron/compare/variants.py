@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import OF_HEADS, Run
-from kha_megatron.recipes.recipe import DECIDED, Recipe
+from kha_megatron.recipes.recipe import DECIDED
 
 RANDOM_INIT = "random-init"
 NULL = "null"
@@ -25,10 +25,6 @@ class Candidate:
 
     perturbs: bool = False
     """Whether it is the reference itself from a start that differs by rounding alone."""
-
-    def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with this choice in the place of its own."""
-        return recipe.having(self.kha)
 
 
 def with_null(variants: tuple[Candidate, ...]) -> tuple[Candidate, ...]:

@@ -63,4 +63,4 @@ def test_what_is_refused(text, match):
 )
 def test_a_variant_replaces_whatever_the_recipe_knocks(name):
     for variant in parse_variants("baseline,kha_mlp,random-init,kha_linear+gate_value"):
-        assert variant.of(get_recipe(name)).run.kha == variant.kha
+        assert get_recipe(name).having(variant.kha).run.kha == variant.kha
