@@ -153,6 +153,7 @@ def whole_attention_family():
             {"cp": 2},
             {"pp": 2, "vpp": 2, "layers": 4},
             {"tp": 2, "dp": 2, "ddp": OVERLAP_ALL},
+            {"dp": 2, "fsdp": "torch"},
             {"tp": 2, "sp": True, "savings": FULL},
             {"tp": 2, "sp": True, "ep": 2, "model": "moe"},
             {"tp": 2, "config": config | {"qk_layernorm": False}},
