@@ -128,6 +128,6 @@ def test_fp8_rounds_alike_under_every_parallelism(ranks_with_engine, in_one_proc
     compared = [name for name in found if name.startswith(("loss", "gradients"))]
     assert any("knock_" in name for name in compared)
     # the norms of two draws of n errors differ by chance too, by 1 / sqrt(2n) each
-    limits = {name: rounding[name] * (1.5 + 4 / want[name].size**0.5) for name in compared}
+    limits = {name: rounding[name] * (1.5 + 4 / want[name].size ** 0.5) for name in compared}
     far = [name for name in compared if not found[name] <= limits[name]]
     assert not far, {name: (found[name], limits[name]) for name in far}
