@@ -136,5 +136,6 @@ class CollaborativeHeads(Mechanism):
         """What to say of a rotary embedding that turns more features than there are."""
         return (
             f"collaborative.dim={self.dim}, and the rotary embedding of the model turns {features} "
-            f"features: give collaborative.dim={features} or more, or a smaller --rotary-percent"
+            f"features: give collaborative.dim={features} or more, or a smaller --rotary-percent "
+            "(partial_rotary_factor)"
         )

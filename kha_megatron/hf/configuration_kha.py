@@ -324,18 +324,15 @@ def _attention_problems(config: Any) -> Iterator[str]:
         )
     if config.kha_attention == "gta" and config.attention_bias:
         yield "attention_bias=True with kha_attention='gta', which has no biases: remove one"
+    turned = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) * config.head_dim
     facts = HeadFacts(
-        qk_norm=config.use_qk_norm, query_heads=heads, layers=config.num_hidden_layers
+        qk_norm=config.use_qk_norm,
+        query_heads=heads,
+        layers=config.num_hidden_layers,
+        rotary_features=int(turned),
     )
     config.kha.check(facts)
-    collaborative = config.kha.collaborative
-    turned = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) * config.head_dim
-    if collaborative is not None and int(turned) > collaborative.dim:
-        yield (
-            f"collaborative dim={collaborative.dim} and {int(turned)} rotary features: give "
-            f"{int(turned)} or more, or a smaller partial_rotary_factor"
-        )
-    if collaborative is not None and config.attention_bias:
+    if config.kha.collaborative is not None and config.attention_bias:
         yield "attention_bias=True with collaborative heads, which have no biases: remove one"
 
 

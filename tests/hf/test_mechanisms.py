@@ -226,7 +226,7 @@ def test_talking_heads_take_eager_attention_and_no_other():
         ({"kha_moh": {"shared": 2, "active": [1, 2]}}, "names 2 layers, and the model has 3"),
         ({"kha_moh": ROUTED, **LATENT}, "moh.*on multi-latent attention"),
         ({"kha_talking": {}, **LATENT}, "talking on multi-latent attention"),
-        ({"kha_collaborative": {"dim": 8}}, "dim=8 and 10 rotary features: give 10"),
+        ({"kha_collaborative": {"dim": 8}}, "dim=8, and .* turns 10 features: give"),
         ({"kha_collaborative": {}, "kha_key": "linear"}, "--kha-key with collaborative"),
     ],
 )
