@@ -34,6 +34,10 @@ class HeadSizes:
         """How many heads a projected tensor has."""
         return self.query_heads if projection == "query" else self.kv_heads
 
+    def dim(self, projection: Projection) -> int:
+        """How many features one of them has."""
+        return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
+
     def on_rank(self, tp: int) -> Self:
         """Those of one of ``tp`` tensor-parallel ranks; a head that several share is whole."""
         return replace(
@@ -41,10 +45,6 @@ class HeadSizes:
             query_heads=max(1, self.query_heads // tp),
             kv_heads=max(1, self.kv_heads // tp),
         )
-
-    def dim(self, projection: Projection) -> int:
-        """How many features one of them has."""
-        return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

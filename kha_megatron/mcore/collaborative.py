@@ -102,7 +102,6 @@ def check_shared(config: TransformerConfig) -> None:
     for option, flag in (
         ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
         ("add_qkv_bias", "--add-qkv-bias"),
-        ("qk_clip", "--qk-clip"),
     ):
         if getattr(config, option, None):
             raise ConfigError(f"collaborative heads have no {option}: remove {flag}")

@@ -182,7 +182,6 @@ def check_tied(config: TransformerConfig) -> None:
         ("attention_output_gate", "--attention-output-gate"),
         ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
         ("add_qkv_bias", "--add-qkv-bias"),
-        ("qk_clip", "--qk-clip"),
         ("no_rope_freq", "--no-rope-freq"),
     ):
         if getattr(config, option, None):
