@@ -167,8 +167,8 @@ def _check_optimizer_moves(path: Path, saved: Mapping[str, Any], args: Namespace
     """
     if args.use_mp_args_from_checkpoint_args or args.no_load_optim or args.finetune:
         return
-    if saved.get("no_save_optim") or path.name == RELEASE:
-        return
+    if saved.get("no_save_optim") or path.name == RELEASE or starts_from_pretrained(args):
+        return  # Megatron finetunes what is pretrained
     old, new = (a.get("expert_model_parallel_size", 1) for a in (saved, vars(args)))
     if old != new and 1 in (old, new):
         raise CheckpointError(

@@ -142,6 +142,7 @@ def test_optimizers_do_not_move_between_undivided_experts_and_divided_ones(copy,
     with pytest.raises(CheckpointError, match=r"EP 1 only, and this run has EP 2.*size 1, or add"):
         check(copy, KHA, **moved)
     check(copy, KHA, **moved, no_load_optim=True)
+    check(None, KHA, **moved, tensor_model_parallel_size=2, pretrained_checkpoint=copy)
 
 
 def test_the_same_configuration_is_let_through(saved, tmp_path):
