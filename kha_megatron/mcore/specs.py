@@ -147,6 +147,11 @@ def kha_layer_spec(
     """
     transformer: TransformerConfig = getattr(config, "transformer", config)
     check_config(transformer, kha)
+    if transformer.heterogeneous_block_specs and any(m.adds_loss for m in kha.mechanisms):
+        raise ConfigError(
+            "heterogeneous_block_specs=True gives each layer a configuration of its own, and "
+            "Megatron tells the scale of a loss to the model's alone: use moh.balance=0"
+        )
     if kha.attention is not None:
         {"gta": check_tied, "gla": check_grouped}[kha.attention](transformer)
     return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)

@@ -57,6 +57,22 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
+def spec_of_layers_that_no_scale_reaches():
+    from kha_megatron.errors import ConfigError
+    from kha_megatron.mcore.specs import kha_layer_spec
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config()
+    config.heterogeneous_block_specs = True
+    with pytest.raises(ConfigError, match=r"scale of a loss .*use moh.balance=0"):
+        kha_layer_spec(config, KHAConfig.from_preset("moh_50"))
+
+
+def test_refuses_a_loss_in_layers_with_configurations_of_their_own(ranks):
+    ranks(spec_of_layers_that_no_scale_reaches, 1)
+
+
 def spec_of_other_layers():
     from kha_megatron.errors import ConfigError
     from kha_megatron.mcore.specs import kha_layer_spec
