@@ -47,9 +47,6 @@ _OPTIONS = {
 }
 """Fields of the configuration with which a layer is left to Megatron, and why."""
 
-_agreed: dict[tuple[PrologueCase, torch.distributed.ProcessGroup], bool] = {}
-"""Whether all tensor-parallel ranks trust the kernels."""
-
 
 class FusedPrologue(Attention):
     """Goes before Megatron's ``SelfAttention`` among the bases of a knocked attention.
@@ -58,15 +55,15 @@ class FusedPrologue(Attention):
     runs, and the first rank of each pipeline stage says why, once for each reason:
 
     - the kernels run here and have this dtype and head dim (``kha_megatron.ops.fused.refusal``),
-      ``KHA_KERNELS`` does not say ``torch``, and on every tensor-parallel rank they equal plain
-      torch (``kha_megatron.ops.verdicts``);
+      and ``KHA_KERNELS`` does not say ``torch``;
     - self-attention with keys and values of its own (not GTA), training or evaluating: no inference
       context, no packed sequences, no activations of ``qkv_linear`` offloaded;
     - QK-norms are RMSNorms without bias that agree on ``eps``, or there are none;
     - RoPE in halves, over all features or the first of them, the same for queries and keys, or
       none; no YaRN;
     - no option of ``_OPTIONS``; matrices of the dtype of activations, no weight a DTensor;
-    - no hook on a norm or a knocked query or key that would be passed by.
+    - on every tensor-parallel rank the kernels equal plain torch (``kha_megatron.ops.verdicts``),
+      and no hook on a norm or a knocked query or key would be passed by.
     """
 
     is_fused = False
@@ -180,8 +177,11 @@ class FusedPrologue(Attention):
             call = key_value_states, inference_context, rotary_pos_emb, *args
             others = self._call_refusals(hidden_states, *call, **kwargs)
             reason = self._layer_refusal or next(others, "")
-            if not reason and not self._is_trusted(self._case(hidden_states, rotary_pos_emb)):
-                return False  # and it was said why
+            if not reason:
+                reason = next(self._passed_by(self.folding.folds(hidden_states)), "")
+                case = self._case(hidden_states, rotary_pos_emb)
+                if not self._is_agreed(case, may=not reason) and not reason:
+                    return False  # and it was said why
         elif not reason:  # this process computes in torch, and said so
             return False
         what = f"not used: {reason}" if reason else "used"
@@ -212,25 +212,31 @@ class FusedPrologue(Attention):
             device=hidden_states.device,
         )
 
-    def _is_trusted(self, case: PrologueCase) -> bool:
-        """Whether all tensor-parallel ranks trust the kernels.
+    @functools.cached_property
+    def _agreed(self) -> dict[PrologueCase, bool]:
+        """What :meth:`_is_agreed` has found."""
+        return {}
+
+    def _is_agreed(self, case: PrologueCase, *, may: bool) -> bool:
+        """Whether all tensor-parallel ranks trust the kernels and, as this one, may take them.
 
         They must do the same: with it, the gradients of shared matrices are all-reduced in another
-        order than without.
+        order than without. They are asked once for each layer: a hook can stand on one of them.
         """
         group = self.split.tp_group
-        if (case, group) not in _agreed:
+        if group.size() == 1:
+            return may and bool(trusts_prologue(case))
+        if case not in self._agreed:
             mine = trusts_prologue(case)
             if mine is None:  # as on all ranks, which have made the same calls
                 return False
-            no = torch.tensor(float(not mine), device=case.device)
-            if group.size() > 1:
-                torch.distributed.all_reduce(no, torch.distributed.ReduceOp.MAX, group=group)
-            _agreed[case, group] = not no
-            if mine and no:
-                why = "its kernels are wrong or fail on another tensor-parallel rank"
+            no = torch.tensor(float(not (mine and may)), device=case.device)
+            torch.distributed.all_reduce(no, torch.distributed.ReduceOp.MAX, group=group)
+            self._agreed[case] = not no
+            if mine and may and no:
+                why = "another tensor-parallel rank has wrong kernels, or a hook that is passed by"
                 announce(f"fused prologue not used: {why}", once=("prologue", why))
-        return _agreed[case, group]
+        return may and self._agreed[case]
 
     @functools.cached_property
     def _layer_refusal(self) -> str | None:
@@ -266,7 +272,7 @@ class FusedPrologue(Attention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Iterator[str]:
-        """Why this forward cannot be fused."""
+        """Why this forward cannot be fused, on every tensor-parallel rank."""
         if key_value_states is not None:
             yield "keys and values come from other states"
         if inference_context is not None or inference_params is not None:
@@ -293,7 +299,6 @@ class FusedPrologue(Attention):
         for knocking in self.knockings.values():
             if knocking.weight.dtype != hidden_states.dtype:
                 yield f"matrices are {knocking.weight.dtype} and activations {hidden_states.dtype}"
-        yield from self._passed_by(self.folding.folds(hidden_states))
 
     def _passed_by(self, folds: bool) -> Iterator[str]:
         """Hooks that would not run, or not as they expect."""
