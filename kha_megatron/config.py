@@ -56,11 +56,11 @@ class KHAConfig:
     value: Variant | None = None
     """Variant applied to the value heads; None leaves them alone."""
 
-    init: Init = "identity"
+    init: Init = Knock.init
     """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` is the paper's ablation:
     it trains to a much higher loss, and is here only to be reproduced."""
 
-    init_seed: int = 1234
+    init_seed: int = Knock.init_seed
     """Seed of ``init="random"``. The draw does not depend on any rank's own random state."""
 
     attention: AttentionKind | None = None
@@ -83,7 +83,7 @@ class KHAConfig:
     moh: MixtureOfHeads | None = None
     """A router that weighs heads and turns some off for each token."""
 
-    fold: Fold = field(default="auto", compare=False)
+    fold: Fold = field(default=Knock.fold, compare=False)
     """Whether Megatron folds linear matrices into the weight before them while it trains
     (``kha_megatron.mcore.folding``) or applies them to activations: ``auto`` does what is faster
     for the size of the microbatch. How a model is run, not what it is: two configurations that

@@ -71,9 +71,9 @@ class KHAModelProvider(_Mechanisms, GPTModelProvider):
     """Variant on the key heads."""
     kha_value: str | None = None
     """Variant on the value heads."""
-    kha_init: str = "identity"
+    kha_init: str = KHAConfig.init
     """How the matrices start: ``identity`` (a no-op) or ``random`` (the paper's ablation)."""
-    kha_init_seed: int = 1234
+    kha_init_seed: int = KHAConfig.init_seed
     """Seed of ``random``."""
 
     @property

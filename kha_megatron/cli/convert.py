@@ -32,6 +32,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.data.text_files import read_beginning
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_training_version
+from kha_megatron.model.model import Model
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan
@@ -153,7 +154,7 @@ def to_megatron(
     model: Source,
     out: Out,
     how: Writing,
-    divisible_by: DivisibleBy = 128,
+    divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
@@ -233,7 +234,7 @@ def upcycle(
         Path | None,
         typer.Option(help="Print the loss on the beginning of this text, before and after."),
     ] = None,
-    divisible_by: DivisibleBy = 128,
+    divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
     max_shard_size: ShardSize = "5GB",
 ) -> None:

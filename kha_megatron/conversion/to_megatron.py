@@ -27,9 +27,7 @@ from kha_megatron.conversion.sources import Source, open_source, parse_dtype
 from kha_megatron.conversion.table import Place, Row, places
 from kha_megatron.conversion.transforms import Cast, Padded, Upcycled
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
-
-DIVISIBLE_BY = 128
-"""Megatron's own default of ``--make-vocab-size-divisible-by``."""
+from kha_megatron.model.model import Model
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"
@@ -89,7 +87,7 @@ def plan(
     allow_overflow: bool = False,
     tokenizer: Path | None = None,
     upcycle: KHAConfig | None = None,
-    divisible_by: int = DIVISIBLE_BY,
+    divisible_by: int = Model.make_vocab_size_divisible_by,
     tensor_parallel: int = 1,
 ) -> MegatronPlan:
     """Open a checkpoint and decide what the Megatron checkpoint will hold.

@@ -187,7 +187,7 @@ class KHAModelConfig(PreTrainedConfig):
     """``gta`` or ``gla``; None for MHA, MQA and GQA, and with ``kv_lora_rank`` for MLA."""
     kha_latent_heads: int = KHAConfig.latent_heads
     """Heads of the latent in GLA."""
-    kha_init: str = "identity"
+    kha_init: str = KHAConfig.init
     """Start of newly made matrices: ``identity`` (a no-op) or ``random``. No effect on loading."""
 
     bos_token_id: int | None = None

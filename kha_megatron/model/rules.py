@@ -76,8 +76,8 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
             "--attention-output-gate on multi-latent attention, for which Megatron has none: use "
             "--heads gate.output=element"
         )
-    position = arguments.get("position_embedding_type", "learned_absolute")
-    percent = arguments.get("rotary_percent", 1.0)
+    position = arguments.get("position_embedding_type", Model.position_embedding_type)
+    percent = arguments.get("rotary_percent", Model.rotary_percent)
     model = None if latent else Model.of(arguments)
     kha.check(
         HeadFacts(
