@@ -46,7 +46,7 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
 
 
 def forget() -> None:
-    """Let everything be said again; for tests, and for processes that are forked for new runs."""
+    """Let everything be said again; for tests."""
     _said.clear()
 
 

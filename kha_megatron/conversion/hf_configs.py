@@ -548,14 +548,15 @@ def _check_expressible(model: Architecture, model_type: str, family: Family) -> 
         raise CheckpointError(f"{model_type} cannot express {what}: {remedy}")
 
     own = replace(model.kha, gate=None) if model.kha.gate in family.gate.known else model.kha
-    if model_type != "kha" and own.variants:
-        refuse(f"knocking heads ({own})", "fold linear ones away, or choose kha")
-    if model_type != "kha" and own.mechanisms:
-        refuse(str(own), "choose kha")
-    if model_type != "kha" and model.kha.gate not in family.gate.known:
-        refuse("attention without a gate on its output")
-    if model_type != "kha" and model.kha.attention is not None:
-        refuse(f"kha_attention={model.kha.attention!r}", "no stock architecture can: choose kha")
+    if model_type != "kha":
+        if own.variants:
+            refuse(f"knocking heads ({own})", "fold linear ones away, or choose kha")
+        if own.mechanisms:
+            refuse(str(own), "choose kha")
+        if model.kha.gate not in family.gate.known:
+            refuse("attention without a gate on its output")
+        if (kind := model.kha.attention) is not None:
+            refuse(f"kha_attention={kind!r}", "no stock architecture can: choose kha")
     if model.num_experts and family.experts is None:
         refuse("mixture-of-experts layers")
     for what in family.experts.beyond(model) if family.experts else ():

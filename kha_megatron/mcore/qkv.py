@@ -48,9 +48,8 @@ class QKVSplit:
             by the names of ``layout.parts``: what goes with query heads ``[s, b, heads of this
             rank, D]``; the rest ``[s, b, g, D]``, which ranks that share a group all have.
         """
-        sizes = {name: part.heads * part.features for name, part in self.layout.parts.items()}
+        cut = [part.heads * part.features for part in self.layout.parts.values()]
         filling = self.layout.padding.stop - self.layout.padding.start
-        cut = list(sizes.values())
         behind = self.layout.parts_before_padding
         if filling:
             cut.insert(behind, filling)
