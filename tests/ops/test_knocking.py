@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.knock import MATRICES, starts_of
 from kha_megatron.ops import fold, initial_weight, knock
+from kha_megatron.ops.heads.collaborative import fold as fold_shared
 from tests import oracle as reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
@@ -64,6 +66,30 @@ def test_folding_equals_knocking(dtype):
     projected = (hidden @ projection.T + bias).unflatten(-1, (HEADS, HEAD_DIM))
     folded = hidden @ fold(projection, t).T + fold(bias, t)
     torch.testing.assert_close(folded, knock(projected, t, "linear").flatten(-2))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """As torch does, and look at what comes out."""
+        made = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, made.nbytes)
+        return made
+
+
+def test_folding_makes_no_larger_tensor_than_it_gives():
+    """A conversion folds several projections side by side, in memory that is bounded by one."""
+    projection = torch.randn(16 * HEAD_DIM, 130).bfloat16()
+    weight, mixing = weight_of("linear", torch.bfloat16), torch.randn(16, HEAD_DIM).bfloat16()
+    with Largest() as made:
+        fold(projection, weight)
+    assert made.bytes == projection.nbytes
+    with Largest() as made:
+        folded = fold_shared(projection[:HEAD_DIM], mixing)
+    assert made.bytes == folded.nbytes
 
 
 NOPE, ROTARY, VALUE, RANK, HIDDEN = 6, 4, 5, 11, 13

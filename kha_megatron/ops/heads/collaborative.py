@@ -34,7 +34,7 @@ def mixed(query: Tensor, mixing: Tensor) -> Tensor:
 def fold(projection: Tensor, mixing: Tensor) -> Tensor:
     """The query projection of ordinary heads: ``W_Q diag(m_i)`` for each.
 
-    Computed in float64 and rounded once to the projection's dtype.
+    Computed in float64, a head at a time, and rounded once to the projection's dtype.
 
     Args:
         projection: ``[dim, hidden]``, the shared query projection.
@@ -43,5 +43,8 @@ def fold(projection: Tensor, mixing: Tensor) -> Tensor:
     Returns:
         ``[H * dim, hidden]``, heads outermost.
     """
-    folded = mixing.double()[..., None] * projection.double()
-    return folded.flatten(0, 1).to(projection.dtype)
+    shared = projection.double()
+    folded = projection.new_empty(len(mixing), *projection.shape)
+    for head in range(len(folded)):
+        folded[head] = mixing[head].double()[:, None] * shared
+    return folded.flatten(0, 1)

@@ -77,7 +77,7 @@ def fold(
 ) -> Tensor:
     """Absorb a ``linear`` knock into the projection before it: ``W' = W T`` (eq. 8).
 
-    Computed in float64 and rounded once to the projection's dtype.
+    Computed in float64, a head at a time, and rounded once to the projection's dtype.
 
     A head of latent attention has more rows than are knocked. With ``n`` no-position features, a
     rotary part of ``r`` and values of ``v``, its matrices fold into the up-projections so::
@@ -97,8 +97,9 @@ def fold(
         Same shape and dtype as ``projection``, with ``fold(projection, T) @ h`` equal to knocking
         every head of ``projection @ h``. Rows that are not knocked keep their bits.
     """
-    head_dim = weight.shape[-1]
-    folded = projection.clone().unflatten(0, (-1, head_rows or head_dim))
-    rows = folded[:, start : start + head_dim]
-    rows.copy_(torch.einsum("hd...,de->he...", rows.double(), weight[0].double()))
+    matrix = weight[0].double()
+    folded = projection.clone().unflatten(0, (-1, head_rows or len(matrix)))
+    for head in range(len(folded)):
+        rows = folded[head, start : start + len(matrix)]
+        rows.copy_(torch.einsum("d...,de->e...", rows.double(), matrix))
     return folded.flatten(0, 1)
