@@ -29,7 +29,7 @@ from kha_megatron.conversion.companions import PADDING, Companions
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.table import Place, places
-from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError, KHAError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -106,6 +106,8 @@ class MegatronSource(Source):
         path: a ``--save`` folder or one iteration of it.
         tokenizer: a tokenizer folder instead of the run's own.
         padded: keep the padding of the vocabulary.
+        comparing: go without a tokenizer that is not there or does not fit: only to tell the
+            padding apart.
 
     Raises:
         CheckpointError: it is damaged; its arguments cannot be expressed, or call for other tensors
@@ -115,14 +117,27 @@ class MegatronSource(Source):
 
     checkpoint: MegatronCheckpoint
 
-    def __init__(self, path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tokenizer: Path | None = None,
+        padded: bool = False,
+        comparing: bool = False,
+    ) -> None:
         checkpoint = MegatronCheckpoint.open(path)
         args, held = checkpoint.args, checkpoint.keys()
         if EMBEDDING not in held:
             raise CheckpointError(f"{checkpoint.path} lacks {EMBEDDING}: it holds no GPTModel")
         rows = held[EMBEDDING].shape[0]
-        companions = Companions.of_megatron(args, tokenizer)
-        entries = rows if padded else companions.vocabulary(args, rows)
+        try:
+            companions = Companions.of_megatron(args, tokenizer)
+            entries = rows if padded else companions.vocabulary(args, rows)
+        except KHAError:
+            if not comparing:
+                raise
+            companions = Companions({})
+            entries = companions.vocabulary(args, rows)
         if padded:
             self.padding_arguments = {name: args.get(name) for name in ("vocab_size", *PADDING)}
         self._step = 2 if hybrid_layers(args) else 1
@@ -282,14 +297,16 @@ class HFSource(Source):
         return {name for name, info in shared if math.prod(info.shape) == 0}
 
 
-def open_source(path: Path, *, tokenizer: Path | None = None, padded: bool = False) -> Source:
+def open_source(
+    path: Path, *, tokenizer: Path | None = None, padded: bool = False, comparing: bool = False
+) -> Source:
     """A Hugging Face folder (it has a ``config.json``), or a Megatron checkpoint.
 
     For arguments and errors see :class:`HFSource` and :class:`MegatronSource`.
     """
     if is_hf_folder(path):
         return HFSource(path, tokenizer=tokenizer)
-    return MegatronSource(path, tokenizer=tokenizer, padded=padded)
+    return MegatronSource(path, tokenizer=tokenizer, padded=padded, comparing=comparing)
 
 
 def not_finite(tensor: Tensor) -> int:

@@ -147,7 +147,7 @@ class Pair:
         Raises:
             CheckpointError: one is damaged, or its configuration and its tensors disagree.
         """
-        first, second = (open_source(path) for path in (one, other))
+        first, second = (open_source(path, comparing=True) for path in (one, other))
         for source, beside in ((first, second), (second, first)):
             size = min(source.model.vocab_size, beside.model.vocab_size)
             if isinstance(source, MegatronSource):  # who knows the padding shall tell
@@ -347,7 +347,7 @@ def loss_of(path: Path, tokens: Tensor) -> float:
     Raises:
         CheckpointError: the library does not load its own model completely.
     """
-    logits = run_model(open_source(path).path, tokens, torch.float32).logits[:, :-1]
+    logits = run_model(open_source(path, comparing=True).path, tokens, torch.float32).logits[:, :-1]
     return torch.nn.functional.cross_entropy(
         logits.double().flatten(0, 1), tokens[:, 1:].flatten()
     ).item()

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
+from itertools import product
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kha_megatron.checkpoint import hf_reader
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, make
@@ -152,6 +155,21 @@ def test_a_named_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"none cannot be loaded"):
         to_hf.plan(model, tokenizer=tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["gone", "of another model"])
+def test_a_comparison_needs_no_tokenizer(model, tmp_path, kind):
+    """A conversion with --tokenizer is verified, whatever its run's own has become."""
+    to_megatron.plan(model, divisible_by=8).write(tmp_path / "save")
+    shutil.rmtree(tmp_path / "save" / "tokenizer")
+    if kind == "of another model":
+        write_tokenizer(tmp_path / "save" / "tokenizer", 60)
+    fitting = write_tokenizer(tmp_path / "fitting", 51)
+    with pytest.raises((CheckpointError, ConfigError), match="with --tokenizer"):
+        to_hf.plan(tmp_path / "save")
+    to_hf.plan(tmp_path / "save", tokenizer=fitting).write(tmp_path / "hf")
+    for one, other in product((tmp_path / "save", tmp_path / "hf"), repeat=2):
+        assert Pair.open(one, other).verify(logits=False).agrees
 
 
 def test_an_id_below_zero_is_none(model, tmp_path):
