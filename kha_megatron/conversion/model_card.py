@@ -1,5 +1,6 @@
 """The ``README.md`` of an exported folder: what it is, what it was made from, how to load it."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def model_card(
     """
     kha, is_kha = model.kha, written.architecture == "kha"
     iteration = origin.get("iteration")
-    made_from = f"`{Path(origin['path']).name}`, a {_FORMATS[origin['format']]}" + (
+    name = os.path.basename(os.path.abspath(origin["path"]))  # of "." too
+    made_from = f"`{name}`, a {_FORMATS[origin['format']]}" + (
         f" at iteration {iteration:,}" if iteration is not None else ""
     )
     own = {m.name: model.layers * m.parameters(model.head_sizes) for m in kha.mechanisms}

@@ -1,6 +1,7 @@
 """What an exported folder says of itself, and the companions that servers ask for."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,12 @@ def test_the_card_of_a_kha_model(knocked, tmp_path):
     assert "import kha_megatron.hf" in card
     assert "kha-megatron[vllm]" in card.split("\nvLLM")[1].split("vllm serve .")[0]
     assert "chkhsh" not in card
+
+
+def test_the_card_of_what_was_made_from_within_its_folder(knocked, tmp_path, monkeypatch):
+    monkeypatch.chdir(knocked)
+    to_hf.plan(Path()).write(tmp_path / "again")
+    assert "from `base`, a Hugging Face" in (tmp_path / "again" / "README.md").read_text()
 
 
 def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
