@@ -17,7 +17,7 @@ from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.rules import check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
-from kha_megatron.plan.counts import counted
+from kha_megatron.plan.counts import Flops, counted, flops
 from kha_megatron.plan.memory import Memory, memory
 from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
 
@@ -50,7 +50,7 @@ class PlannedLayout:
     communication: Communication
     """Of the pipeline rank that sends most."""
     idle: float
-    """Share of the step in which a pipeline rank has nothing to do."""
+    """Share of the step in which a pipeline rank has nothing to do, on average."""
 
     @property
     def total_memory(self) -> float:
@@ -120,6 +120,7 @@ def plan_layouts(
         if size < 1:
             raise ConfigError(f"--{name} {size}: give a whole number from 1 up")
     plans: list[PlannedLayout] = []
+    work = flops(setup.model, setup.kha, setup.batch.seq_length)
     refusal: ConfigError | None = None
     for layout in _candidates(setup, gpus, given):
         try:
@@ -127,7 +128,7 @@ def plan_layouts(
         except ConfigError as error:
             refusal = refusal or error
         else:
-            plans.append(_plan(setup, layout))
+            plans.append(_plan(setup, layout, work))
     if refusal and not plans:
         raise refusal
     return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
@@ -206,14 +207,13 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
                 )
 
 
-def _plan(setup: Setup, layout: Layout) -> PlannedLayout:
+def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
     # the second stage has most of what the first has but for the ends; later ones have fewer passes
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     ranks = [Rank.of(setup, layout, stage) for stage in stages]
     costs = [memory(rank) for rank in ranks]
     worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
     microbatches = ranks[0].microbatches
-    bubble = (layout.pp - 1) / (layout.vpp or 1)  # Narayanan et al. 2021, section 2.2, in passes
     return PlannedLayout(
         layout=layout,
         microbatches=microbatches,
@@ -221,5 +221,18 @@ def _plan(setup: Setup, layout: Layout) -> PlannedLayout:
         memory=costs[worst][0],
         kha_memory=costs[worst][1],
         communication=max(map(communication, ranks), key=lambda c: c.total),
-        idle=bubble / (microbatches + bubble),
+        idle=_idle(layout, setup.model.layers, microbatches, work),
     )
+
+
+def _idle(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
+    """Narayanan et al. 2021, section 2.2, for stages that are not equal: the slowest sets the pace,
+    which with a large vocabulary is the last one. Layers are counted as equally long."""
+    of_layer = (work.forward - work.logits) / layers
+    stages = [
+        of_layer * sum(map(len, layout.stage_layers(layers, stage))) for stage in range(layout.pp)
+    ]
+    stages[-1] += work.logits
+    slowest, whole = max(stages), sum(stages)
+    step = microbatches * slowest + (whole - slowest) / (layout.vpp or 1)
+    return 1 - microbatches * whole / layout.pp / step

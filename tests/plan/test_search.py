@@ -7,6 +7,7 @@ import pytest
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.rules import check_layout
+from kha_megatron.plan.counts import flops
 from kha_megatron.plan.search import fits, plan_layouts, setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.paper import PAPER
@@ -116,3 +117,19 @@ def test_a_recipe_that_cannot_be_counted_is_refused():
         setup_of(run.updated(add_bias_linear=True))
     with pytest.raises(ConfigError, match="--mtp-num-layers"):
         setup_of(run.updated(mtp_num_layers=1))
+
+
+def test_the_slowest_stage_sets_the_pace():
+    """A vocabulary of 157,184 beside 24 layers of 1,024: the logits are a ninth of the work."""
+    setup = setup_of(get_recipe("dense-0.6b").run)
+    work = flops(setup.model, setup.kha, setup.batch.seq_length)
+    (plan,) = plan_layouts(setup, 8, 80 * GB, {"tp": 1, "pp": 4, "vpp": 1, "cp": 1})
+    stages = [(work.forward - work.logits) / 4] * 4
+    stages[-1] += work.logits
+    # 1F1B: the last stage works without a break, before and after it the others do once
+    step = (plan.microbatches - 1) * stages[-1] + sum(stages)
+    busy = [plan.microbatches * stage / step for stage in stages]
+    assert plan.idle == pytest.approx(1 - sum(busy) / 4)
+    assert plan.idle > 0.25
+    best = plan_layouts(setup, 64, 80 * GB, {})[0]
+    assert best.layout.pp == 1
