@@ -22,6 +22,9 @@ from kha_megatron.errors import ConfigError
 RENDEZVOUS = 29500
 """Port and id under which the nodes of one job find each other."""
 
+WORKDIR = "/workdir"
+"""Where Kubeflow's pods mount the claim with the job's files, unless ``--set`` says it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -47,6 +50,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "gpus": ("ntasks_per_node", "num_gpus"),
                 "image": ("container_image",),
                 "mounts": ("volumes",),
+                "code": ("packager",),
             },
             needs=("image",),
         ),
@@ -60,6 +64,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "time": ("time",),
                 "partition": ("partition",),
                 "account": ("account",),
+                "code": ("packager",),
+                "retries": ("retries",),
             },
             needs=("time",),
         ),
@@ -80,6 +86,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "nodes": ("num_nodes",),
                 "gpus": ("gpus_per_node", "torchrun_nproc_per_node"),
                 "image": ("container_image",),
+                "code": ("packager",),
             },
             module="sky",
             extra="skypilot",
@@ -90,6 +97,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "nodes": ("nodes",),
                 "gpus": ("nprocs_per_node", "gpus_per_node"),
                 "image": ("container_image",),
+                "code": ("packager",),
             },
             needs=("image",),
         ),
@@ -138,7 +146,7 @@ class Cluster:
     time: str | None = option(
         None, "Slurm's limit, [DAYS-]HH:MM:SS; the run saves and ends before it."
     )
-    retries: int = option(0, "Start a failed job again so often; Slurm requeues it.")
+    retries: int = option(0, "Let Slurm requeue a failed job so often.")
     chain: int = option(1, "Slurm jobs in a row, each going on from the last.")
     fault_tolerant: bool = option(
         False, "Start ranks with NVIDIA's ft_launcher, which restarts those that hang or die."
@@ -171,7 +179,7 @@ class Cluster:
                     f"--executor local runs on this machine as it is, without "
                     f"{flag_of(item.name)}: remove it, or choose an executor of {', '.join(KINDS)}"
                 )
-            common = item.name in ("environment", "code", "retries", "settings")
+            common = item.name in ("environment", "settings")
             # Slurm alone has the rest
             if not (common or item.name in kind.names or self.executor == "slurm"):
                 raise ConfigError(
@@ -251,6 +259,8 @@ def executor_of(
     values: dict[str, Any] = {}
     for name, theirs in kind.names.items():
         given: Any = cluster.per_node if name == "gpus" else getattr(cluster, name)
+        if name == "code":
+            given = _packager(cluster, run)
         if given is not None:
             given = list(given) if name == "mounts" else given
             values |= dict.fromkeys(theirs, given)
@@ -258,14 +268,14 @@ def executor_of(
         values = {name: value for name, value in values.items() if "gpus" not in name}
     variables = {**environment, **cluster.environment}
     values["env_vars"] = _for_a_shell(variables) if cluster.executor == "slurm" else variables
-    values["retries"] = cluster.retries
-    values["packager"] = _packager(cluster, run)
     launcher = run.FaultTolerance if cluster.fault_tolerant else run.Torchrun
     values["launcher"] = launcher(rdzv_port=RENDEZVOUS, rdzv_id=RENDEZVOUS)
     if cluster.fault_tolerant:
         values["launcher"].max_restarts = 3
     if cluster.executor == "slurm":
         values |= _slurm(cluster, run, device)
+    if cluster.executor == "kubeflow":
+        values |= _kubeflow(cluster, variables)
     executor = getattr(run, kind.executor)
     values |= _settings(cluster, executor)
     missing = [
@@ -311,6 +321,23 @@ def _slurm(cluster: Cluster, run: ModuleType, device: str) -> dict[str, Any]:
     if cluster.chain > 1:  # the next one goes on however the one before ended
         values["dependency_type"] = "afterany"
     return values
+
+
+def _kubeflow(cluster: Cluster, variables: Mapping[str, str]) -> dict[str, Any]:
+    """NeMo-Run's script in the pod exports values as they stand, and links ``/nemo_run`` to the
+    job's files: it finds none without a claim, nor where the claim itself is mounted there."""
+    if "workdir_pvc" not in cluster.settings:
+        raise ConfigError(
+            "kubeflow needs --set workdir_pvc=CLAIM, a volume that all pods may write: the job's "
+            "script comes to them on it"
+        )
+    for name, value in variables.items():
+        if shlex.quote(value) != value:
+            raise ConfigError(
+                f"--env {name}={value}: NeMo-Run's Kubeflow script has it without quotes; give a "
+                "value without spaces and shell characters, or set it in the image"
+            )
+    return {"workdir_pvc_path": WORKDIR}
 
 
 def _packager(cluster: Cluster, run: ModuleType) -> Any:

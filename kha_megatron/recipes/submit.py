@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kha_megatron.errors import ConfigError
@@ -161,4 +162,5 @@ def _text(info: Any) -> str:
     """The request as NeMo-Run's scheduler shows it."""
     if hasattr(info.request, "task"):  # SkyPilot: it asks for a function that 0.14 has not
         return json.dumps(info.request.task.to_yaml_config(), indent=2) + "\n"
-    return f"{info!r}".strip() + "\n"
+    script = Path(info.request.executor.job_dir, "launch.sh")  # Kubeflow: what the pods start
+    return f"{info!r}".strip() + "\n" + (script.read_text() if script.is_file() else "")

@@ -3,11 +3,13 @@
 ``KHA_WRITE_GOLDEN=1 pytest tests/recipes/test_cluster.py`` writes the golden files anew.
 """
 
+import getpass
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,7 @@ CLUSTERS = {
         executor="docker",
         gpus=2,
         image=IMAGE,
-        mounts=("/data:/data",),
-        retries=1,
+        mounts=("/data:/data", "/runs:/runs"),
         settings={"shm_size": "30g", "privileged": "true"},
     ),
     "slurm": Cluster(
@@ -64,7 +65,7 @@ CLUSTERS = {
         executor="kubeflow",
         nodes=2,
         image=IMAGE,
-        environment={"NOTE": "it's $HOME"},
+        environment={"NOTE": "here"},
         settings={"namespace": "training", "workdir_pvc": "work"},
     ),
     "skypilot": Cluster(
@@ -107,6 +108,7 @@ def test_dry_runs_equal_their_golden_files(name, nemorun_home, tmp_path, monkeyp
     text = "\n".join([*submission.requests, "# scripts/train.sh", submission.script])
     text = text.replace(str(Path(sys.executable).parent), "/BIN")
     text = text.replace(str(nemorun_home), "/NEMORUN")
+    text = text.replace(f"/workdir/{getpass.getuser()}/", "/workdir/ME/")
     text = re.sub(r"(dense-0.6b)([_-])\d{12,}", r"\1\2ID", text)
     text = re.sub(r"\btrain-[a-z0-9]{11,}\b", "train-ID", text)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
@@ -278,6 +280,8 @@ def test_a_scheduler_that_is_not_there_is_a_failed_job(monkeypatch, nemorun_home
         ({"executor": "docker", "image": "x", "nodes": 2}, "docker has no --nodes"),
         ({"executor": "lepton", "image": "x", "partition": "p"}, "lepton has no --partition"),
         ({"executor": "kubeflow", "image": "x", "chain": 2}, "kubeflow has no --chain"),
+        ({"executor": "kubeflow", "image": "x", "code": "git"}, "kubeflow has no --code"),
+        ({"executor": "docker", "image": "x", "retries": 1}, "docker has no --retries"),
         ({"executor": "skypilot", "image": "x"}, "skypilot ships .* give --code git"),
         ({"executor": "slurm", **SLURM, "nodes": 0}, "--nodes 0: give a whole number from 1"),
         ({"executor": "slurm", **SLURM, "gpus": 0}, "--nproc 0: give a whole number from 1"),
@@ -309,6 +313,19 @@ def test_what_an_executor_cannot_have_is_refused(cluster, match):
 def test_what_nemo_run_cannot_take_is_refused(cluster, match, nemorun_home):
     with pytest.raises(ConfigError, match=match):
         dry_submission(job_on(Cluster(**cluster)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"settings": {"namespace": "t"}}, "kubeflow needs --set workdir_pvc=CLAIM"),
+        ({"environment": {"NOTE": "it is"}}, "--env NOTE=it is: .* without quotes"),
+    ],
+)
+def test_what_kubeflows_script_would_lose_is_refused(changes, match, nemorun_home):
+    pytest.importorskip("kubernetes", reason="needs the kubeflow extra")
+    with pytest.raises(ConfigError, match=match):
+        dry_submission(job_on(replace(CLUSTERS["kubeflow"], **changes)))
 
 
 @pytest.mark.parametrize("name", ["slurm-container", "docker", "kubeflow"])
