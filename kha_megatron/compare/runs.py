@@ -40,11 +40,14 @@ from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 MARK = "compare.lock"
 RUN, RESULT = "run.json", "result.json"
+_INDEX = "index"
+"""Megatron's index of the samples. By default it lies beside the data, where runs that are trained
+side by side would write the same files at the same time, each under the other's eyes."""
 _SAVES = 4
 """Checkpoints of a run, at least: what an interruption loses is a quarter of it, at most."""
 
 _OWN = (
-    *("--save", "--load", "--tensorboard-dir", "--tensorboard-log-interval"),
+    *("--save", "--load", "--data-cache-path", "--tensorboard-dir", "--tensorboard-log-interval"),
     *("--seed", "--kha-init-seed", "--kha-perturb-embedding"),
 )
 _ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
@@ -264,13 +267,14 @@ def begin(run: Trial) -> tuple[Job, int]:
         )
     last = newest(run.folder / CHECKPOINTS)
     starts = 1 + (_starts(run) if last else 0)
-    if last is None:
-        shutil.rmtree(run.folder, ignore_errors=True)  # saves that were cut short, if any
+    # saves that were cut short, if any, and an index that may be half written
+    shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
+    index = str((run.folder / _INDEX).absolute())
     job = prepare(
         run.recipe,
         data=run.data,
         output=run.folder,
-        overrides=run.overrides,
+        overrides=(*run.overrides, "--data-cache-path", index),
         ranks=run.ranks,
         device=run.device,
         resume=last is not None,
@@ -291,7 +295,7 @@ def _starts(run: Trial) -> int:
 def finish(run: Trial) -> dict[str, Any]:
     """Measure a run whose ranks have ended well, and write its ``result.json``.
 
-    All checkpoints but the last are removed: with several runs they fill a disk.
+    All checkpoints but the last are removed, and the index: with several runs they fill a disk.
 
     Raises:
         DataError: a loss is not finite, or TensorBoard's files hold none of the last iterations.
@@ -322,6 +326,7 @@ def finish(run: Trial) -> dict[str, Any]:
     for folder in checkpoint.path.parent.iterdir():
         if iteration_of(folder) is not None and folder != checkpoint.path:
             shutil.rmtree(folder)
+    shutil.rmtree(run.folder / _INDEX, ignore_errors=True)
     write_json(run.folder / RESULT, result)
     return result
 

@@ -83,6 +83,11 @@ def test_runs_are_judged_once_by_whole_batches(tmp_path):
         ({"overrides": [*MOCK, "--seed", "3"]}, ConfigError, "--seed is for one run"),
         ({"overrides": [*MOCK, "--kha-init", "random"]}, ConfigError, "use --variants"),
         ({"overrides": [*MOCK, "--save=x"]}, ConfigError, "--save is for one run"),
+        (
+            {"overrides": [*MOCK, "--data-cache-path", "x"]},
+            ConfigError,
+            "--data-cache-path is for one run",
+        ),
         ({"overrides": [*MOCK, "--num-layers", "x"]}, ConfigError, "--num-layers x"),
         ({"overrides": []}, DataError, "no training data"),
         ({"overrides": [*MOCK, "--train-iters", "0"]}, ConfigError, "--train-iters 0"),
@@ -126,6 +131,17 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
     _, start = begin(run)
     assert start == 0
     assert [file.name for file in run.folder.iterdir()] == [RUN]
+
+
+def test_runs_side_by_side_write_no_file_together(tmp_path):
+    """Megatron's index of the samples neither, which is otherwise one for all runs of a seed."""
+    runs = planned(tmp_path / "out").runs
+    save(runs[0].folder / "checkpoints", 20, {}, kha_value=None)
+    (runs[0].folder / "index").mkdir()
+    (runs[0].folder / "index" / "half-written").touch()
+    found = [arguments(begin(run)[0])["--data-cache-path"] for run in runs]
+    assert found == [(str(run.folder / "index"),) for run in runs]
+    assert not (runs[0].folder / "index").exists()
 
 
 @pytest.fixture
