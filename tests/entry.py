@@ -21,10 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from tests.ports import free_port
 
-GRACE = 4.0
-"""Seconds that ranks live on after one has ended badly; a launcher would kill them as well."""
+GRACE = 60.0
+"""Seconds that ranks live on after one has ended badly, which a launcher would kill as well, and
+processes that ranks have started after all ranks. A busy machine may take as long to end them."""
 
 _IMPORTED_ONCE = (
     "kha_megatron.training.pretrain",
@@ -42,7 +45,7 @@ class Ended:
     overdue: list[int]
     """Ranks that still ran when the grace was over."""
     helpers: bool = False
-    """Whether a process that a rank started outlived all of them by two seconds."""
+    """Whether a process that a rank started outlived all of them by the grace."""
 
     @property
     def errors(self) -> list[str]:
@@ -75,7 +78,8 @@ class Entry:
         program: str | None = None,
         before: Callable[[int], None] | None = None,
         kill_after: Callable[[], float] | None = None,
-        timeout: float = 120,
+        timeout: float = 300,
+        grace: float = GRACE,
     ) -> Ended:
         """Run on ``ranks`` processes, in the environment that the caller has now.
 
@@ -84,11 +88,12 @@ class Entry:
             before: called with the rank in each process, before anything else.
             kill_after: called in the server when the run has started; all ranks are killed that
                 many seconds after it returns.
+            grace: less where ranks are known to wait for one that was killed.
         """
         if self._connection is None:
             self._start()
         life = functools.partial(_rank, list(words), dict(os.environ), program, before)
-        self._connection.send((life, ranks, kill_after, timeout))
+        self._connection.send((life, ranks, kill_after, timeout, grace))
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -133,6 +138,7 @@ def _run(
     ranks: int,
     kill_after: Callable[[], float] | None,
     timeout: float,
+    grace: float,
 ) -> Ended:
     port = str(free_port())
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
@@ -148,19 +154,30 @@ def _run(
         if kill_after is not None:
             time.sleep(kill_after())
             os.killpg(pids[0], signal.SIGKILL)
-        codes, overdue = _wait(pids, timeout)
-        helpers = False
-        with contextlib.suppress(ProcessLookupError):
-            for _ in range(200):
-                os.killpg(pids[0], 0)
-                time.sleep(0.01)
+        codes, overdue = _wait(pids, timeout, grace)
+        deadline = time.monotonic() + grace
+        while (helpers := _lives(pids[0])) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if helpers:
             os.killpg(pids[0], signal.SIGKILL)
-            helpers = True
         log.seek(0)
         return Ended(codes, log.read().decode(errors="replace"), overdue, helpers)
 
 
-def _wait(pids: list[int], timeout: float) -> tuple[list[int], list[int]]:
+def _lives(group: int) -> bool:
+    """Whether a process of the group runs; in some containers nobody buries those that ended."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def _wait(pids: list[int], timeout: float, grace: float) -> tuple[list[int], list[int]]:
     deadline = time.monotonic() + timeout
     codes: dict[int, int] = {}
     overdue: list[int] = []
@@ -169,7 +186,7 @@ def _wait(pids: list[int], timeout: float) -> tuple[list[int], list[int]]:
             if rank not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[rank] = os.waitstatus_to_exitcode(ended[1])
                 if codes[rank]:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         if time.monotonic() > deadline and not overdue:
             overdue = [rank for rank in range(len(pids)) if rank not in codes]
             for rank in overdue:

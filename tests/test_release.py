@@ -17,6 +17,7 @@ def test_one_version_and_one_date():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == kha_megatron.__version__
     released = re.search(r"^## (\d\S*) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released, "CHANGELOG.md has no heading `## VERSION (DATE)`"
     assert released.groups() == (cited["version"], str(cited["date-released"]))
     entries = (ROOT / "CITATION.bib").read_text()
     assert re.findall(r"version = \{(.+)\}", entries) == [cited["version"]]

@@ -93,9 +93,10 @@ def shares(*endings):
 def test_the_documents_say_what_it_costs(sentence, rows):
     """Its numbers are the least and the most that ``params`` prints of the rows it speaks of."""
     words = re.sub(r"\s+", " ", (ROOT / "docs/mechanisms.md").read_text())
-    told = [float(number) for number in re.search(sentence, words).groups()]
+    told = re.search(sentence, words)
+    assert told, f"docs/mechanisms.md no longer says: {sentence}"
     found = shares(*rows)
-    assert told == [min(found), max(found)]
+    assert [float(number) for number in told.groups()] == [min(found), max(found)]
 
 
 def test_the_readme_says_the_same():
@@ -105,7 +106,9 @@ def test_the_readme_says_the_same():
     )
     mlp, linear = re.findall(r"adds ([\d.]+) to ([\d.]+) %", details)
     sentence = r"adds (\S+) to (\S+) % to the work of the layers and KHA-Linear (\S+) to (\S+) %"
-    assert re.search(sentence, readme).groups() == (*mlp, *linear)
+    told = re.search(sentence, readme)
+    assert told, f"README.md no longer says: {sentence}"
+    assert told.groups() == (*mlp, *linear)
 
 
 def test_what_folds_away_and_what_is_not_alike_is_said():

@@ -16,8 +16,6 @@ from kha_megatron.checkpoint.tracker import TRACKER, judge
 from kha_megatron.errors import CheckpointError, KHAError
 from tests.faults import fuzz
 
-pytestmark = pytest.mark.timeout(60)  # for one that waits for a FIFO's writer
-
 
 def _socket(file):
     here = os.getcwd()
@@ -126,7 +124,6 @@ def test_honest_pickles_of_every_protocol_are_read(protocol):
     assert InertUnpickler(pickle.dumps(value, protocol), known).load() == value
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_damage_is_read_or_refused_in_one_line(tmp_path, kind, whole, faults_table):
     times = 10_000 if whole else 250

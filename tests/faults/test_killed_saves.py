@@ -86,7 +86,7 @@ def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(
     for rank, whom, step, count, complete in places:
         note.unlink(missing_ok=True)
         fault = functools.partial(writes.kill_at, folder, step, count, rank, whom == "all", note)
-        run = entry(arguments(folder), 2, before=fault)
+        run = entry(arguments(folder), 2, before=fault, grace=4)  # the other may wait for ever
         where = f"{whom} of the ranks at {step} {count} of rank {rank}"
         assert note.exists(), f"never came to {where}: {run.output[-3000:]}"
         assert run.codes[rank] == -9

@@ -9,15 +9,14 @@ import pytest
 from kha_megatron.recipes import Recipe, get_recipe
 
 
-@pytest.fixture(scope="session")
-def nemorun_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NeMo-Run's home while tests run, for this process and for the commands that tests start."""
+@pytest.fixture
+def nemorun_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:
+    """NeMo-Run's home during a test, for this process and for the commands that it starts."""
     home = tmp_path_factory.mktemp("nemorun")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NEMORUN_HOME", str(home))  # read once, at import
-        config = pytest.importorskip("nemo_run.config", reason="needs the launch extra")
-        patch.setattr(config, "_NEMORUN_HOME", str(home))
-        yield home
+    monkeypatch.setenv("NEMORUN_HOME", str(home))  # read once, at import
+    config = pytest.importorskip("nemo_run.config", reason="needs the launch extra")
+    monkeypatch.setattr(config, "_NEMORUN_HOME", str(home))
+    return home
 
 
 @pytest.fixture

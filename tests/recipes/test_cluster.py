@@ -196,7 +196,9 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 folder = Path(__file__).parent
-(folder / f"rank{os.environ['RANK']}").write_text(os.environ["NOTE"] + "|" + sys.argv[-1])
+seen = folder / f"rank{os.environ['RANK']}"
+seen.with_suffix(".part").write_text(os.environ["NOTE"] + "|" + sys.argv[-1])
+seen.with_suffix(".part").rename(seen)
 while not (folder / "rank0").exists():  # a rank that fails ends the others
     time.sleep(0.01)
 print(" iteration  7/  7 | lm loss: 2.5E+00 |", flush=True)

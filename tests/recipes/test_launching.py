@@ -24,7 +24,7 @@ rank = int(os.environ["RANK"])
 folder = os.path.dirname(os.path.abspath(__file__))
 facts = {"argv": sys.argv[1:], "omp": os.environ["OMP_NUM_THREADS"], "cwd": os.getcwd(),
          "python": sys.executable, "world": os.environ["WORLD_SIZE"],
-         "helper": subprocess.Popen(["sleep", "300"]).pid}
+         "helper": subprocess.Popen(["sleep", "3000"]).pid}
 with open(os.path.join(folder, f"rank{rank}.json"), "w") as file:
     json.dump(facts, file)
 if rank == 1:
@@ -74,12 +74,12 @@ def _values(words: list[str]) -> list[str]:
 
 SLEEP = """
 import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3000)"])
 pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}.part").write_text(
     f"{os.getpid()} {child.pid}")
 os.rename(pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}.part"),
           pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}"))
-time.sleep(300)
+time.sleep(3000)
 """
 
 INTERRUPTED = """
@@ -112,8 +112,8 @@ def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_ho
         driver.send_signal(number)
         output, _ = driver.communicate(timeout=180)
         assert output == ("interrupted\n" if number == signal.SIGTERM else "")
-        if number == signal.SIGKILL:  # its guard needs a moment
-            _wait_until(lambda: not any(map(_alive, pids)), 15)
+        if number == signal.SIGKILL:  # its guard needs a moment, and grants the ranks another
+            _wait_until(lambda: not any(map(_alive, pids)))
         assert not any(map(_alive, pids))
     finally:
         driver.kill()
@@ -121,7 +121,7 @@ def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_ho
             os.kill(pid, signal.SIGKILL)
 
 
-def _wait_until(condition, seconds: float = 120.0) -> None:
+def _wait_until(condition, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -136,15 +136,16 @@ def _alive(pid: int) -> bool:
 
 
 def test_processes_are_found_by_their_mark():
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "mine-1"})
+    mine = f"mine-{os.getpid()}"  # nobody else's, who runs the same test
+    child = subprocess.Popen(["sleep", "3000"], env={**os.environ, MARK: mine})
     try:
-        _wait_until(lambda: marked("mine-1"), 10)
-        assert marked("mine-1") == {child.pid: os.getpid()}
+        _wait_until(lambda: marked(mine))
+        assert marked(mine) == {child.pid: os.getpid()}
         assert marked("mine") == {}
     finally:
         child.kill()
         child.wait()
-    assert marked("mine-1") == {}
+    assert marked(mine) == {}
 
 
 @pytest.fixture
