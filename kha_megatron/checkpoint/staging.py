@@ -152,6 +152,28 @@ def _clean_up(target: Path) -> None:
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+def lock(descriptor: int, target: Path) -> None:
+    """Take an open file's lock; where the disk has none, as Lustre without ``flock``, warn of it.
+
+    Args:
+        target: what the lock is for.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"the disk of {target} has no locks ({error.strerror}): let no other process "
+            "write there",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Keep every other process from writing ``target``.
@@ -163,7 +185,7 @@ def _locked(target: Path) -> Iterator[None]:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, target)
         except BlockingIOError:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             os.close(descriptor)
@@ -171,16 +193,9 @@ def _locked(target: Path) -> Iterator[None]:
                 f"{target} is being written by process {holder or '(unknown)'}: wait for its end, "
                 "or name another folder"
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise
-            warnings.warn(
-                f"the disk of {target} has no locks ({error.strerror}): let no other process "
-                "write there",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        except OSError:
+            os.close(descriptor)
+            raise
         if _is_at(file, descriptor):
             break
         os.close(descriptor)  # its last holder has removed it

@@ -8,7 +8,6 @@ For one seed every variant sees the same data in the same order, and starts from
 Megatron's ``--seed`` decides both, and matrices at the identity draw no random numbers.
 """
 
-import fcntl
 import math
 import os
 import shutil
@@ -21,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from kha_megatron.checkpoint.reading import read_json
-from kha_megatron.checkpoint.staging import write_json
+from kha_megatron.checkpoint.staging import lock, write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, Candidate, with_null
@@ -239,7 +238,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno(), folder)
         except BlockingIOError:
             raise OutputError(
                 f"another `kha-megatron compare` is at work in {folder}: wait for its end, or name "

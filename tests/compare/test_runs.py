@@ -1,6 +1,8 @@
 """What is refused before anything is trained, and from where a run goes on."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -218,4 +220,13 @@ def test_two_commands_do_not_share_a_folder(tmp_path):
     assert (tmp_path / "out" / MARK).is_file()
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write"), locked(tmp_path / "file" / "out"):
+        pass
+
+
+def test_a_disk_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre without -o flock
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.warns(RuntimeWarning, match="out has no locks"), locked(tmp_path / "out"):
         pass
