@@ -274,6 +274,8 @@ def executor_of(
         values["launcher"].max_restarts = 3
     if cluster.executor == "slurm":
         values |= _slurm(cluster, run, device)
+        if cluster.image and variables:  # pyxis keeps an image's own values of all others
+            values["container_env"] = list(variables)
     if cluster.executor == "kubeflow":
         values |= _kubeflow(cluster, variables)
     executor = getattr(run, kind.executor)

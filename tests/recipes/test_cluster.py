@@ -41,6 +41,7 @@ CLUSTERS = {
         nodes=2,
         image=IMAGE,
         mounts=("/data:/data", "/runs:/runs"),
+        environment={"NCCL_DEBUG": "INFO"},
         partition="h100",
         retries=2,
         host="me@login.example",
