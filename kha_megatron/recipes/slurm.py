@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from kha_megatron.announcements import announce
@@ -119,4 +120,11 @@ def _failure(path: str, facts: dict[str, str], tunnel: Any) -> Failure | None:
 
 
 def _ask(command: str, tunnel: Any) -> Any:
-    return tunnel.run(command, hide=True, warn=True, encoding="latin-1")
+    """What a command says; a lost connection is a failed command, and is tried again.
+
+    NeMo-Run's tunnel ends the process where a login is refused.
+    """
+    try:
+        return tunnel.run(command, hide=True, warn=True, encoding="latin-1")
+    except (Exception, SystemExit) as error:
+        return SimpleNamespace(ok=False, stdout="", stderr=f"no connection ({error})")

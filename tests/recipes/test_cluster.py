@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from kha_megatron.model.run import Run, hear
 from kha_megatron.plan.search import planned
 from kha_megatron.recipes import Cluster, dry_submission, get_recipe, prepare, submit
 from kha_megatron.recipes.checks import check_layout
+from kha_megatron.recipes.slurm import follow
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "registry.example/train:1"
@@ -245,6 +247,24 @@ def test_a_slurm_job_to_its_end(code, knows, status, slurm, scripted, nemorun_ho
         assert "job 77 as FAILED (exit code 3:0" in result.reason
         assert (result.failure.rank, result.failure.exit_code) == (1, 3)
         assert "the disk is full" in result.failure.lines  # two streams have no order
+
+
+@pytest.mark.parametrize("lost", [OSError("timed out"), SystemExit(1)])
+def test_a_job_is_followed_through_a_lost_connection(lost, monkeypatch):
+    monkeypatch.setattr("kha_megatron.recipes.slurm._POLL_SECONDS", 0)
+    answers = iter([lost, "JobState=RUNNING", lost, "JobState=COMPLETED", ""])
+
+    class Tunnel:
+        def run(self, command, **_):
+            if isinstance(answer := next(answers), BaseException):
+                raise answer
+            return SimpleNamespace(ok=True, stdout=answer, stderr="")
+
+    details = SimpleNamespace(srun_stdout="log-%j.out")
+    executor = SimpleNamespace(tunnel=Tunnel(), job_details=details)
+    info = SimpleNamespace(request=SimpleNamespace(executor=executor))
+    monkeypatch.setattr("kha_megatron.recipes.slurm._new_lines", lambda *_: [])
+    assert follow([SimpleNamespace(handle="slurm://x/77", _dryrun_info=info)]).status == "succeeded"
 
 
 ENDING = """
