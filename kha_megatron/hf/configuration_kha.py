@@ -247,6 +247,12 @@ class KHAModelConfig(PreTrainedConfig):
         )
 
     @property
+    def qk_head_dim(self) -> int:
+        """Features of a query or key head in MLA and GLA, which the parent of their attention asks
+        for in transformers 5.8 to 5.12."""
+        return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
+
+    @property
     def num_latent_heads(self) -> int:
         """Heads of the latent: more than one in GLA only."""
         return self.kha_latent_heads if self.kha_attention == "gla" else 1

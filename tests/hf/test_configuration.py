@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from tests.hf.conftest import MOE, every_projection, make_config, make_model
+from tests.hf.conftest import LATENT, MOE, every_projection, make_config, make_model
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,13 @@ def test_kha_fields_become_a_kha_config():
     config = make_config({"query": "linear", "value": "mlp"}, kha_init="random")
     assert config.kha == KHAConfig(query="linear", value="mlp", init="random")
     assert make_config().kha == KHAConfig()
+
+
+def test_older_transformers_find_the_width_of_a_latent_head():
+    """Up to 5.12 DeepSeek's attention, our parent, asks the configuration for it."""
+    config = make_config(**LATENT)
+    assert config.qk_head_dim == LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"]
+    assert "qk_head_dim" not in config.to_dict()
 
 
 def test_defaults_of_heads_and_layers():
