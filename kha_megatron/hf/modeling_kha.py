@@ -33,6 +33,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.utils import logging
+from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder
 
 from kha_megatron.errors import ConfigError
@@ -92,7 +93,9 @@ class KHARouter(nn.Module):
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """``[N, C]`` tokens to ``[N, E]`` in float32."""
-        return F.linear(hidden_states.float(), self.weight.float())
+        # mixed precision would round the product, and so send tokens to other experts
+        with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
+            return F.linear(hidden_states.float(), self.weight.float())
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights in float32 and expert indices, ``[N, K]`` each, from ``[N, E]`` logits."""

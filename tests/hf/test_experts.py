@@ -60,6 +60,18 @@ def test_router_equals_megatrons(score, top_k, pre_softmax, scale, dtype, monkey
     assert torch.equal(weights, expected_weights)
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_mixed_precision_sends_tokens_to_the_same_experts(score):
+    router = build_router(scoring_func=score)
+    hidden = torch.randn(64, SIZES["hidden_size"])
+    expected = router(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(hidden)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def test_bias_moves_the_choice_and_not_the_weight():
     router = build_router(num_experts_per_tok=1, norm_topk_prob=False, routed_scaling_factor=1.0)
     router.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0]))
