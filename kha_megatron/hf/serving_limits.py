@@ -23,6 +23,8 @@ def unserved(config: Any, *, by_backend: bool) -> str | None:
         return f"vLLM keeps keys and values of MHA, MQA and GQA, not of {kind}: {remedy}"
     if other := next((m for m in kha.others if m.name in _WITHOUT_A_SERVER), None):
         return f"vLLM's attention has no place for {other}: {remedy}"
+    if config.hidden_act != "silu":  # its experts take no notice of the word
+        return f"vLLM computes SiLU, not hidden_act={config.hidden_act!r}: {remedy}"
     best = 2 if config.scoring_func == "sigmoid" else 1
     each = config.num_experts_per_tok // config.topk_group
     if by_backend and config.n_group > 1 and each != best:

@@ -128,6 +128,7 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8
         ({"kha_attention": "gta"}, False, False),
         ({"kha_talking": {}}, False, False),
         ({"kha_moh": {"share": 0.75}}, False, False),
+        ({"hidden_act": "gelu"}, False, False),
         # the backend ranks groups by their best two where scores are sigmoids, else by their best
         (GROUPS | {"topk_group": 2, "scoring_func": "sigmoid"}, True, False),
         (GROUPS | {"topk_group": 1, "scoring_func": "sigmoid"}, True, True),
