@@ -1,14 +1,14 @@
 """Fixtures for all tests."""
 
-import os
+import tests.surroundings  # noqa: F401  # before all others
+
+# isort: split
+import random
 import sys
 from pathlib import Path
 
 import pytest
-
-# On AMD, MKL adds up otherwise where memory begins elsewhere: equal bits are compared on one path.
-# MKL reads it once; the processes that a test starts have it too.
-os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+import torch
 
 import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
 from kha_megatron.versions import version_of
@@ -19,6 +19,7 @@ from tests.versions import needs_training_package
 from tools.interpreting import interpret
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
+torch.set_num_threads(1)  # as in ranks; more would only wait for one another
 
 
 def pytest_addoption(parser):
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(config, items):
     if left_out and not config.getoption("--whole"):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same numbers, whatever ran before it in this process."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +114,6 @@ def interpreting_rank():
 @pytest.fixture(scope="session")
 def gpu():
     """A CUDA device that the kernels take; skips where there is none."""
-    import torch
 
     from kha_megatron.ops import fused
 
@@ -122,8 +129,6 @@ def gpu():
 @pytest.fixture(scope="session")
 def gpu_ranks():
     """The same on NCCL, one GPU each; skips where there are fewer than two."""
-    import torch
-
     if (found := torch.cuda.device_count()) < 2:
         pytest.skip(f"needs two GPUs and NCCL, {found} found")
     pool = RankPool(device="cuda")

@@ -38,11 +38,6 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "the"))

@@ -31,11 +31,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return trained(PROMPT, 300, whole=True)

@@ -28,11 +28,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def words():
     return trained(TEXT, 30)  # the checkpoints of these tests have 56 rows

@@ -46,7 +46,7 @@ class RankPool:
         self._context = mp.get_context("spawn")
 
     def __call__(
-        self, case: Callable[..., Any], n: int, *args: Any, timeout: float = 120, **kwargs: Any
+        self, case: Callable[..., Any], n: int, *args: Any, timeout: float = 300, **kwargs: Any
     ) -> list[Any]:
         """Run ``case(*args, **kwargs)`` on ``n`` ranks and return what each returned.
 
@@ -168,8 +168,9 @@ def _run(
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=200),  # below the pool's: who waits in vain says where
         )
+        torch.manual_seed(0)  # whatever ran before it
         result = case(*args, **kwargs)
         # a rank that leaves a gloo group closes its connections: another that is still on its way
         # into the same group, which a busy machine delays, would take that for a failure; the pool

@@ -21,7 +21,9 @@ from kha_megatron.config import KHAConfig
 from tests.docs.pages import PAGES, ROOT, blocks, commands
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 
-SMALL = ["--from", str(ROOT / "kha_megatron/heads"), "--glob", "*.py", "--max-file-bytes", "1KiB"]
+TEXT = Path(json.__file__).parent
+"""Python that stays as it is, whatever is edited here."""
+SMALL = ["--from", str(TEXT), "--glob", "*.py", "--max-file-bytes", "512B"]
 
 FORMS = (
     # what is typed, the form, and why it is not simply run
@@ -115,12 +117,11 @@ def world(tmp_path_factory):
     from tests.conversion.models import CONFIGS, make
 
     place = tmp_path_factory.mktemp("documents")
-    heads = ROOT / "kha_megatron/heads"
-    text = {"globs": ["*.py"], "max_file_bytes": 1024, "workers": 1}
-    prepare([heads], place / "data/python", vocab_size=512, **text)
+    text = {"globs": ["*.py"], "max_file_bytes": 512, "workers": 1}
+    prepare([TEXT], place / "data/python", vocab_size=512, **text)
     for folder in ("my-text", "more-text"):
         (place / folder).mkdir()
-        shutil.copy(heads / "gate.py", place / folder / "book.txt")
+        shutil.copy(TEXT / "encoder.py", place / folder / "book.txt")
     config = deepcopy(CONFIGS["qwen3"])
     config.vocab_size, config.max_position_embeddings = 512, 64
     model = make(config)

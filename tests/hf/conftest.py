@@ -1,6 +1,5 @@
 """Tiny models with sizes that divide nothing: 6 query heads on 3 key/value heads of 10."""
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
@@ -52,12 +51,6 @@ FAMILY = {
 }
 """What is knocked, and the sizes, of the attentions that are not grouped-query attention."""
 TOKENS = 7
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
 
 
 def make_config(kha=None, **overrides) -> KHAModelConfig:

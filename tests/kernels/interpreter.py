@@ -41,11 +41,18 @@ class Interpreter:
 
     def __call__(self, case, *args, **kwargs):
         """Errors are raised here, with the process's own traceback as their cause."""
-        return self.pool.submit(case, *args, **kwargs).result(timeout=300)
+        return self.pool.submit(_seeded, case, *args, **kwargs).result(timeout=500)
 
     def close(self) -> None:
         """End the process."""
         self.pool.shutdown(cancel_futures=True)
+
+
+def _seeded(case, *args, **kwargs):
+    import torch
+
+    torch.manual_seed(0)  # whatever ran before it
+    return case(*args, **kwargs)
 
 
 def _start(package: Path | None) -> None:

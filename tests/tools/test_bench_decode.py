@@ -16,10 +16,7 @@ def bench(tool, monkeypatch, request):
     """The tool with a smaller model."""
     module = tool("bench_decode")
     monkeypatch.setattr(module, "SMALL", Shape(LAYERS, 64, 96, request.param))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would only wait for one another
-    yield module
-    torch.set_num_threads(threads)
+    return module
 
 
 def test_folded_is_the_baseline_again_and_mlp_keeps_its_cache(bench, tool, tmp_path, capsys):
