@@ -114,7 +114,6 @@ def interpreting_rank():
 @pytest.fixture(scope="session")
 def gpu():
     """A CUDA device that the kernels take; skips where there is none."""
-
     from kha_megatron.ops import fused
 
     if not torch.cuda.is_available():

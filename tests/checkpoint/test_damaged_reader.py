@@ -184,9 +184,9 @@ def test_many_boxes_are_told_apart_quickly():
     """Experts of all layers on all ranks; the limit is some 20 times what it takes."""
     grid = product(range(60), range(256), range(0, 64, 16))
     boxes = [((layer, expert, row, 0), (1, 1, 16, 8)) for layer, expert, row in grid]
-    begun = time.perf_counter()
+    begun = time.process_time()  # whatever else the machine has to do
     assert torch_dist.lie_apart(boxes)
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 class _Bomb:

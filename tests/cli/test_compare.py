@@ -1,7 +1,6 @@
 """``kha-megatron compare`` as a user types it: really trained, killed, and started again."""
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -69,11 +68,16 @@ def _command(data: Path, output: Path, seeds: int, *more: str) -> list[str]:
     return [sys.executable, "-m", "kha_megatron", *words]
 
 
-def _wait_until(condition, seconds: float = 200.0) -> None:
+def _wait_until(condition, seconds: float = 400.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def _named(tracker: Path) -> str:
+    """What a tracker file says; nothing in the moment between its making and its first number."""
+    return tracker.read_text() if tracker.exists() else ""
 
 
 @pytest.mark.parametrize(
@@ -106,25 +110,24 @@ def test_killed_and_started_again_it_is_the_same_comparison(
         _command(data, output, seeds), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        _wait_until(lambda: tracker.exists() or first.poll() is not None)
+        _wait_until(lambda: _named(tracker) or first.poll() is not None)
         assert first.poll() is None, first.communicate()[1][-4000:]
     finally:
         first.kill()
         first.communicate()
-    _wait_until(lambda: not runs._at_work(killed.folder), 20)  # no rank outlives its command
-    named = int(tracker.read_text())
-    assert named in (15, 30, 45)
+    _wait_until(lambda: not runs._at_work(killed.folder))  # no rank outlives its command
+    marks = tracker.parent.glob("iter_*/metadata.json")  # which Megatron writes last
+    saved = max(int(mark.parent.name[5:]) for mark in marks if mark.stat().st_size)
+    assert saved in (15, 30, 45)
     assert [run.result is not None for run in planned.runs] == [True] * at + [False] * seeds
     kept = [(run.folder / "result.json").read_bytes() for run in planned.runs[:at]]
     assert json.loads((output / "report.json").read_text())["finished"] == at
 
     second = subprocess.run(
-        _command(data, output, seeds), capture_output=True, text=True, check=False, timeout=300
+        _command(data, output, seeds), capture_output=True, text=True, check=False, timeout=600
     )
     assert second.returncode == 0, second.stderr[-4000:]
-    # the next save may have been completed when its turn in the tracker file had not come
-    (gone_on_from,) = re.findall(rf"{killed.folder.name}: goes on from (\d+)\n", second.stderr)
-    assert int(gone_on_from) in (named, named + 15)
+    assert f"{killed.folder.name}: goes on from {saved}\n" in second.stderr
     assert "baseline-seed1" not in second.stderr
     assert second.stdout == f"{output / 'report.html'}\n"
     assert [(run.folder / "result.json").read_bytes() for run in planned.runs[:at]] == kept

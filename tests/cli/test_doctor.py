@@ -13,6 +13,12 @@ from kha_megatron.cli import doctor, installation
 from kha_megatron.config import PRESETS
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine needs minutes for an import."""
+    monkeypatch.setattr(installation, "PROBE_SECONDS", 500)
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A folder first on the module path, and a function that puts packages into it."""

@@ -93,7 +93,7 @@ def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F
         capture_output=True,
         text=True,
         check=False,
-        timeout=500,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads((output / "quickstart.json").read_text())
@@ -170,7 +170,7 @@ def test_what_the_rank_refuses_makes_launch_exit_2(data, tmp_path, nemorun_home)
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 2, done.stderr
     assert "error: training failed: rank 0 failed with exit code 2" in done.stderr

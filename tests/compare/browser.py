@@ -18,7 +18,7 @@ NAMES = (
     "chromium-browser",
     "google-chrome",
 )
-_TIMEOUT = 60.0  # seconds; starting it takes one or two
+_TIMEOUT = 300.0  # seconds; starting it takes one or two where nothing else runs
 
 
 def find() -> str | None:

@@ -109,7 +109,7 @@ def test_the_largest_go_first_with_others_beside_them(sizes, workers, monkeypatc
 
 def test_an_error_stops_the_rest(sizes):
     first = max(sizes, key=sizes.get)
-    put = Put(fails_at=first, during=lambda place: time.sleep(0.002))
+    put = Put(fails_at=first, during=lambda place: time.sleep(0.05))  # time to hear of it
     with pytest.raises(OSError, match="full"):
         transfer(Described(), put, workers=2)
     assert len(put.begun) < len(sizes) / 2

@@ -15,7 +15,7 @@ def hold(*_):
     part = Path(sys.argv[1]).with_suffix(".part")
     part.write_text(str(os.getpid()))
     part.rename(sys.argv[1])
-    time.sleep(300)
+    time.sleep(3000)
 
 if __name__ == "__main__":
     megatron_model._run_here = hold
@@ -38,7 +38,7 @@ def test_the_process_that_runs_megatron_ends_with_its_parent(tmp_path):
             os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def until(condition, seconds: float = 60.0) -> None:
+def until(condition, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -14,7 +14,7 @@ def python(source: str, **environment: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
         env={"PATH": "", "CUDA_VISIBLE_DEVICES": "", **environment},
     )
 

@@ -267,7 +267,7 @@ def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
             prepare([tmp_path], tmp_path / "out", on_progress=interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert 1 <= len(counted) < 30
+    assert 1 <= len(counted) < 60
     assert not list(tmp_path.glob("*out*"))
 
 

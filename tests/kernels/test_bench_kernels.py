@@ -30,7 +30,7 @@ def bench(*words, **environment):
         [sys.executable, str(TOOLS / "bench.py"), "kernels", *words],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "KHA_KERNELS": "auto", "TRITON_INTERPRET": "0", **environment},
     )
 

@@ -1,5 +1,7 @@
 """Tensors whose heads lie more than 2**31 elements apart, as where they are outermost."""
 
+import tempfile
+
 import numpy as np
 import torch
 
@@ -12,9 +14,14 @@ FAR = 2**29
 
 
 def far_apart(tokens, heads, head_dim):
-    """``[tokens, 1, heads, D]`` of float16 in 5 GB, of which only what is written takes memory."""
+    """``[tokens, 1, heads, D]`` of float16 in 5 GB, of which only what is written takes room.
+
+    In a file, because a machine may refuse to promise more memory than it has.
+    """
+    with tempfile.TemporaryFile() as file:
+        whole = np.memmap(file, np.float16, "w+", shape=(FAR * (heads - 1) + tokens * head_dim,))
     memory = np.lib.stride_tricks.as_strided(
-        np.empty(FAR * (heads - 1) + tokens * head_dim, np.float16),
+        whole,
         (tokens, 1, heads, head_dim),
         (2 * head_dim, 0, 2 * FAR, 2),
     )
