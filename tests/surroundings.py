@@ -13,7 +13,7 @@ FOREIGN = {
     # of a launcher, within which the tests may run
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "FAULT_TOL_FINISHED_FLAG_FILE", "LOGLEVEL"),
-    *(name for name in os.environ if name.startswith("SLURM_")),
+    *(name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"),
     # of somebody who uses the package
     *("KHA_CONFIG", "KHA_KERNELS", "KHA_MEGATRON_LAUNCH", "TRITON_INTERPRET"),
 }
