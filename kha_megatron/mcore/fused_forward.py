@@ -316,6 +316,8 @@ class FusedPrologue(Attention):
                 passed += after.values()
                 passed += [h for h in before.values() if not _gathers(h)]
             for hook in passed:
+                if getattr(hook, "may_be_passed_by", False):  # as mcore/finite.py's, of its modules
+                    continue
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 yield f"{name} is a hook of a {type(module).__name__} that is no longer called"
 

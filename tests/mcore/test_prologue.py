@@ -278,6 +278,21 @@ def test_hooks_hear_what_the_projection_has_knocked(ranks):
     assert not close(plain, through, 1e-6)
 
 
+def watch_for_finite_steps(layer):
+    from kha_megatron.mcore import finite
+
+    for projection in ("query", "key", "value"):
+        largest = torch.zeros(1)
+        getattr(layer, f"knock_{projection}").register_forward_hook(finite._recorder(largest, 0))
+
+
+def test_the_watch_for_finite_steps_leaves_it_in_place(ranks):
+    """Our entry point has it always; what queries and keys become is in the output that it sees."""
+    plain, through, calls = ranks(run_layer, 1, MIXED, mutate=watch_for_finite_steps)[0]
+    assert calls == 1
+    assert not close(plain, through, 1e-6)
+
+
 def hook_a_norm(layer):
     layer.k_layernorm.register_forward_hook(lambda module, inputs, output: 2 * output)
 
