@@ -32,6 +32,9 @@ from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import ConfigError, KHAError
 
 REPORT, NUMBERS = "report.html", "report.json"
+_HEARS_SECONDS = 1.0
+"""How long the main thread sleeps at most: only it acts on a signal, and one that the system gave
+to another thread does not wake it."""
 
 
 def compare(
@@ -160,7 +163,7 @@ def _train_all(planned: comparing.Comparison, at_once: int) -> dict[str, str]:
                 while waiting and len(running) < at_once:
                     run = waiting.popleft()
                     running[pool.submit(_train, run, board, stop)] = run
-                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                for ended in wait(running, _HEARS_SECONDS, FIRST_COMPLETED).done:
                     run = running.pop(ended)
                     if failure := ended.result():
                         failures[run.name] = failure

@@ -186,4 +186,4 @@ def test_without_matplotlib_the_extra_is_named_first(run, tmp_path, monkeypatch)
 def test_help_shows_an_example(run):
     code, stdout, _ = run("--help")
     assert code == 0
-    assert "kha-megatron inspect runs/" in stdout
+    assert "kha-megatron inspect quickstart/run/checkpoints" in stdout
