@@ -57,6 +57,8 @@ class Companions:
     def of_megatron(cls, args: Mapping[str, Any], override: Path | None) -> "Companions":
         """Of a Megatron run: nothing if it used no Hugging Face tokenizer.
 
+        Generation settings are those that lie beside its tokenizer: Megatron has none of its own.
+
         Args:
             args: the run's arguments.
             override: a tokenizer folder instead of the one that they name.
@@ -73,7 +75,8 @@ class Companions:
                 f"no tokenizer: {named} is not a folder: name the run's tokenizer folder with "
                 "--tokenizer"
             )
-        return cls._of_tokenizer(folder)
+        own = tuple(name for name in (_GENERATION,) if has_file(folder, name))
+        return replace(cls._of_tokenizer(folder), folder=folder, files=own)
 
     @classmethod
     def _of_tokenizer(cls, folder: Path) -> "Companions":
@@ -156,7 +159,11 @@ class Companions:
         return torch.tensor(ids[: rows * length]).view(rows, length)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer into a folder, if there is one. Files are copied, never run."""
+        """Write the tokenizer into a folder, if there is one. Files are copied, never run.
+
+        A Hugging Face folder's generation settings go with it: models that chat end at more tokens
+        than their tokenizers name, and a checkpoint of Megatron's has no other place for them.
+        """
         if self.origin is None:
             return False
         target.mkdir(exist_ok=True)
@@ -164,9 +171,8 @@ class Companions:
             self.loaded.save_pretrained(target)
             return True
         for name in self.files:
-            if name != _GENERATION:
-                (target / name).parent.mkdir(exist_ok=True)
-                copy_file(self.folder, name, target / name)
+            (target / name).parent.mkdir(exist_ok=True)
+            copy_file(self.folder, name, target / name)
         return True
 
     def write(self, target: Path) -> None:
@@ -174,7 +180,8 @@ class Companions:
 
         Where a run's tokenizer has no token to pad with, its end of text is one, for tokenizer and
         generation. ``config.json`` names none then: the embedding of the token that stands there
-        gets no gradient. Generation settings stay, with the ids of a tokenizer that was named.
+        gets no gradient. Generation settings stay, with the ids of a tokenizer that was named from
+        another folder.
 
         Raises:
             CheckpointError: ``generation_config.json`` is no JSON object.
@@ -189,7 +196,9 @@ class Companions:
             return
         copy_file(self.folder, _GENERATION, file := target / _GENERATION)
         if self.loaded is not None:
-            settings = json_object(self.folder / _GENERATION) | ids
+            read = json_object(self.folder / _GENERATION)
+            own = {name: value for name, value in read.items() if value is not None}
+            settings = ids | own if str(self.folder) == self.origin else own | ids
             given = {name: value for name, value in settings.items() if value is not None}
             file.write_text(json.dumps(given, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -107,7 +107,7 @@ def _heads(kha: KHAConfig, folded: KHAConfig | None) -> str:
 def _transformers(is_kha: bool) -> list[str]:
     registers = ["import kha_megatron.hf  # registers the architecture"] if is_kha else []
     return [
-        "transformers:\n",
+        "transformers, 5 or newer (4 does not see RoPE's base, and would take another):\n",
         "```python",
         *registers,
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -149,6 +149,21 @@ def test_another_tokenizer_brings_its_ids_and_leaves_generation_settings(model, 
     assert json.loads((tmp_path / "same" / "generation_config.json").read_text()) == own
 
 
+def test_generation_settings_come_back_from_a_megatron_checkpoint(model, tmp_path):
+    """A model that chats ends at two tokens, of which its tokenizer names one."""
+    own = {"eos_token_id": [49, 7], "temperature": 0.6, "do_sample": True, "top_k": 20}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    to_megatron.plan(model, divisible_by=8).write(tmp_path / "save")
+    to_hf.plan(tmp_path / "save").write(tmp_path / "back")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "back").generation_config
+    assert {name: getattr(found, name) for name in own} == own
+    assert found.pad_token_id == AutoTokenizer.from_pretrained(tmp_path / "back").pad_token_id
+    (tmp_path / "save" / "tokenizer" / "generation_config.json").unlink()  # as of another run
+    to_hf.plan(tmp_path / "save", tokenizer=model).write(tmp_path / "named")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "named").generation_config
+    assert {name: getattr(found, name) for name in own} == own
+
+
 def test_a_named_tokenizer_that_does_not_fit_is_refused(model, tmp_path):
     with pytest.raises(CheckpointError, match=r"has 60 entries, the embedding 51 rows"):
         to_hf.plan(model, tokenizer=write_tokenizer(tmp_path / "big", 60))
