@@ -218,6 +218,33 @@ def test_runs_side_by_side_end_with_their_command(
     assert not any(runs._at_work(output / "runs" / name) for name in runs_begun)
 
 
+GIVEN_TO_ANOTHER_THREAD = """
+import signal, threading
+from kha_megatron import cli, recipes
+
+def launch(job, *, on_step, stop):
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    print(stop.wait(60), flush=True)
+    raise KeyboardInterrupt
+
+recipes.launch = launch
+cli.main()
+"""
+
+
+def test_a_signal_that_another_thread_was_given_is_heard(tmp_path):
+    """As the system may do; it does not wake the main thread, which alone can act on it."""
+    words = ["compare", "--output", str(tmp_path / "out"), "--nproc", "1", "--jobs", "1", "--"]
+    done = subprocess.run(
+        [sys.executable, "-c", GIVEN_TO_ANOTHER_THREAD, *words, *SMALL, "--mock-data"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert (done.returncode, done.stdout) == (143, "True\n"), done.stderr
+
+
 TABLE_6 = ("baseline", "gate_output", "moh_75", "kha_mlp", "talking", "collaborative")
 
 
