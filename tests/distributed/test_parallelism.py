@@ -29,6 +29,9 @@ from tests.versions import needs_attention_family, needs_fsdp2
 
 FP32 = 1e-5
 BF16 = {"grad norm": 0.01, "loss": 0.02, "": 0.1}
+BIAS_STEP = re.compile(r"update .*\.expert_bias")
+"""Not compared in bfloat16: it is the sign of an expert's load, which one token that goes to
+another expert turns. In float32 none does."""
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 RANDOM = replace(MIXED, init="random")
@@ -283,6 +286,8 @@ def check_case(ranks, unsharded, parallelism_table, case):
     results = ranks(train, case.layout.world, case, timeout=600)
     for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
         found = errors(quantities(got), want, 2**-8 if case.bf16 else 2**-23)
+        if case.bf16:
+            found = {name: e for name, e in found.items() if not BIAS_STEP.match(name)}
         where = max(found, key=found.get)
         parallelism_table(str(case), str(kha), float(found[where]), where)
         wrong = {name: e for name, e in found.items() if not e <= bound(name, case)}
