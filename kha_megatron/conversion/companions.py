@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +75,15 @@ class Companions:
                 f"no tokenizer: {named} is not a folder: name the run's tokenizer folder with "
                 "--tokenizer"
             )
-        own = tuple(name for name in (_GENERATION,) if has_file(folder, name))
-        return replace(cls._of_tokenizer(folder), folder=folder, files=own)
+        return cls._of_tokenizer(folder, settings=folder)
 
     @classmethod
-    def _of_tokenizer(cls, folder: Path) -> "Companions":
+    def _of_tokenizer(cls, folder: Path, *, settings: Path) -> "Companions":
+        """Of one folder, with the generation settings of another."""
         _files(folder)
         loaded = load_tokenizer(folder)
-        return cls({name: getattr(loaded, name) for name in _TOKEN_IDS}, str(folder), loaded)
+        files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
+        return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
     @classmethod
     def of_hf(cls, path: Path, config: Mapping[str, Any], override: Path | None) -> "Companions":
@@ -100,8 +101,7 @@ class Companions:
         if override is not None:
             if not override.is_dir():
                 raise ConfigError(f"no tokenizer: {override} is not a folder")
-            own = tuple(name for name in (_GENERATION,) if has_file(path, name))
-            return replace(cls._of_tokenizer(override), folder=path, files=own)
+            return cls._of_tokenizer(override, settings=path)
         files = _files(path)
         origin = str(path) if set(files) & set(VOCABULARIES) else None
         ids = {name: _id(config.get(name)) for name in _TOKEN_IDS}
@@ -161,18 +161,29 @@ class Companions:
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer into a folder, if there is one. Files are copied, never run.
 
-        A Hugging Face folder's generation settings go with it: models that chat end at more tokens
-        than their tokenizers name, and a checkpoint of Megatron's has no other place for them.
+        Generation settings go with it: models that chat end at more tokens than their tokenizers
+        name, and a checkpoint of Megatron's has no other place for them. Those of another folder
+        get the tokenizer's ids.
+
+        Raises:
+            CheckpointError: ``generation_config.json`` is no JSON object.
         """
         if self.origin is None:
             return False
         target.mkdir(exist_ok=True)
         if self.loaded is not None:
             self.loaded.save_pretrained(target)
-            return True
         for name in self.files:
             (target / name).parent.mkdir(exist_ok=True)
             copy_file(self.folder, name, target / name)
+        if self.loaded is not None and _GENERATION in self.files:
+            read = json_object(self.folder / _GENERATION)
+            own = {name: value for name, value in read.items() if value is not None}
+            ids = _ids_of(self.loaded)
+            settings = ids | own if str(self.folder) == self.origin else own | ids
+            given = {name: value for name, value in settings.items() if value is not None}
+            text = json.dumps(given, indent=2, sort_keys=True) + "\n"
+            (target / _GENERATION).write_text(text, encoding="utf-8")
         return True
 
     def write(self, target: Path) -> None:
@@ -180,27 +191,24 @@ class Companions:
 
         Where a run's tokenizer has no token to pad with, its end of text is one, for tokenizer and
         generation. ``config.json`` names none then: the embedding of the token that stands there
-        gets no gradient. Generation settings stay, with the ids of a tokenizer that was named from
-        another folder.
+        gets no gradient.
 
         Raises:
-            CheckpointError: ``generation_config.json`` is no JSON object.
+            CheckpointError: see :meth:`write_tokenizer`.
         """
-        ids = dict(self.token_ids)
+        ids = self.token_ids
         if self.loaded is not None and self.loaded.pad_token is None:
             self.loaded.pad_token = self.loaded.eos_token
-            ids["pad_token_id"] = self.loaded.pad_token_id
-        self.write_tokenizer(target)
+            ids = _ids_of(self.loaded)
+        written = self.write_tokenizer(target)
         if _GENERATION not in self.files:
             GenerationConfig(**ids).save_pretrained(target)
-            return
-        copy_file(self.folder, _GENERATION, file := target / _GENERATION)
-        if self.loaded is not None:
-            read = json_object(self.folder / _GENERATION)
-            own = {name: value for name, value in read.items() if value is not None}
-            settings = ids | own if str(self.folder) == self.origin else own | ids
-            given = {name: value for name, value in settings.items() if value is not None}
-            file.write_text(json.dumps(given, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        elif not written:
+            copy_file(self.folder, _GENERATION, target / _GENERATION)
+
+
+def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in _TOKEN_IDS}
 
 
 def _files(folder: Path) -> tuple[str, ...]:

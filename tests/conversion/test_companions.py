@@ -147,6 +147,10 @@ def test_another_tokenizer_brings_its_ids_and_leaves_generation_settings(model, 
     assert found.generation_config.do_sample is True
     to_hf.plan(model).write(tmp_path / "same")  # without another tokenizer, byte for byte
     assert json.loads((tmp_path / "same" / "generation_config.json").read_text()) == own
+    to_megatron.plan(model, tokenizer=named, divisible_by=8).write(tmp_path / "save")
+    to_hf.plan(tmp_path / "save").write(tmp_path / "back")
+    name = "generation_config.json"
+    assert (tmp_path / "back" / name).read_text() == (tmp_path / "out" / name).read_text()
 
 
 def test_generation_settings_come_back_from_a_megatron_checkpoint(model, tmp_path):
