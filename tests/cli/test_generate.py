@@ -16,19 +16,10 @@ from kha_megatron import cli
 from kha_megatron.cli.generate import _write
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
-from tests.cli.words import save_with_pictures, trained
+from tests.cli.words import MODEL, save_with_pictures, trained
 
 PROMPT = "def main(x):\n\treturn"
-SIZES = {
-    "hidden_size": 22,
-    "intermediate_size": 37,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 10,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.5,
-}
+SIZES = MODEL | {"hidden_size": 22}
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,11 @@ from kha_megatron import cli
 from kha_megatron.config import KHAConfig
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.hf.instruments import measure
-from tests.cli.words import save_with_pictures, trained
+from tests.cli.words import MODEL, save_with_pictures, trained
 from tests.conversion.checkpoints import save_gpt
 
 TEXT = "def main(x):\n\treturn x + 1\n" * 20
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 24,
-    "intermediate_size": 37,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 10,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.5,
-}
+SIZES = MODEL | {"vocab_size": 300}
 
 
 @pytest.fixture(scope="module")

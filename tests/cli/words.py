@@ -8,6 +8,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
+MODEL = {
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+}
+"""Sizes of a small one."""
 
 
 def trained(text: str, entries: int, *, whole: bool = False) -> PreTrainedTokenizerFast:
@@ -37,15 +48,8 @@ def save_with_pictures(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None
     text alone."""
     config = CONFIG_MAPPING["step3p7"](
         text_config={
+            **MODEL,
             "vocab_size": 300,
-            "hidden_size": 24,
-            "intermediate_size": 37,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 10,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.5,
             "moe_intermediate_size": 16,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,

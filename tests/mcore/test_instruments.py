@@ -318,18 +318,25 @@ def test_gradient_norms_are_without_loss_scale(ranks):
         assert scaled[name] == pytest.approx(value, rel=1e-6)
 
 
-def _late_matrices():
+def _heard(models, kha):
+    """What is written after each step, from now on."""
     from kha_megatron.mcore.instruments import watch_heads
 
-    kha, written = KHAConfig(value="gate"), []
-    run = _start(case(kha))
+    written = []
     watch_heads(
-        run.chunks,
+        models,
         kha,
         interval=1,
         iteration=lambda: 1,
         write=lambda values, at: written.append(values),
     )
+    return written
+
+
+def _late_matrices():
+    kha = KHAConfig(value="gate")
+    run = _start(case(kha))
+    written = _heard(run.chunks, kha)
     for layer in run.chunks[0].decoder.layers:
         knocking = layer.self_attention.knock_value
         gathered = knocking.weight.detach().clone()
@@ -353,18 +360,9 @@ def test_gates_are_measured_with_matrices_that_came_just_before_they_are_used(ra
 
 def _missing_and_zero():
     """A frozen matrix has no gradient, and zero values have no direction."""
-    from kha_megatron.mcore.instruments import watch_heads
-
     kha = KHAConfig(value="linear")
     run = _start(case(kha))
-    written = []
-    watch_heads(
-        run.chunks,
-        kha,
-        interval=1,
-        iteration=lambda: 1,
-        write=lambda values, at: written.append(values),
-    )
+    written = _heard(run.chunks, kha)
     first, second = (layer.self_attention.knock_value for layer in run.chunks[0].decoder.layers)
     del first.weight.main_grad
     with torch.no_grad():
@@ -395,7 +393,6 @@ def test_what_has_no_meaning_is_left_out(ranks):
 def _hybrid(pattern):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from kha_megatron.mcore.instruments import watch_heads
     from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
     from tests.mcore.test_hybrid import hybrid_model
@@ -404,14 +401,7 @@ def _hybrid(pattern):
     config = models.transformer_config(num_layers=len(pattern), is_hybrid_model=True)
     model = hybrid_model(models, config, kha_hybrid_stack_spec(MIXED), pattern)
     models.perturb(model)
-    written = []
-    watch_heads(
-        [model],
-        MIXED,
-        interval=1,
-        iteration=lambda: 1,
-        write=lambda values, at: written.append(values),
-    )
+    written = _heard([model], MIXED)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     ddp.zero_grad_buffer()
     tokens, positions, mask = models.batch()
