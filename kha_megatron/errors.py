@@ -41,10 +41,6 @@ class NonFiniteError(KHAError):
     exit_code = 17  # Megatron's, for a run that failed on result validation
 
 
-class PatchError(KHAError):
-    """A Megatron tree that a patch does not fit, or that is no Megatron tree."""
-
-
 class MissingDependencyError(KHAError, ImportError):
     """An optional package that the requested feature needs is not installed."""
 

@@ -36,11 +36,10 @@ install() { # ENVIRONMENT PYTHON WHAT...
   "$base/bin/uv" pip install --quiet --python "$1/bin/python" "${@:3}"
 }
 
-same_modules() { # the wheel holds each file of the package that git knows, and the patches
+same_modules() { # the wheel holds each file of the package that git knows
   git -C "$source" ls-files kha_megatron | sort >"$work/ours"
-  git -C "$source" ls-files patches | sed 's|^|kha_megatron/|' | sort >>"$work/ours"
   "$base/bin/python" -m zipfile --list "$1" | awk '/^kha_megatron\// {print $1}' | sort >"$work/theirs"
-  diff <(sort "$work/ours") "$work/theirs"
+  diff "$work/ours" "$work/theirs"
 }
 
 from_source() { # what pip makes of the source distribution is the wheel's package, file for file
@@ -52,22 +51,6 @@ from_source() { # what pip makes of the source distribution is the wheel's packa
     "$work/env/lib"/python3.*/site-packages/kha_megatron
 }
 
-patches() { # on a copy of the Megatron that was installed: in, seen, and out again, byte for byte
-  rm -rf "$work/tree"
-  mkdir "$work/tree"
-  cp -r "$work/env/lib"/python3.*/site-packages/megatron "$work/tree/megatron"
-  cp -r "$work/tree/megatron" "$work/original"
-  kha patch apply "$work/tree"
-  kha patch check "$work/tree" --json | grep -q '"state": "applied"'
-  if diff -rq "$work/original" "$work/tree/megatron" >/dev/null; then
-    echo "nothing was patched" >&2
-    return 1
-  fi
-  kha patch revert "$work/tree"
-  diff -r "$work/original" "$work/tree/megatron"
-  rm -rf "$work/original"
-}
-
 kha() { (cd "$work/elsewhere" && "$work/env/bin/kha-megatron" "$@"); }
 
 step "wheel and source distribution are built" \
@@ -75,7 +58,7 @@ step "wheel and source distribution are built" \
 wheel=$(echo "$work"/dist/*.whl)
 sdist=$(echo "$work"/dist/*.tar.gz)
 echo "          $(basename "$wheel") $(stat -c %s "$wheel") bytes, $(basename "$sdist") $(stat -c %s "$sdist")"
-step "the wheel has the whole package and the patches" same_modules "$wheel"
+step "the wheel has the whole package" same_modules "$wheel"
 
 for python in ${PYTHONS:-$base/bin/python}; do
   rm -rf "$work/elsewhere"
@@ -84,7 +67,6 @@ for python in ${PYTHONS:-$base/bin/python}; do
     install "$work/env" "$python" --constraint "$source/constraints.txt" "$wheel[megatron,launch,plots]"
   echo "          $("$work/env/bin/python" -V), $(kha --version)"
   step "doctor finds nothing that is missing" kha doctor
-  step "patches go into the installed Megatron's copy and out again" patches
   step "quickstart: text, training, conversion, pictures, sample" \
     kha quickstart -- --train-iters "${ITERATIONS:-60}"
   step "what it made is verified, folder against checkpoint" \

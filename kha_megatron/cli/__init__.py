@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from kha_megatron.cli import console, convert, data, doctor, patch, recipes
+from kha_megatron.cli import console, convert, data, doctor, recipes
 from kha_megatron.cli.compare import compare
 from kha_megatron.cli.evaluate import evaluate
 from kha_megatron.cli.generate import generate
@@ -44,7 +44,6 @@ app.command()(quickstart)
 app.add_typer(data.app)
 app.add_typer(convert.app)
 app.command()(verify)
-app.add_typer(patch.app)
 app.command()(launch)
 app.add_typer(recipes.app)
 app.command()(compare)

@@ -83,7 +83,7 @@ def test_numbers_and_paths_that_nothing_can_be(run, words, tmp_path):
 READERS = ("convert to-hf", "convert to-megatron", "convert fold", "inspect", "verify", "generate")
 
 
-@pytest.mark.parametrize("words", [*READERS, "data show", "spikes", "patch check"])
+@pytest.mark.parametrize("words", [*READERS, "data show", "spikes"])
 def test_paths_in_a_message_stay_on_its_line(run, words):
     command = COMMANDS[tuple(words.split())]
     for parameter in kinds(command, "Path"):

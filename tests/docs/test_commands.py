@@ -37,7 +37,6 @@ FORMS = (
     ("kha-megatron compare *", "parse", "trains: tests/docs/test_tutorials.py does"),
     ("kha-megatron eval *", "parse", "loads tasks from a hub; tests/cli/test_eval.py"),
     ("kha-megatron doctor --deep", "parse", "imports for 15 s; tests/cli/test_doctor.py"),
-    ("kha-megatron patch *", "parse", "changes a Megatron; tests/mcore/test_patching.py"),
     ("kha-megatron data prepare --vocab-size *", "small", "the standard library takes a while"),
     ("kha-megatron data *", "run", ""),
     ("kha-megatron convert upcycle * --text *", "parse", "20 s: both models read the text"),
@@ -62,6 +61,7 @@ FORMS = (
     ("*python* -m pytest *", "known", "this is it"),
     ("tools/*.sh*", "tool", "packs or installs gigabytes"),
     ("tar *", "known", "another machine"),
+    ("cat patches/*", "known", "tests/mcore/test_patches.py"),
 )
 """First match wins. Forms are the names of :class:`Forms`' methods."""
 

@@ -78,6 +78,7 @@ def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
     assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in trained)
 
 
+@pytest.mark.whole
 def test_the_example_trains(training_package, tmp_path):
     """Its words through the script; torchrun, which is not tested here, only says them."""
     torchrun = tmp_path / "torchrun"
@@ -99,6 +100,7 @@ def test_the_example_trains(training_package, tmp_path):
     assert re.search(r"iteration +1/ +1 ", run.output)
 
 
+@pytest.mark.whole
 def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_path):
     """Megatron pairs a GPT checkpoint's layers, and Adam's state, with the pattern's."""
     _, folder = stock
@@ -123,6 +125,7 @@ def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_pa
     assert Pair.open(tmp_path / "save", written.path).verify().agrees
 
 
+@pytest.mark.whole
 def test_a_mistyped_name_ends_the_run(corpus):
     run = start([*MODEL, *TRAINING, *corpus, *SPEC, "kha_mpl"], program=STOCK)
     assert run.codes == [1]
