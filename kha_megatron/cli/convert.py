@@ -31,7 +31,7 @@ from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
 from kha_megatron.data.text_files import read_beginning
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.compat import check_training_version
+from kha_megatron.mcore.compat import check_version
 from kha_megatron.model.model import Model
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Writing:
 
     def __post_init__(self) -> None:
         if self.verify:  # which needs a Megatron that can, and had better be said before the work
-            check_training_version()
+            check_version()
 
     @property
     def of_plan(self) -> dict[str, Any]:

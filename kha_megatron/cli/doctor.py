@@ -225,16 +225,6 @@ def check_megatron(name: str) -> list[Finding]:
     second = replace(missing, name="megatron.training", supported="any")
     if training is None:
         second = replace(second, effect="`python -m kha_megatron.training` cannot run")
-    elif found and (why := compat.training_refusal(found)):
-        second = replace(
-            second,
-            status="wrong",
-            found=found,
-            supported=f">={'.'.join(map(str, compat.TRAINING))}",
-            effect=f"--spec kha_megatron.mcore.specs works in your own script; {why}",
-            remedy=compat.install(compat.TRAINING),
-            blocks=False,
-        )
     else:
         second = Finding(
             name=second.name, status="ok", found="yes", effect=f"from {location(training)}"

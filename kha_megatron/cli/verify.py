@@ -35,9 +35,9 @@ def verify(
       kha-megatron verify ckpt/a ckpt/b --no-logits
     """
     if logits:
-        from kha_megatron.mcore.compat import check_training_version
+        from kha_megatron.mcore.compat import check_version
 
-        check_training_version()
+        check_version()
     conclude(report(one, other, workers, logits=logits), as_json)
 
 

@@ -24,7 +24,7 @@ from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import table
 from kha_megatron.conversion.megatron_arguments import rope_scaling_factor
-from kha_megatron.mcore.compat import check_training_package
+from kha_megatron.mcore.compat import check_version
 
 
 class Outputs(NamedTuple):
@@ -117,7 +117,7 @@ def _run_here(
     for name, value in cpu.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     cpu.install(despite_cuda=True, quiet=True)
-    check_training_package()
+    check_version()
 
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel

@@ -13,8 +13,6 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kha_megatron.mcore.compat import check_loss_scale
-
 _DOOR = "experimental_attention_variant_loss_scale_func"
 
 
@@ -46,11 +44,7 @@ class LossScale:
 
         Args:
             config: the object that the model keeps, which the schedules read, and no copy.
-
-        Raises:
-            VersionError: this Megatron tells no one.
         """
-        check_loss_scale(config)
         found = getattr(config, _DOOR)
         if not isinstance(found, cls):
             found = cls(found)

@@ -23,7 +23,6 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts, HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage
-from kha_megatron.mcore.compat import check_family_version, check_gate_rows
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.fused_forward import FusedPrologue
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
@@ -217,7 +216,6 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
-        head_wise_gate: bool = False,
     ) -> tuple[Tensor, ...]:
         """Query, key, value (and output gate) as Megatron's, knocked between split and norm.
 
@@ -226,9 +224,10 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             ``[s, b, heads, D]`` when ``output_gate``; heads and groups are those of this rank.
 
         Raises:
-            ConfigError: see :func:`refuse_other_rows`.
+            ConfigError: ``split_qkv`` is False.
         """
-        refuse_other_rows(split_qkv, head_wise_gate)
+        if not split_qkv:
+            raise ConfigError(UNSPLIT)
         with self.folding(hidden_states):
             mixed, _ = self.linear_qkv(hidden_states)
             groups = self.split.groups(mixed)
@@ -291,27 +290,10 @@ def _of_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., M
     return built
 
 
-_UNSPLIT = (
+UNSPLIT = (
     "fused_single_qkv_rope=True rotates the unsplit QKV buffer and passes by the place where KHA "
     "knocks on q, k and v: remove fused_single_qkv_rope"
 )
-
-
-def refuse_other_rows(split_qkv: bool, head_wise_gate: bool) -> None:
-    """Refuse to give Megatron the unsplit buffer, or a gate of one number a head.
-
-    Megatron's development version always says whether it wants the latter.
-
-    Raises:
-        ConfigError: it wants one of the two.
-    """
-    if not split_qkv:
-        raise ConfigError(_UNSPLIT)
-    if head_wise_gate:
-        raise ConfigError(
-            "head_wise_gate=True: Megatron's gate of one number a head lies behind all other rows: "
-            "use --heads gate.output=head, or --attention-output-gate"
-        )
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
@@ -335,13 +317,10 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             and config.attention_backend not in (AttnBackend.unfused, AttnBackend.local),
         )
     )
-    if kha.attention or kha.collaborative or config.multi_latent_attention:
-        check_family_version()
     check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)
     if config.fused_single_qkv_rope:
-        raise ConfigError(_UNSPLIT)
-    check_gate_rows(config)
-    clips = getattr(config, "qk_clip", False) and not config.multi_latent_attention
+        raise ConfigError(UNSPLIT)
+    clips = config.qk_clip and not config.multi_latent_attention
     rows = Model.from_config(config, kha).qkv
     if clips and (rows.extra or not rows.is_stock):
         raise ConfigError(

@@ -1,9 +1,7 @@
-"""Which Megatron-Core this package works with, and the few places where its versions need help.
+"""Version checks, and workarounds for what Megatron-Core 0.19 gets wrong or cannot do.
 
-The only file with version-dependent code. The plug-in (all of ``mcore``) is tested with every
-version from :data:`OLDEST` to :data:`NEWEST`; what stands on Megatron's training package (our entry
-point, verification) needs :data:`TRAINING`, hybrid models :data:`HYBRID`, MLA, GLA and GTA
-:data:`FAMILY`.
+No other module checks a version of Megatron-Core. The package supports :data:`OLDEST` to
+:data:`NEWEST`: the newest release and, once there is a newer one, the release before it.
 """
 
 import functools
@@ -17,28 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import is_first_rank
-from kha_megatron.errors import ConfigError, VersionError
-from kha_megatron.mcore.symbols import PLUG_IN, TRAINING_PACKAGE, Symbols, missing_symbols
+from kha_megatron.errors import VersionError
 
-OLDEST, NEWEST, TRAINING, HYBRID, FAMILY = (0, 17), (0, 19), (0, 19), (0, 18), (0, 19)
+OLDEST = NEWEST = (0, 19)
+INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+"""The command that installs a supported version."""
 
 
 def installed_version() -> str:
-    """The version that ``import megatron.core`` would get, found without importing it.
+    """Return the version that ``import megatron.core`` would get, without importing it.
 
     Raises:
-        VersionError: there is none.
+        VersionError: Megatron-Core is not installed.
     """
     try:
         spec = util.find_spec("megatron.core")
         folders = spec.submodule_search_locations if spec else None
         return (folders and megatron_version(Path(folders[0]))) or metadata.version("megatron-core")
     except ImportError:
-        raise VersionError(f"megatron-core is not installed: `{install()}`") from None
+        raise VersionError(f"megatron-core is not installed: run `{INSTALL}`") from None
 
 
 def megatron_version(core: Path) -> str | None:
-    """The version in the ``package_info.py`` of a ``megatron/core`` folder, read as text."""
+    """Read the version from ``package_info.py`` in a ``megatron/core`` directory."""
     try:
         text = (core / "package_info.py").read_text()
     except (OSError, UnicodeDecodeError):
@@ -48,155 +47,49 @@ def megatron_version(core: Path) -> str | None:
 
 
 def release(version: str) -> tuple[int, int]:
-    """``(0, 19)`` of ``0.19.2``."""
+    """Return ``(0, 19)`` for ``0.19.2``."""
     major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
 
 
-def supported() -> str:
-    """``0.17 to 0.19``."""
-    return f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
-
-
-def training_refusal(version: str) -> str | None:
-    """Why what stands on Megatron's training package refuses this version; None if it does not."""
-    if release(version) >= TRAINING:
-        return None
-    return (
-        f"the entry point, recipes and verification need megatron-core {_dotted(TRAINING)}, and "
-        f"this is {version}: its megatron.training has no GPT model builder and another pretrain()"
-    )
-
-
 @functools.cache
 def check_version() -> str:
-    """The installed version of Megatron-Core, after a look at all that the plug-in stands on.
+    """Return the installed version of Megatron-Core if it is supported. Does not import Megatron.
 
-    Imports Megatron. A newer version than was tested gets a warning, once per process on rank 0.
+    Warns on rank 0 about a version newer than :data:`NEWEST`.
 
     Raises:
-        VersionError: it is too old, or lacks something.
+        VersionError: Megatron-Core is not installed or older than :data:`OLDEST`.
     """
     found = installed_version()
     if release(found) < OLDEST:
         raise VersionError(
-            f"megatron-core {found} is not supported ({supported()} are): `{install()}`"
+            f"kha_megatron needs megatron-core {OLDEST[0]}.{OLDEST[1]} or newer, and {found} is "
+            f"installed: run `{INSTALL}`"
         )
-    _refuse_missing(found, PLUG_IN, OLDEST)
     if release(found) > NEWEST and is_first_rank():
         warnings.warn(
-            f"kha_megatron was tested with megatron-core {supported()}, and this is {found}: what "
-            "it stands on is there (kha_megatron.mcore.symbols), but was not tested",
+            f"kha_megatron was not tested with megatron-core {found}, which is newer than "
+            f"{NEWEST[0]}.{NEWEST[1]}",
             RuntimeWarning,
             stacklevel=2,
         )
     return found
 
 
-def check_family_version() -> None:
-    """Refuse MLA, GLA, GTA and collaborative heads where the Megatron classes that they stand on
-    were never tried.
-
-    Raises:
-        VersionError: the installed version is older than :data:`FAMILY`.
-    """
-    found = check_version()
-    if release(found) < FAMILY:
-        raise VersionError(
-            "multi-latent, grouped-latent and grouped-tied attention with KHA, and collaborative "
-            f"heads, need megatron-core {_dotted(FAMILY)}, and this is {found}: `{install(FAMILY)}`"
-        )
-
-
-def check_loss_scale(config: Any) -> None:
-    """Refuse losses of attention layers where Megatron's schedules do not say how to scale them.
-
-    Raises:
-        VersionError: the installed version has no door for it.
-    """
-    if not hasattr(config, "experimental_attention_variant_loss_scale_func"):
-        raise VersionError(
-            f"a load-balance loss of heads needs megatron-core {_dotted(NEWEST)}, and this is "
-            f"{installed_version()}: `{install(NEWEST)}`, or use moh.balance=0"
-        )
-
-
-def check_gate_rows(config: Any) -> None:
-    """Refuse the gate of Megatron's development version whose rows of ``linear_qkv`` lie behind all
-    others: this attention knows its own rows alone.
-
-    Raises:
-        ConfigError: the configuration has it.
-    """
-    if getattr(config, "head_wise_attn_gate", False):
-        raise ConfigError(
-            "head_wise_attn_gate=True: Megatron's gate of one number a head lies behind all other "
-            "rows of linear_qkv: use --heads gate.output=head, or --attention-output-gate"
-        )
-
-
-def check_training_version() -> str:
-    """The installed version, if it is new enough for our entry point. Does not import Megatron.
-
-    Raises:
-        VersionError: it is not; the plug-in may still work with it.
-    """
-    found = installed_version()
-    if why := training_refusal(found):
-        raise VersionError(
-            f"{why}: `{install(TRAINING)}`, or train with your own script (--spec "
-            "kha_megatron.mcore.specs NAME) and convert with --no-verify"
-        )
-    return found
-
-
-def check_training_package() -> None:
-    """Look at what our entry point and verification use of ``megatron.training``; imports it.
-
-    Raises:
-        VersionError: this version has it not, or differently.
-    """
-    check_training_version()
-    _refuse_missing(check_version(), TRAINING_PACKAGE, TRAINING)
-
-
 @contextmanager
-def megatron_imports(oldest: tuple[int, int] = OLDEST) -> Iterator[None]:
-    """Around imports from Megatron: what it lacks is a :class:`VersionError`.
+def megatron_imports() -> Iterator[None]:
+    """Check the version, and turn an ImportError in the body into a :class:`VersionError`.
 
-    ``oldest`` is the first version that has them.
-
-    Megatron answers an ``ImportError`` from the module of a ``--spec`` by training plain attention.
-
-    Raises:
-        VersionError: see :func:`check_version`, or an import failed.
+    Megatron catches an ImportError from the module of a ``--spec`` and trains plain attention.
     """
     found = check_version()
     try:
         yield
     except ImportError as error:
-        raise _lacks(found, str(error), oldest) from error
-
-
-def _refuse_missing(found: str, symbols: Symbols, oldest: tuple[int, int]) -> None:
-    if missing := missing_symbols(symbols):
-        raise _lacks(found, ", ".join(missing), oldest)
-
-
-def _lacks(found: str, what: str, oldest: tuple[int, int]) -> VersionError:
-    return VersionError(
-        f"megatron-core {found} lacks what kha_megatron stands on ({what}): `{install(oldest)}`"
-    )
-
-
-def install(oldest: tuple[int, int] = OLDEST) -> str:
-    """The command that installs a supported version, not older than this."""
-    above = _dotted((NEWEST[0], NEWEST[1] + 1))
-    return f"pip install 'megatron-core>={_dotted(oldest)},<{above}'"
-
-
-def _dotted(numbers: tuple[int, int]) -> str:
-    return ".".join(map(str, numbers))
+        raise VersionError(
+            f"megatron-core {found} lacks a name that kha_megatron needs ({error}): run `{INSTALL}`"
+        ) from error
 
 
 def use_shipped_dataset_helpers() -> None:

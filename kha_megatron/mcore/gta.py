@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.attention import KHASelfAttention, refuse_other_rows
+from kha_megatron.mcore.attention import UNSPLIT, KHASelfAttention
 from kha_megatron.mcore.knocking import parameter_device
 
 _FUSED_NORM = "input_layernorm."
@@ -115,10 +115,10 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
-        head_wise_gate: bool = False,
     ) -> tuple[Tensor, ...]:
         """Query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]`` of this rank."""
-        refuse_other_rows(split_qkv, head_wise_gate)
+        if not split_qkv:
+            raise ConfigError(UNSPLIT)
         with self.folding(hidden_states):
             query, tied, rotary = self.project(hidden_states)
             query = self._normed(self.q_layernorm, self._knocked("query", query))

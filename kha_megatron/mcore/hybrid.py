@@ -15,11 +15,11 @@ from typing import Any
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts
-from kha_megatron.mcore.compat import HYBRID, megatron_imports
+from kha_megatron.mcore.compat import megatron_imports
 from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
 
-with megatron_imports(HYBRID):
+with megatron_imports():
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,7 +34,7 @@ with megatron_imports(HYBRID):
     )
 
 _OURS = (Symbols.ATTENTION, Symbols.MLP, Symbols.MOE)
-_LATENT = ("+", "D")  # by hand: Megatron-Core 0.18 does not know the first
+_LATENT = (Symbols.MLA, Symbols.DS_ATTENTION)
 _NO_MTP = "a hybrid model with KHA has no multi-token prediction layers"
 _NO_VIRTUAL = "Megatron documents virtual pipeline stages as unsupported for hybrid models"
 _PACKAGES = {Symbols.MAMBA: "mamba_ssm", Symbols.GDN: "fla"}

@@ -22,10 +22,9 @@ def main() -> None:
 
     try:
         choose_device(sys.argv)
-        from kha_megatron.mcore.compat import TRAINING, check_training_package, megatron_imports
+        from kha_megatron.mcore.compat import megatron_imports
 
-        check_training_package()
-        with megatron_imports(TRAINING):
+        with megatron_imports():
             from kha_megatron.training.pretrain import run
 
         run(PROGRAM_START)

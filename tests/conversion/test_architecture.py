@@ -8,7 +8,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
 from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
-from kha_megatron.mcore.compat import installed_version, training_refusal
 from tests.versions import needs_training_package
 
 FORBIDDEN = {
@@ -61,8 +60,7 @@ def test_every_argument_with_a_limit_is_tried():
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_cannot_be_expressed_is_refused(args, name):
-    # Megatron knows the argument by this name, if it is not too old to know it
-    assert name in args or training_refusal(installed_version())
+    assert name in args
     for value in (FORBIDDEN[name], "something new"):
         with pytest.raises(CheckpointError, match=rf"^the checkpoint .* {name}=.*") as caught:
             hf_config(args | {name: value}, KHAConfig(), 51)

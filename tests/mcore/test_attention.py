@@ -167,7 +167,6 @@ def refused(kha, overrides):
     ("overrides", "words"),
     [
         ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "remove"]),
-        ({"head_wise_attn_gate": True}, ["behind all other rows", "gate.output=head"]),
         ({"multi_latent_attention": True}, ["value=mlp", "linear"]),
         ({"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
         ({"flash_decode": True}, ["flash_decode", "value=mlp", "remove"]),

@@ -5,7 +5,6 @@ moves no gradient by more than 1e-4. Each rule for gradients and choices is take
 same comparison must then fail.
 """
 
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -13,10 +12,9 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError, VersionError
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
-from kha_megatron.mcore.compat import check_loss_scale
 from tests.distributed.pieces import Piece, assemble
 from tests.mcore.sharded_layer import decoded
 from tests.versions import needs_added_losses
@@ -229,11 +227,6 @@ def test_heads_are_turned_off_where_iterations_are_counted(ranks):
     """Elsewhere a model is a trained one, and none is trained."""
     said = ranks(outside_of_megatrons_loop, 1)[0]
     assert "moh.anneal counts iterations of Megatron's training loop" in said
-
-
-def test_an_old_megatron_is_told_from_one_that_scales_losses():
-    with pytest.raises(VersionError, match=r"0\.19.*or use moh.balance=0"):
-        check_loss_scale(SimpleNamespace())
 
 
 # What the comparison must catch: each rule taken out where it is needed.

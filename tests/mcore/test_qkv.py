@@ -11,7 +11,6 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.model.qkv import QKVLayout
 from tests.mcore.test_attention import HEAD_DIM, HEADS, HIDDEN, attention_layer
-from tests.versions import needs_attention_family
 
 STOCK = Gate(output="element")
 
@@ -159,7 +158,7 @@ def test_follows_the_process_group_that_it_is_given(ranks, groups):
         torch.testing.assert_close(torch.cat(found, 2), expected)
 
 
-def asked_for_other_rows(kha):
+def ask_for_unsplit_qkv(kha):
     from megatron.core.transformer.attention import SelfAttention
 
     from tests.distributed import models
@@ -169,23 +168,10 @@ def asked_for_other_rows(kha):
     theirs = inspect.signature(SelfAttention.get_query_key_value_tensors).parameters
     ours = inspect.signature(type(layer).get_query_key_value_tensors).parameters
     assert theirs.keys() <= ours.keys(), "Megatron passes what KHA does not take"
-    hidden = torch.randn(3, 2, HIDDEN)
-    plain = layer.get_query_key_value_tensors(hidden)
-    said = layer.get_query_key_value_tensors(hidden, head_wise_gate=False)
-    refusals = []
-    for asked in ({"head_wise_gate": True}, {"split_qkv": False}):
-        with pytest.raises(ConfigError) as caught:
-            layer.get_query_key_value_tensors(hidden, **asked)
-        refusals.append(str(caught.value))
-    return all(map(torch.equal, plain, said)), refusals
+    with pytest.raises(ConfigError, match="fused_single_qkv_rope"):
+        layer.get_query_key_value_tensors(torch.randn(3, 2, HIDDEN), split_qkv=False)
 
 
 @pytest.mark.parametrize("kind", [None, "gta"])
-def test_a_gate_of_one_number_a_head_is_accepted_and_refused_when_true(ranks, kind):
-    if kind:
-        needs_attention_family()
-    same, (gate, unsplit) = ranks(asked_for_other_rows, 1, KHAConfig(attention=kind))[0]
-    assert same
-    assert "head_wise_gate=True" in gate
-    assert "--attention-output-gate" in gate
-    assert "fused_single_qkv_rope" in unsplit
+def test_the_unsplit_qkv_buffer_is_refused(ranks, kind):
+    ranks(ask_for_unsplit_qkv, 1, KHAConfig(attention=kind))
