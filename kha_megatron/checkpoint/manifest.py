@@ -2,8 +2,7 @@
 
 ``manifest.json`` of a Hugging Face folder has the SHA-256, dtype and shape of every tensor, and is
 checked when the folder is read. ``converted_from.json`` of a Megatron checkpoint says, for people,
-what that was made from: its hashes are in Megatron's own ``integrity.json``. Commits up to cf5b721
-called the second ``manifest.json`` as well.
+what that was made from: its hashes are in Megatron's own ``integrity.json``.
 """
 
 import json

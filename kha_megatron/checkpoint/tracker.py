@@ -32,7 +32,6 @@ _OF_A_SAVE = (
     f".{INTEGRITY}.partial-*",
     ".metadata*",
     "*.distcp",
-    "manifest.json",  # which commits up to cf5b721 called the next one
     CONVERTED_FROM,
 )
 """The files of a save. The hashes go before the mark: alone they would tell of damage."""
