@@ -7,14 +7,15 @@ None and False stand for what a model has not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kha_megatron.heads import HeadFacts, HeadTensor
+from kha_megatron.heads import HeadTensor
 from kha_megatron.model.fields import Field, rows, said
 from kha_megatron.model.model import Model
+from kha_megatron.model.rules import head_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +97,8 @@ class Architecture(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        latent = self.multi_latent_attention
-        self.kha.check(
-            HeadFacts(
-                multi_latent=latent,
-                qk_norm=self.qk_layernorm,
-                query_heads=self.num_attention_heads,
-                layers=self.num_layers or 0,
-            )
-        )
+        # the exported model, and Megatron with --attention-backend unfused, take heads of any width
+        self.kha.check(replace(head_facts(self), fused_attention=False))
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn import Module
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadTensor, Mechanism, Projection
+from kha_megatron.heads import HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage
 from kha_megatron.mcore.folding import Folding
@@ -33,7 +32,7 @@ from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.model.rules import check_layout
+from kha_megatron.model.rules import check_layout, head_facts
 from kha_megatron.ops.heads import applied
 from kha_megatron.ops.heads.gate import observe as observe_gate
 
@@ -305,23 +304,13 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     Raises:
         ConfigError: see :class:`KHASelfAttention`.
     """
-    kha.check(
-        HeadFacts(
-            multi_latent=config.multi_latent_attention,
-            qk_norm=config.qk_layernorm or config.qk_l2_norm,
-            query_heads=config.num_attention_heads,
-            layers=layers,
-            flash_decode=config.flash_decode,
-            predictions=config.mtp_num_layers or 0,
-            fused_attention=config.transformer_impl == "transformer_engine"
-            and config.attention_backend not in (AttnBackend.unfused, AttnBackend.local),
-        )
-    )
-    check_layout(Model.from_config(config, kha), Layout.from_config(config), trains=False)
+    model = Model.from_config(config, kha)
+    kha.check(replace(head_facts(model), layers=layers))
+    check_layout(model, Layout.from_config(config), trains=False)
     if config.fused_single_qkv_rope:
         raise ConfigError(UNSPLIT)
     clips = config.qk_clip and not config.multi_latent_attention
-    rows = Model.from_config(config, kha).qkv
+    rows = model.qkv
     if clips and (rows.extra or not rows.is_stock):
         raise ConfigError(
             f"qk_clip=True scales rows of queries and keys that Megatron counts without {kha}: "

@@ -14,7 +14,6 @@ from typing import Any
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts
 from kha_megatron.mcore.compat import megatron_imports
 from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
@@ -148,7 +147,6 @@ def check_pattern(
             "model, or leave it out"
         )
     if any(symbol in pattern for symbol in _LATENT):
-        kha.check(HeadFacts(multi_latent=True))
         raise ConfigError(
             f"{where}: latent attention ({', '.join(_LATENT)}) is not available in this version: "
             f"use {Symbols.ATTENTION}, or Megatron's own hybrid_stack_spec"

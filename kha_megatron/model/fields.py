@@ -10,6 +10,7 @@ and, as the field's own default, Megatron's. What reads or writes one of those f
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -75,7 +76,8 @@ class Field:
         """
         if isinstance(value, list):
             return tuple(value)
-        value = getattr(value, "value", value)  # some of Megatron's are enumerations
+        if isinstance(value, Enum):
+            value = value.value if isinstance(value.value, str) else value.name
         if self.kind is int and type(value) is int and value > self.most:
             raise ConfigError(f"{self.flag} {value}: give a whole number up to {self.most}")
         if not isinstance(value, str) or self.kind is bool:

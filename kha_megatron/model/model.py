@@ -84,6 +84,7 @@ class Model:
         "--norm-epsilon", 1e-5, argument="layernorm_epsilon", hf="rms_norm_eps"
     )
     qk_layernorm: bool = said("--qk-layernorm", False, hf="use_qk_norm")
+    qk_l2_norm: bool = said("--qk-l2-norm", False)
     swiglu: bool = said("--swiglu", False, attribute="gated_linear_unit")
     add_bias_linear: bool = said("--disable-bias-linear", True, argument="add_bias_linear")
     add_qkv_bias: bool = said("--add-qkv-bias", False, hf="attention_bias")
@@ -107,6 +108,7 @@ class Model:
     v_head_dim: int = said("--v-head-dim", 128, hf="v_head_dim")
     mla_down_proj_fusion: bool = said("--mla-down-proj-fusion", False)
     transformer_impl: str = said("--transformer-impl", "transformer_engine")
+    attention_backend: str = said("--attention-backend", "auto")
 
     num_experts: int | None = said(
         "--num-experts", None, attribute="num_moe_experts", hf="num_experts"

@@ -61,39 +61,51 @@ def check_arguments(
         )
 
 
-def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
-    """Refuse mechanisms, and a kind of attention, that the other arguments contradict.
+def head_facts(model: Model, batch: Batch | None = None) -> HeadFacts:
+    """Return what the head mechanisms need to know about a model and its batch.
 
     Args:
-        arguments: by name, all or only some.
+        batch: None if unknown; sequences are then not checked for their length.
+    """
+    turned = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    return HeadFacts(
+        multi_latent=model.multi_latent_attention,
+        attention=model.kha_attention,
+        qk_norm=model.qk_layernorm or model.qk_l2_norm,
+        flash_decode=model.flash_decode,
+        rotary_features=int(model.kv_channels * model.rotary_percent) if turned else 0,
+        predictions=model.mtp_num_layers or 0,
+        layers=model.num_layers or 0,
+        query_heads=model.num_attention_heads,
+        tokens=batch.seq_length if batch else 0,
+        fused_attention=model.transformer_impl == "transformer_engine"
+        and model.attention_backend not in ("unfused", "local"),
+    )
+
+
+def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
+    """Check the head mechanisms and the kind of attention against the other arguments.
+
+    If the arguments leave the sizes of the model open, the ranks check the mechanisms.
+
+    Args:
+        arguments: Megatron's arguments by name, all or only some.
 
     Raises:
         ConfigError: naming the arguments to change.
     """
-    latent = bool(arguments.get("multi_latent_attention"))
-    if latent and arguments.get("attention_output_gate"):
+    if arguments.get("multi_latent_attention") and arguments.get("attention_output_gate"):
         raise ConfigError(
             "--attention-output-gate on multi-latent attention, for which Megatron has none: use "
             "--heads gate.output=element"
         )
-    position = arguments.get("position_embedding_type", Model.position_embedding_type)
-    percent = arguments.get("rotary_percent", Model.rotary_percent)
-    model = None if latent else Model.of(arguments)
-    kha.check(
-        HeadFacts(
-            multi_latent=latent,
-            qk_norm=bool(arguments.get("qk_layernorm") or arguments.get("qk_l2_norm")),
-            query_heads=arguments.get("num_attention_heads") or 0,
-            layers=arguments.get("num_layers") or 0,
-            tokens=arguments.get("seq_length") or 0,
-            flash_decode=bool(arguments.get("flash_decode")),
-            rotary_features=int(model.kv_channels * percent) if model and position == "rope" else 0,
-            predictions=arguments.get("mtp_num_layers") or 0,
-        )
-    )
+    if (model := Model.of(arguments, kha)) is not None:
+        model.kha.check(head_facts(model, Batch.of(arguments)))
     if arguments.get("kha_upcycle"):
         _check_start(kha)
-    restored = arguments.get("use_checkpoint_args")  # Megatron's, the rotary embedding's too
+    position = arguments.get("position_embedding_type", Model.position_embedding_type)
+    percent = arguments.get("rotary_percent", Model.rotary_percent)
+    restored = arguments.get("use_checkpoint_args")  # the rotary embedding is Megatron's to restore
     if kha.attention == "gta" and not restored and (position != "rope" or percent != 0.5):
         raise ConfigError(
             f"--kha-attention gta rotates half of a head, and --position-embedding-type is "

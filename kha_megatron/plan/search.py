@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
-from kha_megatron.model.rules import check_layout
+from kha_megatron.model.rules import check_layout, head_facts
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
 from kha_megatron.plan.counts import Flops, counted, flops
@@ -105,14 +104,7 @@ def plan_layouts(
         ConfigError: no layout is legal, with the message of the plainest one, or the heads cannot
             have what the run asks for.
     """
-    setup.kha.check(
-        HeadFacts(
-            qk_norm=setup.model.qk_layernorm,
-            query_heads=setup.model.num_attention_heads,
-            layers=setup.model.layers,
-            tokens=setup.batch.seq_length,
-        )
-    )
+    setup.kha.check(head_facts(setup.model, setup.batch))
     if not 1 <= gpus <= MOST_GPUS:
         raise ConfigError(f"{gpus} GPUs: plan knows layouts of 1 to {MOST_GPUS}")
     given = {name: size for name, size in fixed.items() if size is not None}

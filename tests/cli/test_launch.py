@@ -132,6 +132,16 @@ def test_heads_that_cannot_be_had_are_refused(words, match):
     assert "\n" not in str(result.exception)
 
 
+def test_heads_too_wide_for_fused_kernels_are_refused_before_submission(nemorun_home):  # noqa: F811
+    words = ["launch", "table2/baseline", "--executor", "slurm", "--dry-run", "--time", "1:00:00"]
+    words += ["--account", "a", "--output", "/runs", "--nproc", "8", "--", "--mock-data"]
+    words += ["--heads", "collaborative.dim=512"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError)
+    assert "dim=512 on fused attention kernels" in str(result.exception)
+    run(*words, "--attention-backend", "unfused")
+
+
 def test_an_upcycled_run_finds_itself_when_it_is_started_again(tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "run"
     words = ["--json", "--output", str(output), "--", "--mock-data", "--kha-upcycle"]
