@@ -1,16 +1,19 @@
 """A Hugging Face KHA folder into Megatron and back with Megatron-Bridge's AutoBridge.
 
-Runs on the CPU, in the environment that ``make test-bridge`` makes:
-``.venv-bridge/bin/python examples/bridge_round_trip.py``. On GPUs, under torchrun, leave out what
-is marked "CPU only"; the process group is made with ``dist.init_process_group("nccl")`` after
-``torch.cuda.set_device``, and parallel sizes go to ``initialize_model_parallel`` and the provider.
+Megatron-Bridge needs Transformer Engine. This program uses the test double in ``tests/``, and runs
+on the CPU in the environment of ``make test-bridge``:
+``PYTHONPATH=. .venv-bridge/bin/python examples/bridge_round_trip.py``. On GPUs, use torchrun and
+omit the lines marked "CPU only": call ``torch.cuda.set_device`` and
+``dist.init_process_group("nccl")``, and pass parallel sizes to ``initialize_model_parallel`` and to
+the provider.
 """
 
 import tempfile
 
-from kha_megatron import bridge, cpu
+from kha_megatron import bridge
+from tests import transformer_engine  # CPU only
 
-cpu.install(despite_cuda=True, transformer_engine=True)  # CPU only, before the import of Megatron
+transformer_engine.install()  # CPU only, before the import of Megatron
 
 import torch
 import torch.distributed as dist

@@ -87,17 +87,17 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def engine() -> None:
-    """Skips where Transformer Engine is not installed."""
+    """Skip the test if Transformer Engine is not installed."""
     if version_of("transformer-engine") is None:
-        pytest.skip(
-            "NOT TESTED: Transformer Engine is not installed (`pip install 'kha-megatron[te-cpu]'`)"
-        )
+        pytest.skip("NOT TESTED: Transformer Engine is not installed: run `make setup`")
 
 
 @pytest.fixture(scope="session")
 def ranks_with_engine(engine):
-    """The same with Transformer Engine's Python above the stand-in for its kernels."""
-    pool = RankPool(transformer_engine=True)
+    """``ranks`` with the test double of Transformer Engine."""
+    from tests import transformer_engine
+
+    pool = RankPool(install=transformer_engine.install)
     yield pool
     pool.close()
 

@@ -64,11 +64,15 @@ class Ended:
 
 
 class Entry:
-    """``entry(words, ranks)`` runs the entry point; its server lives as long as the process."""
+    """``entry(words, ranks)`` runs the entry point; its server lives as long as the process.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        install: function that installs the CPU runtime, if not ``kha_megatron.cpu.install``.
+    """
+
+    def __init__(self, install: Callable[[], None] | None = None) -> None:
         self._connection: Any = None
-        self._options = options  # of kha_megatron.cpu.install
+        self._install = install
 
     def __call__(
         self,
@@ -102,18 +106,20 @@ class Entry:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._options))
+        self._process = context.Process(target=_serve, args=(theirs, self._install))
         self._process.start()
         theirs.close()
         atexit.register(self._connection.close)  # which ends it, before multiprocessing waits
 
 
-def _serve(connection: Any, options: dict[str, Any]) -> None:
+def _serve(connection: Any, install: Callable[[], None] | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     mp.set_start_method(None, force=True)  # what a process has that nobody spawned
     from kha_megatron import cpu
 
-    cpu.install(despite_cuda=True, quiet=True, **options)
+    if install:
+        install()
+    cpu.install(despite_cuda=True, quiet=True)
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
     # Megatron reads the help texts of its arguments from its own source, three times a run

@@ -44,5 +44,5 @@ echo "Setting up $venv with $python ($("$python" -V))"
 "$python" -m venv --clear "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
 VIRTUAL_ENV=$PWD/$venv "$venv/bin/uv" pip install --quiet \
-  --constraint constraints.txt --editable '.[megatron,launch,plots,te-cpu,docs,dev]'
+  --constraint constraints.txt --editable '.[megatron,launch,plots,docs,dev]'
 printf '%s' "$want" >"$stamp"

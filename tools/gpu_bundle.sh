@@ -41,7 +41,7 @@ echo "Collecting the wheels of its dependencies"
   --constraint constraints.txt --extra megatron --extra launch --extra plots --extra dev pyproject.toml \
   >"$work/all.txt"
 names() { sed -n 's/^\([A-Za-z0-9._-]*\).*/\1/p' "$1" | tr 'A-Z_.' 'a-z--' | sort -u; }
-grep -vE '^(torch==|triton==|nvidia-|cuda-)' "$work/all.txt" >"$tree/requirements.txt"
+grep -vE '^(torch==|triton==|nvidia-|cuda-|transformer-engine)' "$work/all.txt" >"$tree/requirements.txt"
 if [ -n "$there" ]; then
   names "$there" | sed 's/.*/^&==/' >"$work/there"
   grep -v -f "$work/there" "$tree/requirements.txt" >"$work/rest" || true

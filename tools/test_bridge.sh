@@ -22,7 +22,7 @@ if [ "$(cat "$venv/made-of" 2>/dev/null)" != "$want" ]; then
   install --compile-bytecode torch==2.11.0 'transformers==5.12.1' megatron-core==0.19.2 accelerate \
     'datasets>=2.20' diffusers filelock 'hydra-core>=1.3.4,<1.4' 'megatron-energon>=7,<8' \
     mistral-common nvidia-modelopt 'omegaconf>=2.3' peft pyyaml wandb==0.29.0 \
-    --editable '.[dev,te-cpu]'
+    --editable '.[dev]'
   printf '%s' "$want" >"$venv/made-of"
 fi
 exec "$venv/bin/python" -m pytest tests/bridge "$@"

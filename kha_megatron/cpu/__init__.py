@@ -10,10 +10,9 @@ It is a correctness device, not a fast one: call it before ``import megatron``, 
     from megatron.core.models.gpt import GPTModel
 """
 
-from kha_megatron.cpu.engine import CAPABILITIES
 from kha_megatron.cpu.runtime import install, is_installed
 
-__all__ = ["CAPABILITIES", "ENVIRONMENT", "MEGATRON_FLAGS", "install", "is_installed"]
+__all__ = ["ENVIRONMENT", "MEGATRON_FLAGS", "install", "is_installed"]
 
 MEGATRON_FLAGS: dict[str, str | None] = {
     "--distributed-backend": "gloo",
@@ -25,10 +24,7 @@ MEGATRON_FLAGS: dict[str, str | None] = {
     "--no-bias-dropout-fusion": None,
     "--no-rope-fusion": None,
 }
-"""Arguments that turn off what exists only as a CUDA kernel; None marks a flag without a value.
-
-``--transformer-impl transformer_engine`` is the other choice, see :mod:`kha_megatron.cpu.engine`.
-"""
+"""Megatron arguments that turn off CUDA-only kernels. None marks a flag without a value."""
 
 ENVIRONMENT: dict[str, str] = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores; torch's default would oversubscribe them

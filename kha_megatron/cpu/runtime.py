@@ -24,18 +24,16 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from kha_megatron.announcements import announce
-from kha_megatron.cpu import collectives, engine
+from kha_megatron.cpu import collectives
 from kha_megatron.errors import ConfigError
 
 _CPU = torch.device("cpu")
-_CUDA_ONLY = ("apex", "flash_attn")
-"""Packages that Megatron prefers where they are installed, and whose kernels need a GPU."""
+_HIDDEN = ("apex", "flash_attn", "transformer_engine")
+"""Packages that Megatron prefers if they are installed, and whose kernels need a GPU."""
 
 _ALIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 """Functions ``torch.X_like`` that take a device, and below methods ``Tensor.new_X``."""
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
-
-_NO_DEVICE = (8, 0)  # a compute capability that asks for nothing newer than bf16
 
 _installed = False
 
@@ -45,48 +43,21 @@ def is_installed() -> bool:
     return _installed
 
 
-def install(
-    *,
-    despite_cuda: bool = False,
-    transformer_engine: bool = False,
-    capability: str = "9.0",
-    quiet: bool = False,
-) -> None:
+def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
     """Make "cuda" mean the CPU in this process. Later calls do nothing.
 
-    apex, flash-attn and, unless asked for, Transformer Engine look as if they were not installed,
-    so that Megatron takes its own modules.
+    apex, flash-attn and Transformer Engine are hidden, so that Megatron uses its own modules.
 
     Args:
-        despite_cuda: go on although the machine has a CUDA device; without it a GPU machine is
-            refused, because training on its CPU is rarely what was meant.
-        transformer_engine: run Transformer Engine's Python above a stand-in for its kernels, see
-            :mod:`kha_megatron.cpu.engine`; needs the extra ``te-cpu``.
-        capability: the device that is played for Transformer Engine: ``9.0`` (Hopper), or ``10.0``
-            (Blackwell), which MXFP8 needs.
-        quiet: do not print the lines that say so (rank 0 prints them once).
+        despite_cuda: Install on a machine that has a CUDA device, too.
+        quiet: Do not print the notice (rank 0 prints it once).
 
     Raises:
-        ConfigError: a CUDA device is present and ``despite_cuda`` is False, or Megatron was
-            imported first (it binds CUDA names while it is imported), or Transformer Engine is
-            asked for in a process that runs without, or the capability is another.
-        MissingDependencyError: Transformer Engine is asked for and not installed.
-        VersionError: it is of a version that was not tested.
+        ConfigError: A CUDA device is present and ``despite_cuda`` is False, or Megatron was
+            imported first (it binds CUDA names while it is imported).
     """
     global _installed
-    if capability not in engine.CAPABILITIES:
-        raise ConfigError(
-            f"compute capability {capability} cannot be played on the CPU: choose "
-            f"{' or '.join(engine.CAPABILITIES)}"
-        )
     if _installed:
-        if transformer_engine and not engine.is_installed():
-            raise ConfigError(
-                "kha_megatron.cpu runs without Transformer Engine in this process: ask for it in "
-                "the first cpu.install(transformer_engine=True)"
-            )
-        if transformer_engine:
-            os.environ |= engine.ENVIRONMENT  # a forked process may have been given another
         return
     if torch.cuda.is_available() and not despite_cuda:
         raise ConfigError(
@@ -97,19 +68,13 @@ def install(
         raise ConfigError("kha_megatron.cpu.install() must run before the first `import megatron`")
     if not quiet:
         announce("Megatron-Core runs on the CPU with gloo: a correctness device, not a fast one")
-    if transformer_engine:
-        engine.check()
     modules: dict[str, Any] = sys.modules
-    hidden = (*_CUDA_ONLY, *(() if transformer_engine else ("transformer_engine",)))
-    modules.update(dict.fromkeys(hidden))  # None makes `import` raise ImportError
-    played = engine.CAPABILITIES[capability] if transformer_engine else _NO_DEVICE
-    for name, stand_in in _cuda_stand_ins(played).items():
+    modules.update(dict.fromkeys(_HIDDEN))  # None makes `import` raise ImportError
+    for name, stand_in in _cuda_stand_ins().items():
         setattr(torch.cuda, name, stand_in)
     _rewrite_devices()
     _patch_torch()
     _installed = True
-    if transformer_engine:
-        engine.install(played, quiet=quiet)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
@@ -195,7 +160,7 @@ class _Stream:
     synchronize = wait = wait_stream = wait_event = _nothing
 
 
-def _cuda_stand_ins(capability: tuple[int, int]) -> dict[str, Any]:
+def _cuda_stand_ins() -> dict[str, Any]:
     """Replacements for attributes of ``torch.cuda``, by name.
 
     Each is an object of its own: ``torch._dynamo`` keys a table on their identities.
@@ -226,8 +191,8 @@ def _cuda_stand_ins(capability: tuple[int, int]) -> dict[str, Any]:
         setattr(torch.cuda.nvtx, name, nothing())
     properties = SimpleNamespace(
         name="cpu",
-        major=capability[0],
-        minor=capability[1],
+        major=8,  # a compute capability without FP8
+        minor=0,
         total_memory=0,
         multi_processor_count=1,
     )
@@ -239,7 +204,7 @@ def _cuda_stand_ins(capability: tuple[int, int]) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": nothing(),
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: capability,
+        "get_device_capability": lambda device=None: (8, 0),
         "get_device_name": lambda device=None: "cpu",
         "Stream": stream_class("Stream"),
         "Event": stream_class("Event"),

@@ -78,15 +78,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--device",
         choices=DEVICES,
         default="cuda",
-        help="cpu runs Megatron on the CPU with gloo: correct, and slow. With --transformer-impl "
-        "transformer_engine it runs Transformer Engine's Python too, FP8 included (extra te-cpu).",
-    )
-    group.add_argument(
-        "--cpu-capability",
-        choices=tuple(cpu.CAPABILITIES),
-        default="9.0",
-        help="The compute capability that --device cpu plays for Transformer Engine: 9.0 (Hopper), "
-        "or 10.0 (Blackwell), which --fp8-recipe mxfp8 needs.",
+        help="Device to train on. cpu runs Megatron on the CPU with gloo, which is slow.",
     )
     group.add_argument(
         "--kha-upcycle",
@@ -166,11 +158,9 @@ def choose_device(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=DEVICES, default="cuda")
-    parser.add_argument("--cpu-capability", choices=tuple(cpu.CAPABILITIES), default="9.0")
     asked = parser.parse_known_args(argv[1:])[0]
     help_only = {"-h", "--help"} & set(argv)
     layers = _value(argv, "--transformer-impl")
-    engine = layers == "transformer_engine"
     if asked.device == "cuda" and not help_only:
         import torch
 
@@ -178,9 +168,8 @@ def choose_device(argv: list[str]) -> None:
             raise ConfigError("no CUDA device found: add --device cpu to train on the CPU")
         if layers in (None, "transformer_engine") and is_missing():
             raise ConfigError(
-                "Transformer Engine is installed without its compiled extension, which is for "
-                "--device cpu only: run `pip install --no-build-isolation 'kha-megatron[te]'`, or "
-                "add --transformer-impl local"
+                "Transformer Engine is installed without its compiled extension: run `pip install "
+                "--no-build-isolation 'kha-megatron[te]'`, or add --transformer-impl local"
             )
         _go_without_apex(argv)
         return
@@ -189,14 +178,13 @@ def choose_device(argv: list[str]) -> None:
         os.environ.setdefault(name, variable)
     if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:  # Megatron's check of them refuses 1
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    _check_engine_on_the_cpu(argv, asked.cpu_capability, engine)
-    cpu.install(
-        despite_cuda=True,
-        transformer_engine=engine,
-        capability=asked.cpu_capability,
-        quiet=bool(help_only),
-    )
-    flags = cpu.MEGATRON_FLAGS | ({"--transformer-impl": "transformer_engine"} if engine else {})
+    cpu.install(despite_cuda=True, quiet=bool(help_only))
+    flags = cpu.MEGATRON_FLAGS
+    if "--fp8-format" in given and flags["--transformer-impl"] == "local":  # Megatron ignores it
+        raise ConfigError(
+            "--fp8-format needs Transformer Engine, and --device cpu uses Megatron's local layers: "
+            "remove --fp8-format"
+        )
     for name, needed in flags.items():
         if needed is not None and name in given and (other := _value(argv, name)) != needed:
             raise ConfigError(f"--device cpu needs {name} {needed}, not {other}: remove {name}")
@@ -216,28 +204,6 @@ def _go_without_apex(argv: list[str]) -> None:
     except ImportError:
         argv.append(_UNFUSED)
         announce(f"without NVIDIA's apex and its fused weight gradients: adds {_UNFUSED}")
-
-
-def _check_engine_on_the_cpu(argv: list[str], capability: str, engine: bool) -> None:
-    """Refuse what Transformer Engine would only refuse in the first forward pass, or not here."""
-    recipe = _value(argv, "--fp8-recipe")
-    if _value(argv, "--fp8-format") and not engine:
-        raise ConfigError(
-            "--fp8-format on the CPU needs Transformer Engine: add --transformer-impl "
-            "transformer_engine, or remove --fp8-format"
-        )
-    if engine and recipe == "mxfp8" and capability == "9.0":
-        raise ConfigError(
-            "--fp8-recipe mxfp8 needs compute capability 10.0 (Blackwell), and --device cpu plays "
-            "9.0 (Hopper): add --cpu-capability 10.0, or choose delayed, tensorwise or blockwise"
-        )
-    ranks = _value(argv, "--context-parallel-size")
-    if engine and ranks not in (None, "1"):
-        raise ConfigError(
-            f"--context-parallel-size {ranks}: Transformer Engine has context parallelism in its "
-            "fused and flash attention only, which need a GPU: use --transformer-impl local on the "
-            "CPU"
-        )
 
 
 def _value(argv: list[str], name: str) -> str | None:

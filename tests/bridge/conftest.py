@@ -19,13 +19,15 @@ def _missing() -> str | None:
 
 @pytest.fixture(scope="session")
 def bridge_ranks():
-    """``ranks`` with Transformer Engine's Python above the stand-in for its kernels."""
+    """``ranks`` with the test double of Transformer Engine."""
     if missing := _missing():
         pytest.skip(
             f"NOT TESTED: Megatron-Bridge's side, because {missing} is not installed: "
             "`make test-bridge` makes an environment that has it and runs these tests"
         )
-    pool = RankPool(transformer_engine=True)
+    from tests import transformer_engine
+
+    pool = RankPool(install=transformer_engine.install)
     yield pool
     pool.close()
 

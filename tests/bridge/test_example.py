@@ -1,5 +1,6 @@
 """The example prints what it says you should see."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,12 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "bridge_round_trip.py"
 
 def test_bridge_round_trip_prints_what_it_promises(bridge_ranks):
     result = subprocess.run(
-        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, SCRIPT],
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     promised = re.findall(r"#   (.+)", SCRIPT.read_text().split("# What you should see:")[1])

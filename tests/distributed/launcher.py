@@ -33,13 +33,17 @@ class RankPool:
     Args:
         device: ``cpu``, or ``cuda`` for one GPU and NCCL a rank.
         prepare: what every worker calls before it imports torch; of a module that does not either.
-        options: of ``kha_megatron.cpu.install``, such as ``transformer_engine=True``.
+        install: function that installs the CPU runtime, if not ``kha_megatron.cpu.install``.
     """
 
     def __init__(
-        self, *, device: str = "cpu", prepare: Callable[[], None] | None = None, **options: Any
+        self,
+        *,
+        device: str = "cpu",
+        prepare: Callable[[], None] | None = None,
+        install: Callable[[], None] | None = None,
     ) -> None:
-        self._settings = device, prepare, options
+        self._settings = device, prepare, install
         self._store: Any = None
         self._cases = 0
         self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
@@ -121,7 +125,7 @@ def _worker(
     port: int,
     device: str,
     prepare: Callable[[], None] | None,
-    options: dict[str, Any],
+    install: Callable[[], None] | None,
 ) -> None:
     if prepare:
         prepare()
@@ -130,7 +134,9 @@ def _worker(
     if device == "cpu":
         from kha_megatron import cpu
 
-        cpu.install(despite_cuda=True, quiet=True, **options)
+        if install:
+            install()
+        cpu.install(despite_cuda=True, quiet=True)
     else:
         import kha_megatron.mcore  # noqa: F401, which hides a Transformer Engine that is incomplete
     import megatron.core.parallel_state  # noqa: F401, so that no case has to wait for it

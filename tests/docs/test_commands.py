@@ -49,6 +49,7 @@ FORMS = (
         "no script, no GPU; tests/training/test_stock_script.py",
     ),
     ("torchrun * examples/stock_script.py *", "megatron", "tests/docs/test_tutorials.py runs it"),
+    ("torchrun * -m tests.transformer_engine *", "entry", "tests/training/test_engine.py"),
     ("torchrun * -m kha_megatron.training *", "entry", "8 GPUs; tests/training"),
     ("nemo kha train *", "known", "trains; tests/recipes/test_nemo.py has its words"),
     ("make *", "make", "each is a whole run"),
@@ -217,7 +218,14 @@ def test_arguments_of_trainings_exist(ranks):
     lines = []
     for command in of_form("entry", "megatron"):
         words = list(command.words)
-        start = next(i for i, word in enumerate(words) if re.search(r"\.py$|\.training$", word)) + 1
+        start = (
+            next(
+                i
+                for i, word in enumerate(words)
+                if re.search(r"\.py$|\.training$|\.transformer_engine$", word)
+            )
+            + 1
+        )
         form = form_of(command)
         patched = command.place.startswith(
             "patches/"

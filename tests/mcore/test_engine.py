@@ -1,20 +1,20 @@
 """Models of Transformer Engine's layers with KHA, in bf16 and in every scaling of FP8, on the CPU.
 
-The specs are Megatron's and the Python Transformer Engine's own, above the stand-in for its kernels
-(``kha_megatron.cpu.engine``). The truth is Megatron's local form in float32 with the very same
-weights (``models.errors``), and the errors of local layers in bf16 measure how far rounding leads:
-bf16 rounds to 2^-8 of a number, E4M3 to 2^-4 and E5M2, in which ``hybrid`` keeps gradients, to
-2^-3. So FP8 may be 16 to 32 times as far from the truth as bf16 is; 24 is asked for, and 8 to 20
-are seen (``benchmarks/fp8.md``).
+Transformer Engine runs on the test double ``tests/transformer_engine``. The reference is the model
+of Megatron's local layers in float32 with the same weights (``models.errors``). The error of local
+layers in bf16 gives the scale: bf16 rounds to 2^-8 of a number, E4M3 to 2^-4, and E5M2, which
+``hybrid`` uses for gradients, to 2^-3. FP8 may therefore be 16 to 32 times as far from the
+reference as bf16. The bound is 24; 8 to 20 are observed (``benchmarks/fp8.md``).
 """
 
 import dataclasses
-from functools import partial
+import functools
 
 import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from tests import transformer_engine
 from tests.distributed.launcher import RankPool
 from tests.gpu.test_layers import FLOOR, KHAS
 
@@ -96,24 +96,35 @@ def judge(answers, kind, note=""):
             assert found.ours["logits"] > 4 * found.plain["logits"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_local_layers(ranks_with_engine, kind):
-    judge(ranks_with_engine(errors, 1, kind, "bf16", "tensorwise")[0], kind)
+def compare(kind, *scalings, note="", whole=True, **given):
+    """One case of the comparison with local layers; ``whole`` leaves it to ``make test-all``."""
+    marks = [pytest.mark.whole] if whole else []
+    return pytest.param(kind, scalings, note, given, marks=marks, id=f"{kind} {scalings}{note}")
 
 
-@pytest.mark.parametrize("kind", ["mlp", "folded"])
-def test_equals_local_layers_in_other_scalings(ranks_with_engine, kind):
-    judge(ranks_with_engine(errors, 1, kind, "delayed", "blockwise")[0], kind)
+@pytest.mark.parametrize(
+    ("kind", "scalings", "note", "given"),
+    [
+        compare("mlp", "bf16", "tensorwise", "delayed", "blockwise", whole=False),
+        compare("latent", "bf16", "tensorwise", whole=False),
+        *(compare(kind, "bf16", "tensorwise") for kind in KINDS if kind not in ("mlp", "latent")),
+        compare("folded", "delayed", "blockwise"),
+        compare("output gate", "tensorwise", note=", experts", whole=False, moe=True),
+        compare("mixed", "bf16", "tensorwise", "blockwise", note=", experts", moe=True),
+        compare("output gate", "bf16", "blockwise", note=", experts", moe=True),
+        compare("mlp", "tensorwise", note=", FP8 parameters", whole=False, fp8_param=True),
+        compare("mlp", "delayed", "blockwise", note=", FP8 parameters", fp8_param=True),
+    ],
+)
+def test_equals_local_layers(ranks_with_engine, kind, scalings, note, given):
+    judge(ranks_with_engine(errors, 1, kind, *scalings, **given)[0], kind, note)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "output gate"])
-def test_equals_local_layers_with_grouped_experts(ranks_with_engine, kind):
-    scalings = ("bf16", "tensorwise", "blockwise")
-    judge(ranks_with_engine(errors, 1, kind, *scalings, moe=True)[0], kind, ", experts")
-
-
+@pytest.mark.whole
 def test_equals_local_layers_as_on_blackwell(engine):
-    pool = RankPool(transformer_engine=True, capability="10.0")
+    pool = RankPool(
+        install=functools.partial(transformer_engine.install, transformer_engine.BLACKWELL)
+    )
     try:
         judge(pool(errors, 1, "mlp", "mxfp8")[0], "mlp")
     finally:
@@ -132,12 +143,6 @@ def test_the_comparison_can_fail(ranks_with_engine):
         assert "logits" in beyond(found, scaling)
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "delayed", "blockwise"])
-def test_equals_local_layers_with_parameters_in_fp8(ranks_with_engine, scaling):
-    answers = ranks_with_engine(errors, 1, "mlp", scaling, fp8_param=True)[0]
-    judge(answers, "mlp", ", FP8 parameters")
-
-
 def accumulated(model):
     """What the buffers hold after three microbatches, the first of which makes the FP8 weights."""
     from tests.gpu import models
@@ -145,8 +150,16 @@ def accumulated(model):
     return models.accumulated(model)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("kind", ["mlp", "direct", "folded"])
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [
+        ("mlp", True),
+        *(
+            pytest.param(kind, fused, marks=pytest.mark.whole)
+            for kind, fused in [("mlp", False), ("direct", True), ("folded", True)]
+        ),
+    ],
+)
 def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused):
     given = {"look": accumulated, "head": False, "gradient_accumulation_fusion": fused}
     answers = ranks_with_engine(errors, 1, kind, "bf16", "tensorwise", **given)[0]
@@ -171,7 +184,9 @@ def differences():
     from tests.gpu import models
 
     initialize()
-    build = partial(models.build, KHAS["mlp"], "transformer_engine", torch.bfloat16, moe=False)
+    build = functools.partial(
+        models.build, KHAS["mlp"], "transformer_engine", torch.bfloat16, moe=False
+    )
     plain = build(**SCALINGS["tensorwise"])
     want = models.outcome(plain)
     found = {}
@@ -185,27 +200,3 @@ def differences():
 
 def test_recomputing_changes_no_bit(ranks_with_engine):
     assert ranks_with_engine(differences, 1)[0] == {"full": [], "selective": []}
-
-
-def layers_in_fp8():
-    """Whether each layer's projection ran in FP8, where the first one is kept in bf16."""
-    from tests.distributed.models import initialize
-    from tests.gpu import models
-
-    initialize()
-    model = models.build(
-        KHAS["mlp"],
-        "transformer_engine",
-        torch.bfloat16,
-        moe=False,
-        first_last_layers_bf16=True,
-        num_layers_at_start_in_bf16=1,
-        num_layers_at_end_in_bf16=0,
-        **SCALINGS["tensorwise"],
-    )
-    models.outcome(model)
-    return [layer.self_attention.linear_qkv.fp8 for layer in model.decoder.layers]
-
-
-def test_first_layers_stay_in_bf16(ranks_with_engine):
-    assert ranks_with_engine(layers_in_fp8, 1)[0] == [False, True]

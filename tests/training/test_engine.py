@@ -1,18 +1,16 @@
 """Checkpoints of Transformer Engine's layers, by the commands of a user, on the CPU."""
 
-import importlib
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from tests import transformer_engine
 from tests.entry import Entry
 from tests.training.conftest import TRAINING, losses, start
-from tests.versions import needs_training_package
 
 pytestmark = pytest.mark.te
 
@@ -42,9 +40,8 @@ EXPERT_PARALLEL = ["--expert-model-parallel-size", "2", "--expert-tensor-paralle
 
 @pytest.fixture(scope="module")
 def start_engine(engine):
-    """``start`` with Transformer Engine, from a server of its own."""
-    needs_training_package()
-    return Entry(transformer_engine=True)
+    """``start`` with the test double of Transformer Engine."""
+    return Entry(transformer_engine.install)
 
 
 def weights(folder):
@@ -60,8 +57,10 @@ def weights(folder):
 
 @pytest.mark.parametrize(
     ("more", "layout"),
-    [([], TENSOR_PARALLEL), ([*EXPERTS, "--moe-grouped-gemm"], EXPERT_PARALLEL)],
-    ids=["dense", "experts"],
+    [
+        pytest.param([], TENSOR_PARALLEL, id="dense", marks=pytest.mark.whole),
+        pytest.param([*EXPERTS, "--moe-grouped-gemm"], EXPERT_PARALLEL, id="experts"),
+    ],
 )
 def test_a_checkpoint_moves_between_both_forms_and_converts(
     start_engine, corpus, run, tmp_path, more, layout
@@ -117,6 +116,7 @@ def at_once(words, folder, begin, more):
     return losses(folder / "tb")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("optimizer", [[], [DISTRIBUTED, MOVES]], ids=["plain", "distributed"])
 def test_a_training_changes_its_layers_and_goes_on(start_engine, corpus, tmp_path, optimizer):
     """In float32, where both forms compute the same: Adam's state is that of the same parameters,
@@ -130,16 +130,7 @@ def test_a_training_changes_its_layers_and_goes_on(start_engine, corpus, tmp_pat
     assert max(abs(want[step] - got[step]) for step in want) < 1e-5
 
 
-def test_float32_goes_on_from_the_usual_state_of_the_distributed_optimizer(
-    start_engine, corpus, tmp_path
-):
-    """Whose parameters Megatron copies in place, as it does not have to in bf16."""
-    words = [*(word for word in MODEL if word != "--bf16"), *TRAINING, *corpus, DISTRIBUTED]
-    engine = start_engine, ENGINE
-    want = at_once(words, tmp_path / "once", *engine)
-    assert in_turns(words, tmp_path / "turns", engine, engine, engine) == want
-
-
+@pytest.mark.whole
 def test_an_optimizer_in_buffers_stays_with_its_layers(start_engine, corpus, tmp_path):
     """Megatron would give main weights and moments to other parameters, and train on."""
     words = [*MODEL, *TRAINING, *corpus, DISTRIBUTED, *SIX]
@@ -152,6 +143,7 @@ def test_an_optimizer_in_buffers_stays_with_its_layers(start_engine, corpus, tmp
     assert [word in line for word in (MOVES, "--no-load-optim")] == [True, True]
 
 
+@pytest.mark.whole
 def test_scales_of_past_steps_go_on_where_they_are_trusted(
     start_engine, corpus, tmp_path, monkeypatch
 ):
@@ -175,16 +167,10 @@ def test_scales_of_past_steps_go_on_where_they_are_trusted(
     assert got == want
 
 
-def test_fp8_follows_bf16(start_engine, corpus, tmp_path):
-    """Twenty steps of the quickstart's model; `tools/bench.py fp8` makes two hundred."""
-    bench = importlib.import_module("bench_fp8")
-    data, found = Path(corpus[1]).parent, {}
-    for name in ("bf16", "tensorwise"):
-        job = bench.job_of(name, data, tmp_path / name, steps=20, batch=4)
-        ended = start_engine(job.command[job.command.index("kha_megatron.training") + 1 :], 2)
-        assert ended.codes == [0, 0], ended.output[-4000:]
-        found[name] = [loss for _, loss in sorted(losses(tmp_path / name).items())]
-        assert len(found[name]) == 20
-    assert found["bf16"][-1] < found["bf16"][0] - 0.3  # it learns
-    differences = [abs(x - y) for x, y in zip(*found.values(), strict=True)]
-    assert 1e-5 < max(differences) < 0.05, differences
+@pytest.mark.whole
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_weights_kept_in_fp8_train_the_same(start_engine, corpus, tmp_path, recipe):
+    """The distributed optimizer casts them to FP8 and gathers them as bytes."""
+    words = [*MODEL, *TRAINING, *corpus, DISTRIBUTED, *FP8[:-1], recipe]
+    plain = at_once(words, tmp_path / "plain", start_engine, [])
+    assert at_once(words, tmp_path / "kept", start_engine, ["--fp8-param-gather"]) == plain

@@ -1,30 +1,22 @@
-"""Transformer Engine's own modules on the CPU against float64, in bf16 and every scaling of FP8.
+"""Modules of Transformer Engine on the test double, compared with float64, in bf16 and FP8.
 
-The truth is torch in float64 on the same bf16 weights and inputs. Its bounds are two-sided: a
-product that was not in FP8 has a tenth of the error, and fails as well.
+The reference is torch in float64 on the same bf16 weights and inputs. The bounds are two-sided: a
+product that was not computed in FP8 has a tenth of the error, and fails as well.
 """
 
+import functools
 import re
-import shlex
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from kha_megatron import cpu
-from kha_megatron.cpu import bindings, engine, fp8
-from kha_megatron.errors import ConfigError, VersionError
-from kha_megatron.versions import version_of
+from tests import transformer_engine
 from tests.distributed.launcher import RankPool
-from tests.entry import Entry
-from tests.training.conftest import started_anew
+from tests.transformer_engine import bindings, fp8
 
-needs_engine = pytest.mark.skipif(
-    version_of("transformer-engine") is None,
-    reason="NOT TESTED: pip install 'kha-megatron[te-cpu]', which `make setup` does",
-)
+pytestmark = pytest.mark.te
 
 BOUNDS = {
     # relative error of outputs, then of gradients
@@ -47,8 +39,10 @@ def rank(ranks_with_engine):
 
 
 @pytest.fixture(scope="module")
-def blackwell_rank():
-    pool = RankPool(transformer_engine=True, capability="10.0")
+def blackwell_rank(engine):
+    pool = RankPool(
+        install=functools.partial(transformer_engine.install, transformer_engine.BLACKWELL)
+    )
     yield lambda case, *args: pool(case, 1, *args)[0]
     pool.close()
 
@@ -133,20 +127,18 @@ def check_bounds(found, scaling):
 WEIGHTS = ("weight", "weight0", "weight2", "weight3")
 
 
-@needs_engine
 @pytest.mark.parametrize("scaling", ["bf16", "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("kind", ["Linear", "RMSNormLinear", "LayerNormLinear", "GroupedLinear"])
 def test_modules_against_float64(rank, kind, scaling):
     check_bounds(rank(errors, kind, scaling, (ROWS, COLUMNS, OUT)), scaling)
 
 
-@needs_engine
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norms_against_float64(rank, kind):
     check_bounds(rank(errors, kind, "bf16", (7, COLUMNS, OUT)), "bf16")
 
 
-@needs_engine
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["Linear", "RMSNormLinear"])
 def test_mxfp8_on_what_plays_blackwell(blackwell_rank, kind):
     check_bounds(blackwell_rank(errors, kind, "mxfp8", MX), "mxfp8")
@@ -163,7 +155,6 @@ def read_back():
     return made.dequantize(), quantizer.amax
 
 
-@needs_engine
 def test_a_cast_rounds_to_even_and_saturates(rank):
     values, amax = rank(read_back)
     want = [[0.3125, -1.75, 448.0, 2.0**-9], [16.0, 20.0, -448.0, 0.0]]
@@ -189,7 +180,6 @@ def missing_operand():
     return said
 
 
-@needs_engine
 def test_an_operand_that_was_not_provided_raises(rank):
     worked, failed = rank(missing_operand)
     assert worked == "torch.Size([48, 32])"
@@ -217,7 +207,6 @@ def test_what_has_no_stand_in_says_its_name():
         bindings.__wrapped__  # noqa: B018
 
 
-@needs_engine
 def test_every_enum_that_transformer_engine_names_is_there():
     folder = Path(metadata.distribution("transformer-engine").locate_file("transformer_engine"))
     named = set()
@@ -226,100 +215,3 @@ def test_every_enum_that_transformer_engine_names_is_there():
     known = {(enum, member) for enum, member in named if hasattr(vars(bindings).get(enum), member)}
     assert len(known) > 20
     assert named - known == {("DType", "kX")}  # of a comment
-
-
-@pytest.mark.parametrize("found", ["2.8.0", "3.0"])
-def test_an_unknown_version_is_refused_and_stays_hidden(monkeypatch, found):
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(engine, "version_of", lambda name: found)
-    with pytest.raises(
-        VersionError, match=rf"transformer-engine {found} was not tested .*2\.20\.2"
-    ):
-        engine.check()
-    assert sys.modules["transformer_engine"] is None  # Megatron and PEFT could not import the half
-
-
-def test_an_unknown_capability_is_refused():
-    with pytest.raises(ConfigError, match=r"8\.9 cannot be played on the CPU: choose 9\.0 or 10"):
-        cpu.install(capability="8.9")
-
-
-WORDS = shlex.split("""
---device cpu --bf16 --kha-preset kha_mlp --mock-data --vocab-size 1000 --num-layers 2
---hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention
---num-query-groups 2 --kv-channels 16 --qk-layernorm --normalization RMSNorm --swiglu
---disable-bias-linear --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
---seq-length 32 --max-position-embeddings 32 --micro-batch-size 3 --global-batch-size 6
---train-iters 4 --lr 1e-3 --clip-grad 1 --split 99,1,0 --num-workers 0 --eval-iters 0
---log-interval 1 --tensor-model-parallel-size 2 --sequence-parallel
-""")
-ENGINE = ["--transformer-impl", "transformer_engine"]
-FP8 = [*ENGINE, "--fp8-format", "hybrid", "--fp8-recipe"]
-
-
-@pytest.fixture(scope="module")
-def entry():
-    return Entry(transformer_engine=True)
-
-
-def losses(ended):
-    assert set(ended.codes) == {0}, ended.output[-3000:]
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", ended.output)]
-
-
-@needs_engine
-def test_the_entry_point_trains_with_transformer_engine(entry):
-    """The command of the README; bf16 beside it shows how much of the difference is FP8's."""
-    bf16 = losses(entry([*WORDS, *ENGINE], 2, timeout=300))
-    run = entry([*WORDS, *FP8, "tensorwise"], 2, timeout=300)
-    found = losses(run)
-    assert len(found) == len(bf16) == 4
-    assert found[-1] < found[0]
-    differences = [abs(a - b) / b for a, b in zip(found, bf16, strict=True)]
-    assert 0 < max(differences) < 5e-3, (found, bf16)
-    assert "transformer_engine" in run.output
-
-
-@needs_engine
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_weights_that_are_kept_in_fp8_train_the_same(entry, recipe):
-    """They are cast by the optimizer, rank by rank, and gathered as bytes."""
-    layout = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
-    words = [*(word for word in WORDS if word != "--sequence-parallel"), *layout, *FP8, recipe]
-    kept = losses(entry([*words, "--fp8-param-gather"], 2, timeout=300))
-    assert kept == losses(entry(words, 2, timeout=300))
-
-
-@needs_engine
-def test_weights_that_are_kept_in_mxfp8_train_the_same_and_resume(tmp_path):
-    """They are gathered in bf16, through the buffer of gradients, and cast on each rank. Norms are
-    summed over other shards then, so nothing is clipped."""
-    blackwell = Entry(transformer_engine=True, capability="10.0")
-    layout = ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer"]
-    layout += ["--micro-batch-size", "4", "--global-batch-size", "8", "--clip-grad", "0"]
-    words = [*(word for word in WORDS if word != "--sequence-parallel"), *layout, *FP8, "mxfp8"]
-    words += ["--cpu-capability", "10.0"]
-    kept = ["--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--overlap-grad-reduce"]
-    kept += ["--overlap-param-gather", "--save-interval", "9"]
-    kept += ["--save", str(tmp_path), "--load", str(tmp_path)]
-    plain = losses(blackwell(words, 2, timeout=300))
-    first = losses(blackwell([*words, *kept, "--exit-interval", "2"], 2, timeout=300))
-    rest = losses(blackwell([*words, *kept], 2, timeout=300))
-    # what Megatron prints second after a start is a mean of two
-    assert [*first, rest[0]] == plain[:3], (plain, first, rest)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([*FP8, "mxfp8"], "mxfp8 needs compute capability 10.0 .* add --cpu-capability 10.0"),
-        (["--fp8-format", "hybrid"], "needs Transformer Engine: add --transformer-impl trans"),
-        ([*ENGINE, "--context-parallel-size", "2"], "use --transformer-impl local on the CPU"),
-    ],
-)
-def test_what_cannot_run_here_is_refused_before_megatron_is_imported(words, message):
-    ended = started_anew(["--device", "cpu", *words])
-    assert ended.codes == [2]
-    assert len(ended.errors) == 1
-    assert re.search(message, ended.errors[0])

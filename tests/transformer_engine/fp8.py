@@ -161,7 +161,7 @@ def _parts(x: Tensor, quantizer: Any) -> Parts:
         return _scaled(x, quantizer, _PER_TENSOR[kind](x, quantizer))
     if kind not in _PER_BLOCK:
         raise NotImplementedError(
-            f"{kind}: kha_megatron.cpu has FP8 with one scale a tensor, a block of 128, or 32 "
+            f"{kind}: the test double has FP8 with one scale a tensor, a block of 128, or 32 "
             "values (MXFP8), and no other format"
         )
     parts: Parts = {}

@@ -1,12 +1,10 @@
-"""Stands in for ``transformer_engine_torch``, the compiled extension of Transformer Engine.
+"""Replacement for ``transformer_engine_torch``, the compiled extension of Transformer Engine.
 
-This module *is* ``transformer_engine_torch`` for a process of :mod:`kha_megatron.cpu.engine`. Its
-functions have the names and arguments of the extension's and compute in float32 what its kernels
-compute; everything above them is Transformer Engine's own Python. What is not here raises with its
-name when it is called.
+Functions have the names and arguments of the extension and compute in float32 what its kernels
+compute. Any other name of the extension raises NotImplementedError when it is called.
 
-Shapes: ``[..., columns]`` is a matrix with all leading dimensions in its rows. A dtype is a
-member of :data:`DType`, or of Transformer Engine's own enum of the same names.
+Shapes: ``[..., columns]`` is a matrix whose rows are all leading dimensions. A dtype is a member of
+:data:`DType`, or of Transformer Engine's enum with the same names.
 """
 
 import functools
@@ -17,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from kha_megatron.cpu import fp8
+from tests.transformer_engine import fp8
 
 __all__: list[str] = []
 """What ``from transformer_engine_torch import *`` takes: everything here but the imports."""
@@ -262,7 +260,7 @@ def generic_gemm(
 
     Raises:
         NotImplementedError: communication or GELU fused into the product.
-        RuntimeError: see :func:`kha_megatron.cpu.fp8.operand`.
+        RuntimeError: see :func:`fp8.operand`.
     """
     if comm_overlap is not None or gelu:
         what = "GELU" if gelu else "communication (--tp-comm-overlap)"
