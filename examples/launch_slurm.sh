@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# One row of the paper's Table 2 on four Slurm nodes of eight GPUs, without a container: the batch
-# script, the parallel sizes that the planner chose, and the command of every rank. Nothing is
-# submitted, and no Slurm is needed: take --dry-run away on a login node to submit it. A training
-# that outlasts the time limit goes on in the next job of the chain.
+# Print the batch script and the command of every rank for one row of the paper's Table 2 on four
+# Slurm nodes of eight GPUs, without a container. Slurm is not needed. Remove --dry-run on a login
+# node to submit the jobs. Each job of the chain resumes from the checkpoint of the one before.
 #
 # Needs: pip install 'kha-megatron[launch]'
 set -euo pipefail

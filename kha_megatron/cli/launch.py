@@ -1,6 +1,7 @@
 """``kha-megatron launch``: train a recipe with NeMo-Run and follow it."""
 
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,6 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.destination import placed
 from kha_megatron.cli.following import print_lines, report, training_progress
 from kha_megatron.cli.options import (
     AsJSON,
@@ -24,30 +24,65 @@ from kha_megatron.cli.options import (
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import hear, say
 from kha_megatron.plan.search import planned
-from kha_megatron.recipes import Cluster, Command, Job, Recipe
+from kha_megatron.recipes import Command, Job, Recipe, Slurm, check_words, get_recipe, prepare
 
 
-@placed
 def launch(
     recipe: RecipeName,
-    to: Cluster,
     megatron: MegatronArguments = None,
     data: DataFolder = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for checkpoints and TensorBoard files; default runs/RECIPE."),
+        typer.Option(help="Directory for checkpoints and TensorBoard files; default runs/RECIPE."),
     ] = None,
     device: TrainingDevice = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks per machine; default: the recipe's, 8 on Slurm."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in --output.")
     ] = False,
     layout: Annotated[
-        Literal["plan", "recipe"] | None,
-        typer.Option(help="Parallel sizes: the best of `plan` (GPU clusters), or the recipe's."),
-    ] = None,
+        Literal["recipe", "plan"],
+        typer.Option(help="Parallel sizes: the recipe's, or the best that `plan` finds."),
+    ] = "recipe",
     gpu_memory: GPUMemory = "80GB",
+    executor: Annotated[
+        Literal["local", "slurm"], typer.Option(help="Run on this machine or on Slurm.")
+    ] = "local",
+    time: Annotated[
+        str | None,
+        typer.Option(help="Slurm: time limit, [DAYS-]HH:MM:SS. The run saves and exits before it."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Slurm: number of nodes.")] = 1,
+    container_image: Annotated[
+        str | None, typer.Option(help="Slurm: container image of the ranks.")
+    ] = None,
+    mount: Annotated[
+        list[str] | None, typer.Option(help="Slurm: HOST:CONTAINER path. May be repeated.")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="Slurm: NAME=VALUE for the ranks. May be repeated.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition to submit to.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm account to charge.")] = None,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Slurm: how often to requeue a failed job.")
+    ] = 0,
+    chain: Annotated[
+        int, typer.Option(min=1, help="Slurm: jobs in a row, each resuming from the one before.")
+    ] = 1,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Slurm: NAME=VALUE of a field of NeMo-Run's SlurmExecutor, as text or JSON. "
+            "May be repeated.",
+        ),
+    ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Hand the job to the cluster and return.")
+        bool, typer.Option("--detach", help="Slurm: submit the job and return.")
     ] = False,
     dry_run: Annotated[
         bool,
@@ -55,12 +90,11 @@ def launch(
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Train a recipe with NeMo-Run, and follow it.
+    """Train a recipe with NeMo-Run on this machine or on Slurm, and follow it.
 
-    Exit codes: 0 trained (or handed over with --detach), 1 the job failed, 2
-    refused as bad input, 130 interrupted. On a cluster the parallel sizes are
-    the best that `plan` finds for its GPUs; sizes given after -- stay. A job
-    that a cluster starts again goes on from the checkpoints in --output.
+    Exit codes: 0 trained (or submitted with --detach), 1 the job failed, 2
+    bad input, 130 interrupted. A job that Slurm restarts resumes from the
+    checkpoints in --output. For other executors use `nemo kha train`.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
@@ -69,36 +103,53 @@ def launch(
       kha-megatron launch table2/mlp-v --data /data/mine --executor slurm \\
         --nodes 4 --account acme --time 04:00:00 --chain 6 --dry-run
     """
-    chosen = recipes.get_recipe(recipe)
-    cluster = None if to.executor == "local" else to
-    if output is None and cluster is not None and not cluster.shares_files:
-        raise ConfigError(f"--executor {to.executor} needs --output, a folder as the ranks see it")
-    words = megatron or []
-    recipes.check_words(chosen, words)
-    on_gpus = (device or chosen.run.training.device) != "cpu"
-    if (layout or ("plan" if cluster and on_gpus else "recipe")) == "plan":
-        ranks = cluster.ranks if cluster else to.gpus or chosen.ranks
+    options = Slurm(
+        time=time or "",
+        nodes=nodes,
+        gpus=nproc or 8,
+        image=container_image,
+        mounts=tuple(mount or ()),
+        environment=_pairs("--env", env),
+        partition=partition,
+        account=account,
+        retries=retries,
+        chain=chain,
+        settings=_pairs("--set", set_),
+    )
+    slurm = options if executor == "slurm" else None
+    if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
+        raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
+    chosen, words = get_recipe(recipe), megatron or []
+    check_words(chosen, words)
+    if layout == "plan":
+        ranks = slurm.ranks if slurm else nproc or chosen.ranks
         chosen = _planned(chosen, ranks, parse_size("--gpu-memory", gpu_memory), words)
-    job = recipes.prepare(
+    job = prepare(
         chosen,
         data=data,
         output=output or Path("runs", chosen.name),
         overrides=words,
-        ranks=to.gpus,
+        ranks=nproc,
         device=device,
         resume=resume,
-        cluster=cluster,
+        slurm=slurm,
     )
-    if cluster is not None:
-        _on_a_cluster(job, dry_run=dry_run, detach=detach, as_json=as_json)
-    elif detach:
-        raise ConfigError("--detach is for clusters: start a local run with nohup or in tmux")
+    if slurm is not None:
+        _on_slurm(job, dry_run=dry_run, detach=detach, as_json=as_json)
     else:
         _on_this_machine(job, dry_run=dry_run, as_json=as_json)
 
 
+def _pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
+    pairs = [word.partition("=") for word in given or ()]
+    for name, equals, value in pairs:
+        if not (name and equals):
+            raise ConfigError(f"Expected {flag} NAME=VALUE, got {name}{equals}{value}.")
+    return {name: value for name, _, value in pairs}
+
+
 def _planned(recipe: Recipe, ranks: int, memory: float, words: list[str]) -> Recipe:
-    """The recipe in the layout that is planned for so many GPUs; sizes among ``words`` stay."""
+    """Return the recipe with the best layout for so many GPUs; sizes among ``words`` stay."""
     sizes = planned(recipe.run_for(words), ranks, memory, fixed=hear(words))
     text = " ".join(" ".join([one.flag, *one.words]) for one in say(**sizes).values())
     console.log.print(f"layout for {ranks} GPUs: {text}", markup=False)
@@ -126,7 +177,7 @@ def _on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
         raise typer.Exit(2 if refused else 1)
 
 
-def _on_a_cluster(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
+def _on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
     if dry_run:
         submission = recipes.dry_submission(job)
         if as_json:
@@ -139,7 +190,7 @@ def _on_a_cluster(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> No
         with training_progress(job) if not detach else nullcontext() as on_step:
             result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
-        console.log.print("no longer waiting; what was submitted may go on", markup=False)
+        console.log.print("no longer waiting; submitted jobs continue", markup=False)
         raise typer.Exit(130) from None
     if result.failure is not None:
         print_lines(result.failure)
@@ -156,7 +207,7 @@ def _on_a_cluster(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> No
 
 
 def _as_shell(command: Command) -> str:
-    """The command as text that a shell runs: one variable, one flag with its values, per line."""
+    """Format the command for a shell: one variable, or one flag with its values, per line."""
     lines = [f"cd {shlex.quote(str(command.folder))} &&"]
     for name, value in command.environment.items():
         tail = ':"$PATH"' if name == "PATH" else ""

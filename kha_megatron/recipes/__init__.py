@@ -9,35 +9,33 @@ from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step, read_steps
-from kha_megatron.recipes.checks import check_words
-from kha_megatron.recipes.cluster import Cluster, flag_of
 from kha_megatron.recipes.gated import GATED
 from kha_megatron.recipes.interactive import INTERACTIVE
 from kha_megatron.recipes.laptop import LAPTOP
-from kha_megatron.recipes.launching import Command, Job, LaunchResult, dry_run, launch, prepare
+from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launch
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.moh import MOH
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
+from kha_megatron.recipes.prepare import Job, Slurm, check_words, prepare
 from kha_megatron.recipes.quickstart import QUICKSTART
 from kha_megatron.recipes.recipe import Recipe
-from kha_megatron.recipes.submit import Submission, SubmitResult, dry_submission, submit
+from kha_megatron.recipes.slurm import Submission, SubmitResult, dry_submission, submit
 from kha_megatron.recipes.tables import TABLES
 
 __all__ = [
     "RECIPES",
-    "Cluster",
     "Command",
     "Failure",
     "Job",
     "LaunchResult",
     "Recipe",
+    "Slurm",
     "Step",
     "Submission",
     "SubmitResult",
     "check_words",
     "dry_run",
     "dry_submission",
-    "flag_of",
     "get_recipe",
     "launch",
     "prepare",
@@ -56,15 +54,15 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of that name.
+    """Return the recipe of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown; the message suggests similar ones.
     """
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]
         raise ConfigError(
             f"unknown recipe {name!r}: did you mean {' or '.join(near)}? "
-            "`kha-megatron recipes list` has them all"
+            "`kha-megatron recipes list` lists all recipes."
         )
     return RECIPES[name]

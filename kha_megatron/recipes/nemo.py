@@ -1,20 +1,67 @@
-"""The recipes under NeMo-Run's own command line: ``nemo kha train``.
+"""Recipes for NeMo-Run's own command (``nemo kha train``) and Python API.
 
-Found through the entry-point group ``nemo_run.cli``. NeMo-Run's parser evaluates what it is given:
-keep text that you do not trust away from it, and use ``kha-megatron launch`` there.
+``nemo`` finds this module through the entry-point group ``nemo_run.cli``. NeMo-Run's command-line
+parser evaluates its arguments: pass untrusted text to ``kha-megatron launch`` instead.
 """
 
+import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import nemo_run as run
 
 from kha_megatron.errors import KHAError
 from kha_megatron.recipes import check_words, get_recipe, prepare
-from kha_megatron.recipes.launching import TASK, experiment_name, task_of
+from kha_megatron.recipes.launching import TASK
+
+
+def run_rank(command: list[str]) -> None:
+    """Replace this process by Python with the given arguments; what NeMo-Run calls on each rank."""
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def partial(
+    recipe: str,
+    executor: Any,
+    *,
+    data: str | None = None,
+    output: str | None = None,
+    megatron: str = "",
+    resume: bool = False,
+) -> Any:
+    """Return a recipe as ``run.Partial``, and set the executor's launcher and environment.
+
+    Args:
+        recipe: a name of ``kha-megatron recipes list``.
+        executor: one of NeMo-Run's executors; it sets the number of ranks.
+        data: directory made by ``kha-megatron data prepare``, as the ranks see it.
+        output: directory for checkpoints and TensorBoard files; None uses ``runs/RECIPE``, which
+            only this machine's executor takes.
+        megatron: Megatron's and ``--kha-*`` arguments, as for a shell.
+        resume: continue from the last checkpoint in ``output``.
+
+    Raises:
+        KHAError: see :func:`kha_megatron.recipes.prepare.prepare`.
+    """
+    chosen, words = get_recipe(recipe), shlex.split(megatron)
+    local = isinstance(executor, run.LocalExecutor)
+    check_words(chosen, words)
+    job = prepare(
+        chosen,
+        data=Path(data) if data else None,
+        output=Path(output or f"runs/{recipe}"),
+        overrides=words,
+        ranks=executor.nnodes() * executor.nproc_per_node(),
+        resume=resume,
+        remote=not local,
+    )
+    executor.launcher = executor.launcher or run.Torchrun()
+    executor.env_vars = {**job.environment, **executor.env_vars}
+    if local:
+        executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))  # of torchrun
+    return run.Partial(run_rank, command=list(job.command[1:]))
 
 
 @run.cli.entrypoint(namespace="kha", type="experiment")
@@ -28,48 +75,28 @@ def train(
 ) -> None:
     """Train a recipe of kha-megatron on any of NeMo-Run's executors.
 
-    Ends with code 1 if a rank fails, and with 2 if the input is refused.
+    Exits with code 1 if a rank fails, and with 2 if the input is refused.
 
     Args:
         recipe: a name of ``kha-megatron recipes list``.
-        data: folder made by ``kha-megatron data prepare``.
-        output: folder for checkpoints and TensorBoard files; ``runs/RECIPE`` if not given.
+        data: directory made by ``kha-megatron data prepare``.
+        output: directory for checkpoints and TensorBoard files; ``runs/RECIPE`` if not given.
         megatron: Megatron's and ``--kha-*`` arguments, as for a shell.
         resume: continue from the last checkpoint in ``output``.
     """
-    executor = ctx.executor or run.LocalExecutor()
     try:
-        chosen = get_recipe(recipe)
-        if ctx.executor is None:
-            executor.ntasks_per_node = chosen.ranks
-        if executor.launcher is None:
-            executor.launcher = run.Torchrun()
-        words = shlex.split(megatron)
-        check_words(chosen, words)
-        job = prepare(
-            chosen,
-            data=Path(data) if data else None,
-            output=Path(output) if output else Path("runs", chosen.name),
-            overrides=words,
-            ranks=executor.nnodes() * executor.nproc_per_node(),
-            resume=resume,
-            again=not isinstance(executor, run.LocalExecutor),
-        )
+        executor = ctx.executor or run.LocalExecutor(ntasks_per_node=get_recipe(recipe).ranks)
+        task = partial(recipe, executor, data=data, output=output, megatron=megatron, resume=resume)
     except (KHAError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    executor.env_vars = {**job.environment, **executor.env_vars}
-    if isinstance(executor, run.LocalExecutor):  # torchrun lies beside Python
-        executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))
-    else:
-        job = replace(job, command=("python", *job.command[1:]))
-    with run.Experiment(experiment_name(chosen), executor=executor) as experiment:
-        experiment.add(task_of(job), name=TASK)
+    with run.Experiment(recipe.replace("/", "-"), executor=executor) as experiment:
+        experiment.add(task, name=TASK)
         if ctx.dryrun:
             experiment.dryrun()
             return
         # not ctx.launch: without an executor it runs the task in this process, without its ranks
         experiment.run(detach=ctx.detach, tail_logs=ctx.tail_logs)
-    # leaving the experiment is what waited for the job
+    # leaving the experiment waits for the job
     if not ctx.detach and experiment.jobs[0].state.name != "SUCCEEDED":
         raise SystemExit(1)

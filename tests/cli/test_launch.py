@@ -11,14 +11,10 @@ from typer.testing import CliRunner
 
 from kha_megatron.cli import app
 from kha_megatron.errors import ConfigError, DataError
-from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.gated import GATED
-from kha_megatron.recipes.interactive import INTERACTIVE
-from kha_megatron.recipes.moh import MOH
 from tests.recipes.conftest import data, nemorun_home, scripted  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--dry-run"]
-DOCKER = [*LAUNCH, "--executor", "docker", "--container-image", "x"]
+SLURM = [*LAUNCH, "--executor", "slurm", "--time", "04:00:00"]
 
 
 def run(*words: str, code: int = 0):
@@ -65,29 +61,17 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert list((nemorun_home / "experiments" / "quickstart").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [r.name for r in (*INTERACTIVE, *MOH, *GATED)])
-def test_dry_run_of_every_recipe_with_other_heads(name, nemorun_home):  # noqa: F811
-    text = run("launch", name, "--dry-run", "--", "--mock-data").stdout
-    assert all(word in text for word in get_recipe(name).run.words())
-
-
 @pytest.mark.parametrize(
     ("words", "error", "match"),
     [
         (["launch", "quikstart"], ConfigError, "unknown recipe"),
-        ([*LAUNCH, "--executor", "pbs"], ConfigError, "'pbs': choose one of local, docker"),
-        ([*LAUNCH, "--executor", "slurm"], ConfigError, "slurm needs --time"),
-        ([*LAUNCH, "--nodes", "2"], ConfigError, "without --nodes"),
-        ([*LAUNCH, "--detach", "--", "--mock-data"], ConfigError, "--detach is for clusters"),
-        ([*DOCKER, "--env", "A"], ConfigError, "--env A: give NAME=VALUE"),
-        ([*DOCKER, "--", "--mock-data"], ConfigError, "docker needs --output"),
-        ([*LAUNCH], DataError, "no training data"),
+        ([*LAUNCH, "--executor", "slurm"], ConfigError, "Expected --time as HH:MM:SS"),
+        ([*LAUNCH, "--nodes", "2"], ConfigError, "Expected --executor slurm"),
+        ([*LAUNCH, "--detach", "--", "--mock-data"], ConfigError, "Expected --executor slurm"),
+        ([*SLURM, "--env", "A"], ConfigError, "Expected --env NAME=VALUE, got A"),
         ([*LAUNCH, "--data", "/no/such"], DataError, "/no/such/corpus.bin"),
-        ([*LAUNCH, "--nproc", "3", "--", "--mock-data"], ConfigError, "3 ranks"),
-        ([*LAUNCH, "--device", "tpu", "--", "--mock-data"], ConfigError, "'tpu'"),
         ([*LAUNCH, "--", "--no-such-flag"], ConfigError, "unrecognized arguments: --no-such-flag"),
-        ([*LAUNCH, "--", "--train-iters", "abc"], ConfigError, "--train-iters abc: give a whole"),
-        ([*LAUNCH, "--", "--ckpt-format", "zip"], ConfigError, "invalid choice: 'zip'"),
+        ([*LAUNCH, "--", "--train-iters", "abc"], ConfigError, "--train-iters abc"),
         ([*LAUNCH, "stray"], ConfigError, "unexpected argument 'stray'"),
     ],
 )
@@ -102,34 +86,17 @@ def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("--heads moh.shared=4 --heads moh.active=1", r"shares 4 of 4 heads: use .* from 1 to 3,"),
-        ("--heads moh.shared=2 --heads moh.active=3", r"3 active of 2 routed .*use .* from 1 to 2"),
-        ("--heads moh.shared=1 --heads moh.active=[1,2]", "2 layers, and the model has 4: give"),
-        ("--heads gate.key=head", "before QK-norm.*use gate.key=element, or remove --qk-layernorm"),
-        ("--heads gate.g1=head --heads gate.output=head", "gate.g1 is gate.output.*leave one out"),
-        (
-            "--kha-upcycle --heads knock.value=none --heads gate.output=head --heads gate.form=add",
-            r"gate\(output=head, form=add\).*must start at the identity",
-        ),
+        ("--heads moh.shared=4 --heads moh.active=1", "shares 4 of 4 heads"),
+        ("--heads gate.key=head", "before QK-norm"),
         ("--heads gate.output=head --flash-decode", "remove --flash-decode"),
-        ("--heads gate.output=head --mtp-num-layers 1", "remove --mtp-num-layers"),
-        ("--heads talking.max_tokens=255", "256 tokens, more than .*=255: .*shorten --seq-length"),
-        (
-            "--multi-latent-attention --heads knock.value=none --heads moh.share=0.75",
-            r"moh\(share=0.75\) on multi-latent attention.*use MHA, MQA or GQA",
-        ),
-        ("--heads collaborative.dim=30", r"dim=30.*turns 32 features: give .*=32 or more"),
-        (
-            "--heads collaborative.dim=32 --heads gate.query=element",
-            r"gate.query with collaborative.*leave gate.query out",
-        ),
+        ("--heads talking.max_tokens=255", "256 tokens, more than"),
+        ("--heads collaborative.dim=30", "turns 32 features"),
     ],
 )
-def test_heads_that_cannot_be_had_are_refused(words, match):
+def test_heads_that_the_ranks_would_refuse_are_refused(words, match):
     result = CliRunner().invoke(app, [*LAUNCH, "--", "--mock-data", *words.split()])
     assert isinstance(result.exception, ConfigError)
     assert re.search(match, str(result.exception)), result.exception
-    assert "\n" not in str(result.exception)
 
 
 def test_heads_too_wide_for_fused_kernels_are_refused_before_submission(nemorun_home):  # noqa: F811
@@ -149,32 +116,32 @@ def test_an_upcycled_run_finds_itself_when_it_is_started_again(tmp_path, nemorun
     assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
 
-def test_a_dry_run_on_a_cluster_uses_the_plans_layout(nemorun_home, tmp_path):  # noqa: F811
-    words = ["--container-image", "x", "--output", "/runs", "--nproc", "8", "--json"]
-    words = ["launch", "moe-a0.8b-6.6b", "--executor", "docker", "--dry-run", *words]
+def test_slurm_uses_the_planned_layout_on_request(nemorun_home, tmp_path):  # noqa: F811
+    words = ["launch", "moe-a0.8b-6.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
+    words += ["--output", str(tmp_path / "runs"), "--json"]
     fixed = ["--", "--mock-data", "--tensor-model-parallel-size", "2"]
-    result = run(*words, *fixed)
+    result = run(*words, "--layout", "plan", *fixed)
     planned = json.loads(result.stdout)
     assert "--tensor-model-parallel-size 2" in planned["script"]
     assert "--sequence-parallel" in planned["script"]
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in planned["requests"][0]
     assert "layout for 8 GPUs" in result.stderr
-    plain = json.loads(run(*words, "--layout", "recipe", "--", "--mock-data").stdout)
+    plain = json.loads(run(*words, "--", "--mock-data").stdout)
     assert "--expert-model-parallel-size 8" in plain["script"]
     assert "--pipeline" not in plain["script"]
 
 
-@pytest.mark.parametrize("gpus", [1, 3, 6])
-def test_slurm_needs_no_account_and_no_whole_machine(gpus, nemorun_home, tmp_path):  # noqa: F811
+def test_slurm_needs_no_account_and_no_whole_node(nemorun_home, tmp_path):  # noqa: F811
     words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
-    words += ["--nproc", str(gpus), "--output", str(tmp_path / "out"), "--json"]
-    (request,) = json.loads(run(*words, "--", "--mock-data").stdout)["requests"]
-    assert f"#SBATCH --gpus-per-node={gpus}\n" in request
-    assert f"--nproc-per-node {gpus} " in request
+    words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]
+    batch = ["--global-batch-size", "510"]
+    (request,) = json.loads(run(*words, "--", "--mock-data", *batch).stdout)["requests"]
+    assert "#SBATCH --gpus-per-node=3\n" in request
+    assert "--nproc-per-node 3 " in request
     assert "account" not in request
 
 
-def test_a_job_that_no_scheduler_takes_ends_with_1(nemorun_home, tmp_path):  # noqa: F811
+def test_job_that_no_scheduler_takes_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]
     result = run(*words, code=1)

@@ -29,8 +29,6 @@ FORMS = (
     # what is typed, the form, and why it is not simply run
     ("docs/tutorials/*: kha-megatron *", "parse", "tests/docs/test_tutorials.py walks it"),
     ("benchmarks/gpu.md: kha-megatron *", "parse", "hours; the shell fills in a folder"),
-    ("kha-megatron *--executor kubeflow *", "client", "the rest: tests/recipes/test_cluster.py"),
-    ("kha-megatron *--executor skypilot *", "client", "the rest: tests/recipes/test_cluster.py"),
     ("kha-megatron launch *--dry-run*", "run", ""),
     ("kha-megatron launch * --resume *", "parse", "nothing to resume; tests/recipes"),
     ("kha-megatron launch *", "dry", "trains: tests/docs/test_tutorials.py does"),
@@ -66,9 +64,7 @@ FORMS = (
 )
 """First match wins. Forms are the names of :class:`Forms`' methods."""
 
-RUN_HERE = ("run", "dry", "small", "unverified", "no logits", "parse", "client")
-NO_CLIENT = r"error: --executor \w+ needs \w+, which is not installed|NeMo-Run cannot use \w+ here"
-"""Where a command of the form ``client`` may end: all that is checked before has passed."""
+RUN_HERE = ("run", "dry", "small", "unverified", "no logits", "parse")
 
 
 def matches(command, pattern):
@@ -195,7 +191,7 @@ def test_commands_of(page, here, monkeypatch, capsys):
         if form == "parse":
             parse(words)
         else:
-            call(words, monkeypatch, capsys, NO_CLIENT if form == "client" else None)
+            call(words, monkeypatch, capsys)
 
 
 def _parse_arguments(lines):

@@ -11,7 +11,7 @@ from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model, pattern_of
 from kha_megatron.model.run import TABLE, Run, hear
 from kha_megatron.recipes import RECIPES, get_recipe
-from kha_megatron.recipes.checks import check_layout
+from kha_megatron.recipes.prepare import check_layout
 
 pytestmark = pytest.mark.usefixtures("training_package")
 

@@ -50,31 +50,26 @@ def test_the_entry_point_is_installed():
     assert entry.value == "kha_megatron.recipes.nemo"
 
 
-def test_a_recipe_trains(nemo, tmp_path):
-    done = nemo("megatron='--mock-data --odd \"a b\"'")
+def test_recipe_trains_with_its_arguments_and_directories(nemo, data, tmp_path):
+    words = ["megatron='--odd \"a b\"'", f"data={data}", f"output={tmp_path / 'runs'}"]
+    done = nemo(*words)  # the data's path has a space
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in (0, 1):
         words = (tmp_path / f"rank{rank}").read_text().split("|")
         assert words[0] == "1"
         assert words[-1] == "a b"
         assert words[words.index("--kha-preset") + 1] == "kha_mlp"
+        assert words[words.index("--data-path") + 1] == str(data / "corpus")
+        assert words[words.index("--save") + 1] == str(tmp_path / "runs" / "checkpoints")
 
 
-def test_folders_reach_the_ranks(nemo, data, tmp_path):
-    folders = [f"data={data}", f"output={tmp_path / 'runs'}"]  # the first one has a space
-    done = nemo(*folders)
-    assert done.returncode == 0, done.stdout + done.stderr
-    words = (tmp_path / "rank0").read_text().split("|")
-    assert words[words.index("--data-path") + 1] == str(data / "corpus")
-    assert words[words.index("--save") + 1] == str(tmp_path / "runs" / "checkpoints")
-
-
-def test_a_failing_rank_ends_it_with_1(nemo, tmp_path):
+def test_failing_rank_exits_with_1(nemo, tmp_path):
     assert nemo("megatron='--mock-data --x fail'").returncode == 1
     assert list(tmp_path.glob("rank[01]"))  # the first to fail may end the other before it writes
 
 
-def test_bad_input_ends_it_with_2(nemo):
+@pytest.mark.whole
+def test_bad_input_exits_with_2(nemo):
     done = nemo("megatron=--tensor-model-parallel-size=3")
     assert done.returncode == 2
     assert "error: " in done.stderr

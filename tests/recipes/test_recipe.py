@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -92,48 +91,6 @@ def test_kha_of_a_recipe():
         assert QUICKSTART.run.updated(kha_preset="kha").kha
 
 
-def test_the_callers_environment_wins(monkeypatch, data):
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    environment = prepare(QUICKSTART, data=data).environment
-    assert environment == {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-
-
-@pytest.mark.parametrize(
-    ("words", "connections"),
-    [
-        ("", None),  # data parallelism alone
-        ("--tensor-model-parallel-size 2", "1"),
-        ("--context-parallel-size 2", "1"),
-        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", None),  # Megatron refuses 1
-    ],
-)
-def test_what_megatron_demands_of_the_environment(words, connections, monkeypatch):
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    job = prepare(
-        get_recipe("dense-0.6b"), overrides=["--mock-data", *words.split()], ranks=2, device="cuda"
-    )
-    assert job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
-    if connections:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as Blackwell may have it
-        job = prepare(job.recipe, overrides=["--mock-data", *words.split()], ranks=2)
-        assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-
-
-def test_paths_are_absolute_whatever_the_caller_gave(data, monkeypatch):
-    monkeypatch.chdir(data.parent)
-    arguments = QUICKSTART.run_for(data=Path(data.name), output=Path("out")).flags
-    assert arguments["--tokenizer-model"] == (str(data / "tokenizer"),)
-    assert arguments["--save"] == (str(data.parent / "out" / "checkpoints"),)
-
-
 def test_unknown_recipe():
     with pytest.raises(ConfigError, match="unknown recipe 'quikstart': did you mean quickstart"):
         get_recipe("quikstart")
-
-
-def test_a_job_that_may_be_started_again_loads_its_own_folder(tmp_path):
-    options = {"overrides": ["--mock-data"], "output": tmp_path / "run"}
-    command = prepare(QUICKSTART, again=True, **options).command
-    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
-    assert "--load" not in prepare(QUICKSTART, **options).command

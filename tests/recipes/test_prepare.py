@@ -1,0 +1,175 @@
+"""``prepare`` refuses bad input before anything starts, and passes what the ranks need."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
+from kha_megatron.recipes import get_recipe, prepare
+from tests.checkpoint.saved import save
+
+QUICKSTART = get_recipe("quickstart").updated(num_attention_heads=8, num_query_groups=4)
+
+
+def refused(error: type[KHAError], match: str, words: str = "", **options) -> None:
+    with pytest.raises(error, match=match) as caught:
+        prepare(QUICKSTART, overrides=words.split(), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "match"),
+    [
+        ("--tensor-model-parallel-size 3", 3, "8 query heads .* 3"),
+        ("--tensor-model-parallel-size two", 2, "--tensor-model-parallel-size two"),
+        ("--kha-preset kha_mpl", 2, "unknown KHA preset 'kha_mpl'"),
+        ("--multi-latent-attention", 2, "value=mlp on multi-latent attention"),
+        ("--device tpu", 2, "--device cuda or cpu, got tpu"),
+        ("", 0, "at least 1 rank"),
+        ("--pipeline-model-parallel-size 2", 2, "tensor 2 x pipeline 2"),
+        ("--moe-layer-freq __import__('os')", 2, "give a whole number"),
+    ],
+)
+def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):
+    refused(ConfigError, match, words, data=data, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("--odd 1 2 -x", 2),  # Megatron's own parser checks its own flags
+        ("--num-query-groups 1 --tensor-model-parallel-size 4", 4),  # KV heads < TP
+        ("--kha-value none --kha-query gate --kha-init random", 2),
+    ],
+)
+def test_layout_that_megatron_takes_passes(words, ranks, data):
+    job = prepare(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
+    assert job.ranks == ranks
+    assert set(words.split()) <= set(job.command)
+
+
+def vocab_sizes(*words: str, recipe=QUICKSTART) -> list[str]:
+    command = prepare(recipe, overrides=["--mock-data", *words]).command
+    return [command[i + 1] for i, word in enumerate(command) if word == "--vocab-size"]
+
+
+def test_mock_data_uses_the_recipes_vocabulary():
+    assert vocab_sizes() == ["512"]
+    assert vocab_sizes("--vocab-size", "77") == ["77"]
+    assert vocab_sizes("--use-checkpoint-args") == []  # the checkpoint has the size
+    unknown = replace(QUICKSTART, run=replace(QUICKSTART.run, vocab_size=None))
+    assert vocab_sizes("--vocab-size", "77", recipe=unknown) == ["77"]
+    with pytest.raises(DataError, match=r"--vocab-size N"):
+        vocab_sizes(recipe=unknown)
+
+
+def test_missing_data_is_refused(data, tmp_path):
+    refused(DataError, "no training data")
+    good = str(data / "corpus")
+    blend = f"--data-path 0.3 {tmp_path}/other 0.7 {tmp_path}/other"
+    refused(DataError, r"other\.bin", blend, data=data)
+    prepare(QUICKSTART, data=data, overrides=["--data-path", good, good])
+    (data / "corpus.idx").unlink()
+    refused(DataError, r"corpus\.idx does not exist", data=data)
+
+
+def test_missing_tokenizer_is_refused(data):
+    with pytest.raises(DataError, match="no tokenizer"):
+        prepare(QUICKSTART, overrides=["--data-path", str(data / "corpus")])
+
+
+class TestDirectories:
+    @pytest.fixture
+    def output(self, tmp_path: Path) -> Path:
+        return tmp_path / "out"
+
+    @pytest.fixture
+    def trained(self, output: Path) -> Path:
+        """An output directory with a complete checkpoint of iteration 7 with the recipe's heads."""
+        matrices = {"decoder.layers.self_attention.knock_value.weight": torch.zeros(4, 3, 16, 16)}
+        save(output / "checkpoints", 7, matrices, kha_value="mlp")
+        return output
+
+    def test_empty_directory_is_taken_and_not_made(self, output, data):
+        prepare(QUICKSTART, data=data, output=output)
+        assert not output.exists()
+
+    def test_directory_in_use_is_refused_unless_resumed(self, trained, data):
+        refused(OutputError, "is not empty.*--resume", data=data, output=trained)
+        command = prepare(QUICKSTART, data=data, output=trained, resume=True).command
+        assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
+
+    def test_users_own_load_and_save_are_checked(self, trained, data, monkeypatch, tmp_path):
+        monkeypatch.chdir(trained)
+        words = ["--load", "checkpoints", f"--save={trained / 'checkpoints'}"]
+        command = prepare(QUICKSTART, data=data, overrides=words).command
+        assert command[command.index("--load") + 1] == "checkpoints"
+        save = f"--save {trained}"
+        refused(OutputError, "is not empty", save, data=data, output=tmp_path / "new")
+
+    def test_torn_checkpoint_is_refused(self, trained, data):
+        for last in ("metadata.json", "integrity.json"):
+            (trained / "checkpoints/iter_0000007" / last).unlink()
+        refused(CheckpointError, "no complete checkpoint", data=data, output=trained, resume=True)
+
+    @pytest.mark.parametrize(
+        ("words", "match"),
+        [
+            ("--kha-preset kha_linear", "value=mlp.*value=linear"),
+            ("--kha-preset baseline", "1 tensor decoder.layers.* unexpected"),
+        ],
+    )
+    def test_checkpoint_with_other_heads_is_refused(self, trained, data, words, match):
+        options = {"data": data, "output": trained, "resume": True}
+        refused(CheckpointError, match, words, **options)
+        prepare(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
+
+    def test_resume_of_nothing_is_refused(self, output, data):
+        refused(CheckpointError, "no complete checkpoint", data=data, output=output, resume=True)
+        refused(ConfigError, "Expected --output with --resume", data=data, resume=True)
+
+    def test_file_as_output_is_refused(self, output, data):
+        output.touch()
+        refused(OutputError, "is a file", data=data, output=output)
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_directory_without_permission_is_refused(self, tmp_path, data):
+        (tmp_path / "locked").mkdir(mode=0o500)
+        refused(OutputError, "cannot be written", data=data, output=tmp_path / "locked" / "out")
+
+
+def test_paths_are_absolute(data, monkeypatch):
+    monkeypatch.chdir(data.parent)
+    arguments = QUICKSTART.run_for(data=Path(data.name), output=Path("out")).flags
+    assert arguments["--tokenizer-model"] == (str(data / "tokenizer"),)
+    assert arguments["--save"] == (str(data.parent / "out" / "checkpoints"),)
+
+
+def test_restarted_job_loads_its_own_directory(tmp_path):
+    options = {"overrides": ["--mock-data"], "output": tmp_path / "run"}
+    command = prepare(QUICKSTART, remote=True, **options).command
+    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
+    assert "--load" not in prepare(QUICKSTART, **options).command
+
+
+@pytest.mark.parametrize(
+    ("words", "connections"),
+    [
+        ("", None),  # data parallelism alone
+        ("--tensor-model-parallel-size 2", "1"),
+        ("--context-parallel-size 2", "1"),
+        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", None),  # Megatron refuses 1
+    ],
+)
+def test_ranks_get_the_connections_that_megatron_demands(words, connections, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    recipe, options = get_recipe("dense-0.6b"), {"overrides": ["--mock-data", *words.split()]}
+    job = prepare(recipe, ranks=2, device="cuda", **options)
+    assert job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    if connections:  # the caller's own value is kept
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        job = prepare(recipe, ranks=2, **options)
+        assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"

@@ -1,0 +1,209 @@
+"""Slurm jobs: dry runs against golden files, and whole jobs on stand-ins of Slurm's commands.
+
+``KHA_WRITE_GOLDEN=1 pytest tests/recipes/test_slurm.py`` writes the golden files again.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.run import Run
+from kha_megatron.recipes import Slurm, dry_submission, get_recipe, prepare, submit
+
+GOLDEN = Path(__file__).parent / "golden"
+PLAIN = Slurm(nodes=2, account="acme", time="04:00:00", environment={"NOTE": "it's $HOME"}, chain=2)
+CPU = Slurm(gpus=2, time="00:30:00")
+CONTAINER = Slurm(
+    nodes=2,
+    image="registry.example/train:1",
+    mounts=("/data:/data", "/runs:/runs"),
+    environment={"NCCL_DEBUG": "INFO"},
+    partition="h100",
+    account="acme",
+    time="04:00:00",
+    retries=2,
+    settings={
+        "qos": "12",
+        "exclusive": "true",
+        "additional_parameters": '{"reservation": "r"}',
+    },
+)
+
+
+def job_on(slurm, output=Path("/runs/one"), words=()):
+    words = ["--mock-data", "--odd=a b$c", *words]
+    return prepare(get_recipe("dense-0.6b"), slurm=slurm, output=output, overrides=words)
+
+
+@pytest.mark.parametrize(
+    ("name", "slurm", "words"),
+    [
+        ("slurm", PLAIN, []),
+        ("slurm-cpu", CPU, ["--device", "cpu"]),
+        ("slurm-container", CONTAINER, []),
+    ],
+)
+def test_dry_run_equals_golden_file(name, slurm, words, nemorun_home, monkeypatch):
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    submission = dry_submission(job_on(slurm, words=words))
+    assert len(submission.requests) == slurm.chain
+    text = "\n".join([*submission.requests, "# scripts/train.sh", submission.script])
+    text = text.replace(str(Path(sys.executable).parent), "/BIN")
+    text = text.replace(str(nemorun_home), "/NEMORUN")
+    text = re.sub(r"(dense-0.6b)([_-])\d{12,}", r"\1\2ID", text)
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("KHA_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_script_passes_every_argument_unchanged():
+    job = job_on(PLAIN)
+    echo = f"exec() {{ printf '%s\\0' \"$@\"; }}\n{job.script}"
+    printed = subprocess.run(["bash", "-c", echo], capture_output=True, check=True).stdout
+    assert printed.decode().split("\0")[:-1] == list(job.command)
+    assert job.command[0] == sys.executable
+    assert job.command[-2:] == ("--odd", "a b$c")
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"), [("04:00:00", "225"), ("0-00:20:30", "17"), ("1-00:00:00", "1425")]
+)
+def test_run_exits_before_the_time_limit_and_loads_its_own_checkpoint(time, minutes):
+    words = job_on(Slurm(time=time)).command
+    assert words[words.index("--exit-duration-in-mins") + 1] == minutes
+    assert words[words.index("--load") + 1] == words[words.index("--save") + 1]
+
+
+STAND_INS = {  # a cluster of this machine: the batch script runs at once
+    "sbatch": """
+script="${@: -1}"
+export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=localhost SLURM_NODEID=0 SLURM_NTASKS_PER_NODE=1
+bash "$script" > "$STATE/out" 2>&1 && echo COMPLETED > "$STATE/end" || echo FAILED > "$STATE/end"
+echo 77
+""",
+    "srun": """
+[ "$1" = --nodes=1 ] && exec echo 127.0.0.1
+while [ "$1" != torchrun ]; do
+  [ "$1" = --output ] && exec > "${2//%j/77}" 2>&1
+  [ "$1" = --chdir ] && { mkdir -p "$2"; cd "$2"; }
+  shift
+done
+exec "$@"
+""",
+    "scontrol": """
+[ "$1 $2" = "show hostnames" ] && exec echo localhost
+[ "$1" = requeue ] && { echo "$@" >> "$STATE/scontrol"; exit; }
+[ -e "$STATE/silent" ] && { rm "$STATE/silent"; echo "Unable to contact controller" >&2; exit 1; }
+[ -e "$STATE/forgotten" ] && { echo "Invalid job id specified" >&2; exit 1; }
+echo "JobId=77 JobName=x JobState=$(cat "$STATE/end") Reason=None Restarts=0 ExitCode=3:0"
+""",
+    "sacct": """
+[ -e "$STATE/accounting" ] || { echo "Slurm accounting storage is disabled" >&2; exit 1; }
+echo "$(cat "$STATE/end")|3:0"
+""",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A folder in which the stand-ins of Slurm's commands leave what happened."""
+    (tmp_path / "bin").mkdir()
+    for name, body in STAND_INS.items():
+        file = tmp_path / "bin" / name
+        file.write_text(f"#!/bin/bash\n{body}")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("STATE", str(tmp_path))
+    return tmp_path
+
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+folder = Path(__file__).parent
+seen = folder / f"rank{os.environ['RANK']}"
+seen.with_suffix(".part").write_text(os.environ["NOTE"] + "|" + sys.argv[-1])
+seen.with_suffix(".part").rename(seen)
+while not (folder / "rank0").exists():  # a rank that fails ends the others
+    time.sleep(0.01)
+print(" iteration  7/  7 | lm loss: 2.5E+00 |", flush=True)
+code = int(sys.argv[sys.argv.index("--code") + 1]) if os.environ["RANK"] == "1" else 0
+sys.exit(code and (print("the disk is full", file=sys.stderr), code)[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "knows", "status"),
+    [
+        (0, ["silent"], "succeeded"),  # the controller answers at the second request
+        pytest.param(3, [], "failed", marks=pytest.mark.whole),
+        pytest.param(0, ["forgotten", "accounting"], "succeeded", marks=pytest.mark.whole),
+        (3, ["forgotten", "accounting"], "failed"),
+        pytest.param(0, ["forgotten"], "unknown", marks=pytest.mark.whole),
+    ],
+)
+def test_job_is_followed_to_its_end(
+    code, knows, status, slurm, scripted, nemorun_home, monkeypatch
+):
+    monkeypatch.setattr("kha_megatron.recipes.slurm._POLL_SECONDS", 0.1)
+    for name in knows:
+        (slurm / name).touch()
+    resources = Slurm(gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, time="04:00:00")
+    run = Run.of(vocab_size=90).updated(["--code", str(code), "--save", str(slurm / "runs")])
+    words = ["--mock-data", "--odd=a b$c"]
+    steps = []
+    job = prepare(scripted(RANK, run=run), slurm=resources, overrides=words)
+    result = submit(job, on_step=steps.append)
+    printed = (slurm / "out").read_text()
+    assert result.status == status, printed
+    assert result.succeeded == (status == "succeeded")
+    assert result.jobs == ("77",)
+    assert {step.loss for step in steps} == {2.5}
+    for rank in (0, 1):
+        assert (slurm / f"rank{rank}").read_text() == "it's $HOME|a b$c"
+    assert (slurm / "scontrol").exists() == (code != 0)  # requeue
+    if status == "failed":
+        assert "job 77 as FAILED (exit code 3:0" in result.reason
+        assert (result.failure.rank, result.failure.exit_code) == (1, 3)
+        assert "the disk is full" in result.failure.lines  # two streams have no order
+
+
+def test_missing_scheduler_is_a_failed_job(monkeypatch, nemorun_home):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    result = submit(job_on(PLAIN))
+    assert not result.succeeded
+    assert "slurm did not take the job" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("slurm", "options", "match"),
+    [
+        (Slurm(time="4h"), {}, "Expected --time as HH:MM:SS"),
+        (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "field of SlurmExecutor, got qso"),
+        (Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}), {}, "JSON in --set ntasks"),
+        (CONTAINER, {"output": Path("runs/one")}, "--output as an absolute path .*got runs/one"),
+        (CONTAINER, {"words": ["--load", "/other"]}, "no --load /other: .*--pretrained-checkpoint"),
+    ],
+)
+def test_bad_input_is_refused(slurm, options, match, nemorun_home):
+    with pytest.raises(ConfigError, match=match):
+        dry_submission(job_on(slurm, **options))
+
+
+def test_relative_path_is_taken_where_ranks_have_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = job_on(PLAIN, output=Path("one")).command
+    assert words[words.index("--save") + 1] == str(tmp_path / "one/checkpoints")
+
+
+def test_home_directory_that_a_shell_would_split_is_refused(nemorun_home, monkeypatch, tmp_path):
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path / "my nemo"))
+    with pytest.raises(ConfigError, match=r"my nemo.*Set NEMORUN_HOME"):
+        dry_submission(job_on(PLAIN))
