@@ -22,6 +22,6 @@ task = partial("dense-0.6b", executor, output="/runs/one", megatron="--mock-data
 with run.Experiment("dense-0.6b", executor=executor) as experiment:
     experiment.add(task, name="train")
     if "--dry-run" in sys.argv:
-        experiment.dryrun()
+        experiment.dryrun(delete_exp_dir=False)
     else:
         experiment.run()

@@ -63,6 +63,7 @@ def test_recipe_trains_with_its_arguments_and_directories(nemo, data, tmp_path):
         assert words[words.index("--save") + 1] == str(tmp_path / "runs" / "checkpoints")
 
 
+@pytest.mark.whole
 def test_failing_rank_exits_with_1(nemo, tmp_path):
     assert nemo("megatron='--mock-data --x fail'").returncode == 1
     assert list(tmp_path.glob("rank[01]"))  # the first to fail may end the other before it writes

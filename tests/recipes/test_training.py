@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from kha_megatron.recipes import get_recipe, prepare
-from tests.recipes.test_paper import DIFFERENT, NAMES
+from kha_megatron.recipes import get_recipe
+from tests.recipes.test_paper import DIFFERENT
 from tests.training.conftest import start
 
 SMALL = {
@@ -36,9 +36,8 @@ LATENT = {
     "--v-head-dim": "6",
 }
 WHOLE = {"--pipeline-model-parallel-size": "1"}
-QUICK = ("dense-0.6b", "table1/linear-kv1", "table3/mla-linear", "table3/gta-mlp")
-EVERY = dict.fromkeys([*NAMES, *(param.values[0] for param in DIFFERENT)])
-EVERY = [name for name in EVERY if "1.7b-48" not in name]  # small, those of 28 layers
+QUICK = ("table3/gta-mlp",)
+EVERY = [name for name in DIFFERENT if "1.7b-48" not in name]  # small, those of 28 layers
 
 
 @pytest.mark.parametrize(
@@ -58,13 +57,3 @@ def test_three_steps(name):
     assert 5.4 < losses[0] < 5.7  # 90 entries are padded to 256: log 256 = 5.55 at first
     assert re.search(r"iteration +3/ +3 ", run.output)
     assert ("in 2 of 2 layers" in run.knocks) == bool(recipe.run.kha.mechanisms)
-
-
-def test_a_launch_on_mock_data_trains():
-    """With no word about the vocabulary, as the printed commands have it."""
-    words = [w for item in SMALL.items() if item[0] != "--vocab-size" for w in item]
-    words += ["--global-batch-size", "8", "--train-iters", "1", "--mock-data"]
-    command = prepare(get_recipe("laptop/dense"), overrides=words, ranks=2).command
-    run = start(list(command[command.index("kha_megatron.training") + 1 :]), ranks=2)
-    assert run.codes == [0, 0], run.output[-3000:]
-    assert re.search(r"iteration +1/ +1 ", run.output)
