@@ -28,7 +28,7 @@ from kha_megatron.conversion.sources import open_source, parse_dtype
 from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import Cast, Expressed, Upcycled, folded
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.hf.serving_limits import unserved
+from kha_megatron.hf.modeling_kha import vllm_obstacle
 
 MAX_SHARD_BYTES = 5 * 10**9
 AUTO = "auto"
@@ -92,7 +92,7 @@ class HFPlan(Plan):
                 origin=origin,
                 folded=self.folded,
                 lesson=lesson,
-                unserved=unserved(config, by_backend=False) if is_kha else None,
+                unserved=vllm_obstacle(config, by_backend=False) if is_kha else None,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
         if lesson is not None:

@@ -6,6 +6,8 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from kha_megatron.config import KHAConfig
+from kha_megatron.hf import attention_kha  # noqa: F401 (registers further attention classes)
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.hf.modeling_kha import KHAForCausalLM, KHAModel, KHAPreTrainedModel
 from kha_megatron.hf.modelling_files import write_modelling_files
@@ -15,10 +17,21 @@ AutoModel.register(KHAModelConfig, KHAModel, exist_ok=True)
 AutoModelForCausalLM.register(KHAModelConfig, KHAForCausalLM, exist_ok=True)
 KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
+
+def read_kha(config: KHAModelConfig) -> KHAConfig:
+    """Return the head mechanisms of a model.
+
+    Raises:
+        ConfigError: if a ``kha_*`` field has an unknown value.
+    """
+    return KHAConfig.recorded(vars(config)) or KHAConfig()
+
+
 __all__ = [
     "KHAForCausalLM",
     "KHAModel",
     "KHAModelConfig",
     "KHAPreTrainedModel",
+    "read_kha",
     "write_modelling_files",
 ]

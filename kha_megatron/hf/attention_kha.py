@@ -1,19 +1,19 @@
-"""The attention family with knocking heads: MHA, MQA and GQA, with talking and collaborative heads
-too, then GTA, then MLA and GLA.
+"""Attention of ``kha`` models beyond MHA, MQA and GQA with KHA: other head mechanisms, Grouped-Tied
+Attention (GTA), Multi-head Latent Attention (MLA) and Grouped Latent Attention (GLA).
 
-Each class projects, knocks, norms, rotates, attends and projects, in this order, and caches no more
-numbers a token than its definition needs.
-
-Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens with those of the cache, ``H`` query heads,
-``G`` key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size.
+Each class projects, knocks, norms, rotates, attends and projects, in this order. A model directory
+contains this file only if its model needs it. The shape legend is that of ``modeling_kha``.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
@@ -24,40 +24,32 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeAttention,
     Glm4MoeRMSNorm,
     eager_attention_forward,
-    rotate_half,
 )
+from transformers.utils import logging
 
-from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadTensor, Mechanism
-from kha_megatron.heads.knock import PROJECTIONS, Variant
-from kha_megatron.heads.mechanism import Stage, Start
+from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage, Start
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.hf.head_ranks import ModelRanks
-from kha_megatron.ops.heads import applied
-from kha_megatron.ops.heads.ranks import Listener
-from kha_megatron.ops.heads.talking import attend as talk
+from kha_megatron.hf.mechanisms_kha import MECHANISMS
+from kha_megatron.hf.modeling_kha import (
+    ATTENTIONS,
+    SHARED_BY_HEADS,
+    CosSin,
+    KHAModule,
+    apply_rotary,
+)
+from kha_megatron.ops.heads.initial import initial_weight
+from kha_megatron.ops.heads.ranks import Listener, Ranks
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
+logger = logging.get_logger(__name__)
 
-
-class HeadSharedLinear(nn.Linear):
-    """One ``[D, D]`` matrix that all heads of a tensor share, in ``nn.Linear``'s layout.
-
-    The weight is the transpose of the matrix in ``kha_megatron.ops``, which multiplies rows from
-    the right. A class of its own, because transformers initialises module by module: it must be
-    told here, and not by the parent, that these matrices start as a no-op.
-    """
-
-    def __init__(self, head_dim: int, start: Start) -> None:
-        self.start = start
-        super().__init__(head_dim, head_dim, bias=False)
+SHARED_KEY = "mla_kv_a_proj"
+"""Tensor-parallel style of a projection whose rotary output goes to the heads of every rank."""
 
 
 class HeadWeight(nn.Module):
-    """A parameter of a head mechanism that is no stack of matrices and reads no input.
+    """A parameter of a head mechanism that is neither a stack of matrices nor a projection.
 
-    Whole on every rank; calling it is what transformers' tensor parallelism listens to.
+    Every rank holds all of it. transformers' tensor parallelism hooks the call.
     """
 
     def __init__(self, tensor: HeadTensor) -> None:
@@ -66,93 +58,103 @@ class HeadWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(tensor.shape))
 
     def forward(self) -> Tensor:
-        """The parameter."""
+        """Return the parameter."""
         return self.weight
 
 
 class InputLinear(nn.Linear):
-    """What a head mechanism computes of the layer's input: a gate's score, a router's."""
+    """A projection of the layer's input for a head mechanism: the score of a gate or a router."""
 
     def __init__(self, hidden: int, features: int, start: Start) -> None:
         self.start = start
         super().__init__(hidden, features, bias=False)
 
 
-class KHAKnock(nn.Module):
-    """The shared matrices of one projected tensor (equations 5-7 and 9, Table 2)."""
-
-    proj: HeadSharedLinear
-    up_proj: HeadSharedLinear
-    gate_proj: HeadSharedLinear
-    down_proj: HeadSharedLinear
-
-    def __init__(self, variant: Variant, tensor: HeadTensor) -> None:
-        super().__init__()
-        self.variant = variant
-        for matrix, start in zip(tensor.matrices, tensor.starts, strict=True):
-            self.add_module(matrix, HeadSharedLinear(tensor.shape[-1], start))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., D]`` to ``[..., D]``: ``ops.knock``, one module call per matrix.
-
-        Calling the modules keeps quantisation, adapters and tensor parallelism of transformers
-        working, which act on modules. The order of the products is that of ``ops.knock``.
-        """
-        # One expression each, and the sigmoid no module: vLLM splits over its ranks what looks like
-        # an MLP or like parallel projections, and here every rank holds other heads.
-        if self.variant == "linear":
-            return self.proj(x)
-        if self.variant == "gate":
-            return 2 * x * torch.sigmoid(self.gate_proj(x))
-        return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
-
-
 class _Score(NamedTuple):
-    """One thing that the mechanisms see of the input."""
+    """A projection of the layer's input that a mechanism reads."""
 
     name: str
     module: str
     features: int
     of_heads: bool
-    """Whether it is ``[..., heads, features]``: a rank may have fewer heads."""
+    """The result is ``[..., heads, features]``. A rank may have fewer heads."""
     is_shared: bool
-    """Whether all heads meet it: ``[..., 1, features]``."""
+    """All heads use the result ``[..., 1, features]``."""
 
 
-class KHAHeads:
-    """Beside an attention: what its heads have, as modules."""
+class KHAHeads(KHAModule):
+    """Base of the attention classes in this file: adds the mechanisms that the model has."""
 
     q_knock: nn.Module
     k_knock: nn.Module
     v_knock: nn.Module
     layer_idx: int
     o_proj: nn.Module
+    training: bool
 
-    def _add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
-        """One module for each tensor, ``{q,k,v}_knock`` also where nothing is knocked; with the
-        heads of one of ``ranks`` tensor-parallel ranks, where a server makes its own part."""
-        kha, sizes, hidden = config.kha, config.head_sizes.on_rank(ranks), config.hidden_size
-        knocks = {
-            tensor.heads: KHAKnock(kha.variants[tensor.heads], tensor)
-            for tensor in kha.knock.tensors(sizes)
-        }
-        for projection in PROJECTIONS:
-            setattr(self, f"{projection[0]}_knock", knocks.get(projection, nn.Identity()))
-        self.talking = kha.talking
+    @classmethod
+    def check_config(cls, config: KHAModelConfig) -> str | None:
+        """Return ``eager`` if the model needs eager attention, otherwise None.
+
+        Raises:
+            ValueError: if this code cannot compute a mechanism of the model.
+        """
+        if unknown := config.mechanisms.keys() - MECHANISMS.keys():
+            raise ValueError(
+                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the configuration: this "
+                f"code knows {', '.join(MECHANISMS)}. Update kha-megatron."
+            )
+        latent = config.kv_lora_rank is not None
+        knocks = (config.kha_query, config.kha_key, config.kha_value)
+        if latent and not {*knocks} <= {None, "linear"}:
+            raise ValueError(f"KHA on MLA and GLA must be linear or None, got {knocks}.")
+        if config.kha_attention == "gta" and config.kha_key is not None:
+            raise ValueError(
+                f"GTA ties keys to values, so kha_key must be None, got {config.kha_key!r}."
+            )
+        share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        facts = HeadFacts(
+            rotary_features=int(share * config.head_dim),
+            multi_latent=latent,
+            attention=config.kha_attention,
+            qk_norm=config.use_qk_norm,
+            query_heads=config.num_attention_heads,
+            layers=config.num_hidden_layers,
+        )
+        mechanisms = mechanisms_of(config)
+        if reasons := [why for m in mechanisms if (why := m.refusal(facts))]:
+            raise ValueError(reasons[0])
+        return "eager" if any(m.acts_at("core") for m in mechanisms) else None
+
+    @staticmethod
+    def initialize(weight: Tensor, start: str) -> None:
+        """Fill a matrix in place with an initial value that ``modeling_kha`` does not know."""
+        init.copy_(weight, initial_weight(torch.empty_like(weight)[None], (start,))[0])
+
+    def add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
+        """Create the modules of all mechanisms.
+
+        Args:
+            config: configuration of the model.
+            ranks: tensor-parallel ranks, if this module holds only the heads of one of them.
+        """
+        sizes, hidden = head_sizes(config).on_rank(ranks), config.hidden_size
+        self.add_knocks(config, sizes.dim("key"), sizes.dim("value"))
         self.listeners: list[Listener] = []
         self.mechanisms: list[tuple[Mechanism, list[HeadTensor]]] = []
         self.scores: list[_Score] = []
-        for everywhere in kha.others:
-            mechanism = everywhere.for_layer(self.layer_idx)
+        self.rows: list[str] = []
+        for of_model in mechanisms_of(config):
+            mechanism = of_model.for_layer(self.layer_idx)
             for row in mechanism.rows(sizes):
-                rows = sizes.heads(row.heads) * row.features
-                setattr(self, row.hf, nn.Linear(hidden, rows, bias=config.attention_bias))
+                features = sizes.heads(row.heads) * row.features
+                setattr(self, row.hf, nn.Linear(hidden, features, bias=config.attention_bias))
                 self.scores.append(_Score(row.name, row.hf, row.features, True, False))
+                self.rows.append(row.hf)
             tensors = mechanism.tensors(sizes)
             for tensor in tensors:
                 self._add_tensor(tensor, hidden)
-            kept = [tensor for tensor in tensors if not tensor.reads_input]
-            self.mechanisms.append((mechanism, kept))
+            self.mechanisms.append((mechanism, list(tensors)))
 
     def _add_tensor(self, tensor: HeadTensor, hidden: int) -> None:
         if not tensor.reads_input:
@@ -166,39 +168,140 @@ class KHAHeads:
             _Score(tensor.name, tensor.hf, features, tensor.per_head or is_shared, is_shared)
         )
 
-    def _projected(self, heads: Tensor, kept: dict[str, Tensor]) -> Tensor:
-        """``[..., H, D]`` that attention gives to ``[..., C]``, by the mechanisms on the way."""
-        (heads,) = self._applied("output", kept, output=heads)
-        (result,) = self._applied("dense", kept, dense=self.o_proj(heads.flatten(-2).contiguous()))
-        return result
+    def tp_plan(self) -> dict[str, str]:
+        """Return the tensor-parallel style of each module. Empty: every rank has all heads."""
+        if any(mechanism.acts_at("core") for mechanism, _ in self.mechanisms):
+            return {}
+        plan = super().tp_plan() | dict.fromkeys(self.rows, "colwise")
+        for tensor in (tensor for _, tensors in self.mechanisms for tensor in tensors):
+            plan[tensor.hf] = SHARED_BY_HEADS
+            if tensor.reads_input:  # `read_input` sums the gradient of what heads share.
+                plan[tensor.hf] = "colwise" if tensor.per_head else "replicate"
+        return plan
 
-    def _ranks(self) -> ModelRanks:
-        return ModelRanks(getattr(self.o_proj, "weight", None), self.listeners)
+    def train(self, mode: bool = True) -> "KHAHeads":
+        """Set the training mode, and warn once if a loss that Megatron adds is missing here."""
+        for mechanism in (mechanism for mechanism, _ in self.mechanisms if mechanism.adds_loss):
+            if mode:
+                logger.warning_once(
+                    f"transformers trains {mechanism} without the load-balance loss that Megatron "
+                    "adds: the load of its heads may drift apart."
+                )
+        return super().train(mode)
 
-    def _read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """What the mechanisms see of the input ``[B, S, C]``, by name (``ops.heads.FUNCTIONS``)."""
-        ranks, kept = self._ranks(), {}
+    def read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
+        """Return what the mechanisms compute from the input ``[B, S, C]``, by name."""
+        ranks, seen = self._ranks(), {}
         for name, module, features, of_heads, is_shared in self.scores:
             score = getattr(self, module)(hidden_states)
             score = score.unflatten(-1, (-1, features)) if of_heads else score
-            kept[name] = ranks.met_by_heads(score) if is_shared else score
-        return kept
+            seen[name] = ranks.met_by_heads(score) if is_shared else score
+        return seen
 
-    def _applied(self, stage: Stage, kept: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
-        """``[B, S, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``).
+    def apply_heads(self, stage: Stage, seen: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
+        """Apply the mechanisms of a stage.
 
-        ``kept`` begins with :meth:`_read_input`, and goes from stage to stage.
+        Args:
+            stage: ``qkv``, ``output`` or ``dense``.
+            seen: results of :meth:`read_input`. Additional results of this stage are added.
+            tensors: ``[B, S, heads, D]`` each, or ``[B, S, C]`` at ``dense``.
+
+        Returns:
+            The tensors in the same order.
         """
-        ranks, mechanisms = self._ranks(), []
+        ranks = self._ranks()
         for mechanism, parameters in self.mechanisms:
             if not mechanism.acts_at(stage):
                 continue
-            weights = {tensor.name: getattr(self, tensor.hf)() for tensor in parameters}
+            weights = {}
             for tensor in parameters:
-                if tensor.per_head:
-                    weights[tensor.name] = ranks.own_part(weights[tensor.name])
-            mechanisms.append((mechanism, weights))
-        return applied(stage, mechanisms, tensors, kept, ranks)
+                if not tensor.reads_input:
+                    weight = getattr(self, tensor.hf)()
+                    weights[tensor.name] = ranks.own_part(weight) if tensor.per_head else weight
+            _, apply = MECHANISMS[mechanism.name]
+            changed = apply(tensors | seen, weights, mechanism, ranks)
+            seen |= {name: x for name, x in changed.items() if name not in tensors}
+            tensors |= {name: x for name, x in changed.items() if name in tensors}
+        return list(tensors.values())
+
+    def project_output(self, heads: Tensor, seen: dict[str, Tensor]) -> Tensor:
+        """Map the output of attention ``[..., H, D]`` to ``[..., C]``."""
+        (heads,) = self.apply_heads("output", seen, output=heads)
+        dense = self.o_proj(heads.flatten(-2).contiguous())
+        return self.apply_heads("dense", seen, dense=dense)[0]
+
+    def core_attention(self) -> Any:
+        """Return the attention function: the configured backend, or that of a mechanism."""
+        for mechanism, _ in self.mechanisms:
+            if mechanism.acts_at("core"):
+                return partial(_attend_eagerly, mechanism)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+
+    def _ranks(self) -> "ModelRanks":
+        return ModelRanks(getattr(self.o_proj, "weight", None), self.listeners)
+
+
+def mechanisms_of(config: KHAModelConfig) -> list[Mechanism]:
+    """Return the mechanisms of a model except KHA, in the order in which they act."""
+    settings = config.mechanisms
+    return [kind.from_dict(settings[n]) for n, (kind, _) in MECHANISMS.items() if n in settings]
+
+
+def head_sizes(config: KHAModelConfig) -> HeadSizes:
+    """Return the sizes of the heads of one layer over all ranks."""
+    latent = config.kv_lora_rank is not None
+    return HeadSizes(
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=(latent and config.qk_nope_head_dim) or config.head_dim,
+        value_dim=config.v_head_dim if latent else None,
+        hidden_size=config.hidden_size,
+        latent=latent,
+    )
+
+
+class ModelRanks(Ranks):
+    """Collectives of mechanisms over the tensor-parallel ranks of a transformers model.
+
+    Every rank has all tokens, so a projection of them is the same on each rank.
+
+    Args:
+        split: a parameter that tensor parallelism splits, from which the device mesh is read.
+        listeners: receive what mechanisms report (:mod:`kha_megatron.hf.instruments`).
+    """
+
+    def __init__(self, split: Any, listeners: Sequence[Listener] = ()) -> None:
+        self.listeners = listeners
+        mesh = split.device_mesh if isinstance(split, DTensor) else None
+        named = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+        self.mesh = mesh["tp"] if mesh is not None and named else None
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """Gather ``[..., heads]`` of every rank. Backward returns the part of this rank."""
+        return x if self.mesh is None else self._redistribute(x, Shard(-1), Replicate())
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Return this rank's part of ``[..., heads]``. Backward gathers all parts."""
+        return x if self.mesh is None else self._redistribute(x, Replicate(), Shard(-1))
+
+    def met_by_heads(self, x: Tensor) -> Tensor:
+        """Return ``x``, equal on all ranks, and sum its gradient over ranks in backward."""
+        if self.mesh is None:
+            return x
+        placed = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return placed.to_local(grad_placements=[Partial()])
+
+    def own_part(self, weight: Tensor) -> Tensor:
+        """Return this rank's part of ``[heads, ...]``, a parameter that every rank holds."""
+        if self.mesh is None:
+            return weight
+        return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
+
+    def _redistribute(self, x: Tensor, before: Any, after: Any) -> Tensor:
+        placed = DTensor.from_local(x, self.mesh, [before], run_check=False)
+        return placed.redistribute(placements=[after]).to_local()
 
 
 def _attend(
@@ -208,25 +311,21 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    kept: dict[str, Tensor],
+    seen: dict[str, Tensor],
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the backend that the configuration names, and project to ``[*shape, C]``.
+    """Attend with the configured backend and project to ``[*shape, C]``.
 
-    Flash attention has one width for queries, keys and values. What is narrower gets zeros, which
-    add nothing to a score and nothing to an output; transformers itself widens only values.
+    Flash attention needs equal widths of queries, keys and values. Narrower tensors are padded with
+    zeros, which change neither scores nor outputs; transformers itself pads only values.
     """
-    asked = module.config._attn_implementation
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(asked, eager_attention_forward)
-    if module.talking is not None:
-        attend = _talk
-    width = given = value.shape[-1]
-    if "flash" in (asked or "") and query.shape[-1] != width:
-        given = max(query.shape[-1], width)
+    width = padded = value.shape[-1]
+    if "flash" in (module.config._attn_implementation or "") and query.shape[-1] != width:
+        padded = max(query.shape[-1], width)
         query, key, value = (
-            nn.functional.pad(part, (0, given - part.shape[-1])) for part in (query, key, value)
+            nn.functional.pad(part, (0, padded - part.shape[-1])) for part in (query, key, value)
         )
-    output, weights = attend(
+    output, weights = module.core_attention()(
         module,
         query,
         key,
@@ -236,11 +335,12 @@ def _attend(
         scaling=module.scaling,
         **kwargs,
     )
-    heads = output.reshape(*shape, -1, given)[..., :width]
-    return module._projected(heads, kept), weights
+    heads = output.reshape(*shape, -1, padded)[..., :width]
+    return module.project_output(heads, seen), weights
 
 
-def _talk(
+def _attend_eagerly(
+    mechanism: Any,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -250,31 +350,28 @@ def _talk(
     scaling: float,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """Eager attention whose heads mix logits and weights (arXiv 2003.02436), as a backend."""
-    if (asked := module.config._attn_implementation) != "eager":
-        raise ConfigError(needs_eager(asked))
-    mixings = module.talking.mixings
-    pre = module.talking_pre() if "pre" in mixings else None
-    post = module.talking_post() if "post" in mixings else None
+    """Attend with talking heads, which mix logits and weights (arXiv 2003.02436)."""
+    if (given := module.config._attn_implementation) != "eager":
+        raise ValueError(
+            f"{mechanism} needs attn_implementation='eager', got {given!r}: no fused kernel mixes "
+            "the logits of all heads."
+        )
+    _, attend = MECHANISMS[mechanism.name]
+    pre, post = (
+        getattr(module, f"talking_{name}")() if name in mechanism.mixings else None
+        for name in ("pre", "post")
+    )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
-    output, weights = talk(query, key, value, pre, post, scale=scaling, mask=mask, dropout=drop)
+    output, weights = attend(query, key, value, pre, post, scale=scaling, mask=mask, dropout=drop)
     return output.transpose(1, 2).contiguous(), weights
 
 
-def needs_eager(asked: str) -> str:
-    """Why talking heads cannot have an attention implementation, with the remedy."""
-    return (
-        f"attn_implementation={asked!r} with talking heads, whose logits are mixed over all heads "
-        "and no fused kernel mixes them: use attn_implementation='eager'"
-    )
-
-
-class KHAAttention(KHAHeads, Glm4MoeAttention):
-    """Causal grouped-query attention: project, knock, QK-norm, RoPE, attend, project."""
+class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
+    """MHA, MQA and GQA with further head mechanisms."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self._add_heads(config)
+        self.add_heads(config)
 
     def forward(
         self,
@@ -284,17 +381,13 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[B, S, C]`` to ``[B, S, C]`` and the attention weights, if the backend makes them.
-
-        The cache receives keys after knock, norm and RoPE, and values after the knock: a decoding
-        step knocks its own token only.
-        """
+        """See :meth:`KHAAttention.forward`."""
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
-        kept = self._read_input(hidden_states)
-        query, key, value = self._applied(
+        seen = self.read_input(hidden_states)
+        query, key, value = self.apply_heads(
             "qkv",
-            kept,
+            seen,
             query=self.q_knock(self.q_proj(hidden_states).view(heads)),
             key=self.k_knock(self.k_proj(hidden_states).view(heads)),
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
@@ -302,16 +395,16 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         value = value.transpose(1, 2)
         if self.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query = _rotate_first(query.transpose(1, 2), *position_embeddings)
-        key = _rotate_first(key.transpose(1, 2), *position_embeddings)
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
+        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        # here and not in `_attend`: vLLM reads the source of this method for the call
+        # vLLM looks for this call in the source of `forward`, so it cannot move to `_attend`.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if self.talking is not None:
-            attend = _talk
+        if any(mechanism.acts_at("core") for mechanism, _ in self.mechanisms):
+            attend = self.core_attention()
         output, weights = attend(
             self,
             query,
@@ -322,28 +415,27 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             scaling=self.scaling,
             **kwargs,
         )
-        output = output.reshape(*heads)  # a server's has its heads side by side
-        return self._projected(output, kept), weights
+        return self.project_output(output.reshape(*heads), seen), weights
 
 
 class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
-    """Attention whose heads share one query and one key (Cordonnier et al. 2020, arXiv 2006.16362),
-    ``dim`` features wide, which each head weighs by a vector of its own.
+    """Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): all heads share one query and
+    one key of ``dim`` features, which each head weights by a vector of its own.
 
-    The cache holds the one key and the values of all heads side by side, ``dim + G D`` numbers a
-    token.
+    The cache holds the shared key and the values of all heads, ``dim + G D`` numbers per token.
     """
+
+    projections = ("v_proj",)
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         del self.q_proj, self.k_proj
-        collaborative = config.kha.collaborative
-        assert collaborative is not None
-        self.scaling = collaborative.dim**-0.5
+        dim = config.mechanisms["collaborative"]["dim"]
+        self.scaling = dim**-0.5
         if self.use_qk_norm:
-            self.q_norm = Glm4MoeRMSNorm(collaborative.dim, eps=config.rms_norm_eps)
-            self.k_norm = Glm4MoeRMSNorm(collaborative.dim, eps=config.rms_norm_eps)
-        self._add_heads(config)
+            self.q_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
+            self.k_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
+        self.add_heads(config)
 
     def forward(
         self,
@@ -353,43 +445,45 @@ class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`KHAAttention.forward`."""
-        input_shape, kept = hidden_states.shape[:-1], self._read_input(hidden_states)
+        """See :meth:`KHAAttention.forward`."""
+        input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
-        query, key, value = self._applied(
+        query, key, value = self.apply_heads(
             "qkv",
-            kept,
-            query=kept["collaborative_query"],
-            key=kept["collaborative_key"],
+            seen,
+            query=seen["collaborative_query"],
+            key=seen["collaborative_key"],
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
         )
         if self.use_qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query = _rotate_first(query.transpose(1, 2), *position_embeddings)
-        key = _rotate_first(key.transpose(1, 2), *position_embeddings)
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
+        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
         value = value.flatten(-2)[:, None]
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         value = value.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         key = key.expand(-1, value.shape[1], -1, -1)
-        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
+        return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
 
 
 class KHATiedAttention(KHAHeads, Glm4MoeAttention):
-    """Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487), its tied state knocked.
+    """Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487) with a knocked tied state.
 
-    All of a key/value head's state is its value; the first half of it is the half of the key
-    without position. The other half of the key, the first to Megatron's partial rotary embedding
-    and so here, is one head that all groups share. The cache holds ``G D + D / 2`` numbers a token,
-    as one head of each: transformers' static cache wants as many of keys as of values.
+    The state of a key/value head is its value, and its first half is the half of the key without
+    position. The rotary half of the key is one head that all groups share. It comes first, as in
+    Megatron. The cache holds ``G D + D / 2`` numbers per token, stored as one head of keys and one
+    of values because transformers' static cache needs equal numbers of heads.
     """
+
+    projections = ("q_proj", "kv_proj")
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.kv_proj = self.v_proj
         del self.k_proj, self.v_proj
         self.k_rope_proj = nn.Linear(config.hidden_size, config.head_dim // 2, bias=False)
-        self._add_heads(config)
+        self.add_heads(config)
 
     def forward(
         self,
@@ -400,13 +494,13 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         key_position_embeddings: CosSin | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`KHAAttention.forward`.
+        """See :meth:`KHAAttention.forward`.
 
-        QK-norm sees whole keys, and each group's is another. So a model with it caches the rotary
-        half before norm and rotation, and turns the keys of the whole cache by
-        ``key_position_embeddings``, ``[B or 1, K, R]``; None is for keys of these tokens only.
+        QK-norm normalises whole keys, which differ between groups. A model with QK-norm therefore
+        caches the rotary half before norm and rotation and rotates the whole cache with
+        ``key_position_embeddings`` ``[B or 1, K, R]``. None: there are no earlier tokens.
         """
-        input_shape, kept = hidden_states.shape[:-1], self._read_input(hidden_states)
+        input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
         tied = self.v_knock(self.kv_proj(hidden_states).view(heads)).flatten(-2)[:, None]
@@ -414,49 +508,40 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         if self.use_qk_norm:
             query = self.q_norm(query)
         else:
-            rotary = _rotate_first(rotary, *position_embeddings)
-        query = _rotate_first(query.transpose(1, 2), *position_embeddings)
+            rotary = apply_rotary(rotary, *position_embeddings)
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             rotary, tied = past_key_values.update(rotary, tied, self.layer_idx)
         value = tied.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         plain = value[..., : self.head_dim - rotary.shape[-1]]
         key = torch.cat([rotary.expand(-1, value.shape[1], -1, -1), plain], dim=-1)
         if self.use_qk_norm:
-            key = _rotate_first(self.k_norm(key), *(key_position_embeddings or position_embeddings))
-        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
+            key = apply_rotary(self.k_norm(key), *(key_position_embeddings or position_embeddings))
+        return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
 
-
-def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first ``R`` features of ``[B, heads, S, D]``.
-
-    Where all are turned the result keeps the strides of ``x``, as in the stock classes that know no
-    partial rotation: the order in which fused attention adds up may follow the strides.
-    """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    width = cos.shape[-1]
-    if width == x.shape[-1]:
-        return x * cos + rotate_half(x) * sin
-    turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
-    return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
+    def tp_plan(self) -> dict[str, str]:
+        """Return the tensor-parallel style of each module."""
+        return super().tp_plan() | {"k_rope_proj": SHARED_KEY}
 
 
 class KHALatentAttention(KHAHeads, DeepseekV3Attention):
-    """Multi-head Latent Attention (DeepSeek-V2, arXiv 2405.04434), with ``linear`` knocks.
+    """MLA (DeepSeek-V2, arXiv 2405.04434) and GLA (Zadouri et al. 2025) with KHA-Linear.
 
-    Knocked are the parts of queries and keys without position, and the values. With several latent
-    heads it is Grouped Latent Attention (Zadouri et al. 2025): each is normalised by itself, and
-    expands to keys and values of its own group of query heads.
+    KHA is applied to the parts of queries and keys without position and to values. In GLA the
+    latent has several heads. Each is normalised separately and expands to the keys and values of
+    its own group of query heads.
 
-    The cache holds the normalised latent and the rotary key of all heads, ``kv_lora_rank + R``
-    numbers a token. Like the stock class, a decoding step expands the whole cache, here with the
-    knocks; ``kha-megatron convert fold`` makes MLA a stock model with the stock model's work.
+    The cache holds the normalised latent and the rotary key, ``kv_lora_rank + R`` numbers a token.
+    Like the stock class, a decoding step expands the whole cache.
     """
+
+    projections = ("q_proj", "q_b_proj", "kv_b_proj")
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         eps, groups, rank = config.rms_norm_eps, config.num_latent_heads, config.kv_lora_rank
         assert rank is not None
-        norm = Glm4MoeRMSNorm if config.use_qk_norm else _no_norm  # the stock epsilon is fixed
+        norm = Glm4MoeRMSNorm if config.use_qk_norm else nn.Identity  # The stock epsilon is fixed.
         if config.q_lora_rank is not None:
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
         self.kv_a_layernorm = norm(rank, eps=eps)
@@ -467,7 +552,7 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
             )
             if config.use_qk_norm:
                 self.kv_a_layernorm = KHALatentRMSNorm(rank, eps, groups)
-        self._add_heads(config)
+        self.add_heads(config)
 
     def forward(
         self,
@@ -477,9 +562,13 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`KHAAttention.forward`."""
-        input_shape, kept = hidden_states.shape[:-1], self._read_input(hidden_states)
-        query = self._queries(hidden_states).view(*input_shape, -1, self.qk_head_dim)
+        """See :meth:`KHAAttention.forward`."""
+        input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
+        if self.q_lora_rank is None:
+            query = self.q_proj(hidden_states)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        query = query.view(*input_shape, -1, self.qk_head_dim)
         plain, turned = query.transpose(1, 2).split(
             [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
         )
@@ -492,16 +581,18 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
             latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
         query = torch.cat([self.q_knock(plain), turned], dim=-1)
         key, value = self.expand_kv(latent, rotary)
-        return _attend(self, input_shape, query, key, value, attention_mask, kept, **kwargs)
+        return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
 
-    def _queries(self, hidden_states: Tensor) -> Tensor:
-        if self.q_lora_rank is None:
-            return self.q_proj(hidden_states)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+    def tp_plan(self) -> dict[str, str]:
+        """Return the tensor-parallel style of each module. Empty for GLA: transformers cannot split
+        the rows of one latent head."""
+        if isinstance(self.kv_b_proj, nn.ModuleList):
+            return {}
+        return super().tp_plan() | {"kv_a_proj_with_mqa": SHARED_KEY}
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, K, ...]`` of the latents ``[B, 1, K, kv_lora_rank]`` and the
-        rotary keys ``[B, 1, K, R]``."""
+        """Expand latents ``[B, 1, K, kv_lora_rank]`` and rotary keys ``[B, 1, K, R]`` to keys and
+        values ``[B, H, K, ...]``."""
         latent = kv_nope.squeeze(1)
         if isinstance(self.kv_b_proj, nn.ModuleList):
             parts = zip(self.kv_b_proj, latent.chunk(len(self.kv_b_proj), dim=-1), strict=True)
@@ -516,9 +607,9 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
 
 
 class KHALatentRMSNorm(nn.Module):
-    """RMSNorm of each of several latent heads by itself: ``[..., kv_lora_rank]`` to the same.
+    """Apply RMSNorm to each latent head of ``[..., kv_lora_rank]`` separately, in float32.
 
-    No child of another RMSNorm: kernels that replace those would take all heads for one.
+    Not a subclass of another RMSNorm: kernels that replace those would normalise all heads at once.
     """
 
     def __init__(self, features: int, eps: float, heads: int) -> None:
@@ -527,20 +618,17 @@ class KHALatentRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, latent: Tensor) -> Tensor:
-        """Normalise, in float32."""
+        """Normalise the latent heads."""
         heads = latent.float().unflatten(-1, (self.heads, -1))
         heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * heads.flatten(-2).to(latent.dtype)
 
 
-def _no_norm(features: int, eps: float) -> nn.Module:
-    return nn.Identity()
+ATTENTIONS |= {
+    "heads": KHAHeadsAttention,
+    "collaborative": KHACollaborativeAttention,
+    "gta": KHATiedAttention,
+    "latent": KHALatentAttention,
+}
 
-
-def attention_class(config: KHAModelConfig) -> type[nn.Module]:
-    """The attention of a model, for each of its layers."""
-    if config.kv_lora_rank is not None:
-        return KHALatentAttention
-    if config.kha.collaborative is not None:
-        return KHACollaborativeAttention
-    return KHATiedAttention if config.kha_attention == "gta" else KHAAttention
+__all__ = ["KHAHeadsAttention"]

@@ -1,15 +1,15 @@
-"""Knocking-Heads Attention as a transformers model, dense and mixture-of-experts.
+"""A transformers model with Knocking-Heads Attention (KHA, arXiv 2510.23052), dense and MoE.
 
-The decoder around the attention is GLM-4-MoE's, the one stock architecture that has every switch a
-Megatron run can set: QK-norm on or off, q/k/v biases, partial RoPE, sigmoid routing with shared
-experts. What differs is the attention (``attention_kha``), Megatron's two routers, and a dense or
-sparse MLP chosen layer by layer.
+The decoder is GLM-4-MoE's, the stock architecture with every switch that a Megatron run can set:
+optional QK-norm, q/k/v biases, partial RoPE, sigmoid routing with shared experts. What differs is
+the attention, the router, and that each layer is either dense or sparse.
 
-Shape legend: ``B`` batch, ``S`` tokens, ``N`` tokens of the whole batch, ``E`` experts, ``K``
-experts per token, ``C`` hidden size.
+Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens including the cache, ``H`` query heads, ``G``
+key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size, ``N`` tokens of the whole
+batch, ``E`` experts, ``T`` experts per token.
 """
 
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeAttention,
     Glm4MoeDecoderLayer,
     Glm4MoeForCausalLM,
     Glm4MoeMLP,
@@ -30,44 +32,212 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoePreTrainedModel,
     Glm4MoeRMSNorm,
     Glm4MoeRotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder
 
-from kha_megatron.errors import ConfigError
-from kha_megatron.hf.attention_kha import (
-    HeadSharedLinear,
-    HeadWeight,
-    InputLinear,
-    KHAAttention,
-    KHACollaborativeAttention,
-    KHALatentAttention,
-    KHATiedAttention,
-    attention_class,
-    needs_eager,
-)
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.hf.serving_limits import unserved
-from kha_megatron.ops.heads import initial_weight
 
-logger = logging.get_logger(__name__)
+CosSin = tuple[Tensor, Tensor]
+"""Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
 
-# Experts are 3-D in memory and one tensor per expert and matrix on disk, as in qwen3_moe files.
+SHARED_BY_HEADS = "replicated_with_grad_allreduce"
+"""Tensor-parallel style of a matrix that all heads share: each rank sees its own heads only and
+computes a partial sum of the gradient."""
+
+# Experts are 3-D in memory and one tensor per expert and matrix on disk, as in Qwen3-MoE.
 register_checkpoint_conversion_mapping(
     KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
 )
 
 
+class HeadSharedLinear(nn.Linear):
+    """One ``[D, D]`` matrix that all heads of a tensor share, transposed as in ``nn.Linear``.
+
+    Args:
+        head_dim: ``D``.
+        start: initial value: ``identity``, ``zeros`` or ``normal``. transformers initialises module
+            by module, so each module must know its own.
+    """
+
+    def __init__(self, head_dim: int, start: str) -> None:
+        self.start = start
+        super().__init__(head_dim, head_dim, bias=False)
+
+
+class KHAKnock(nn.Module):
+    """Apply the matrices of one KHA variant to every head (equations 5-7 and 9, Table 2).
+
+    With the initial values every variant is the identity.
+    """
+
+    def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
+        super().__init__()
+        self.variant = variant
+        identity, zeros = ("normal", "normal") if init == "random" else ("identity", "zeros")
+        if variant == "linear":
+            self.proj = HeadSharedLinear(head_dim, identity)
+        if variant == "mlp":
+            self.up_proj = HeadSharedLinear(head_dim, identity)
+        if variant in ("mlp", "gate"):
+            self.gate_proj = HeadSharedLinear(head_dim, zeros)
+        if variant == "mlp":
+            self.down_proj = HeadSharedLinear(head_dim, identity)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., D]`` to ``[..., D]``."""
+        # vLLM merges modules that look like an MLP and splits them over ranks. Two separate uses of
+        # `gate_proj` in this source keep it from doing so: here every rank has other heads.
+        if self.variant == "linear":
+            return self.proj(x)
+        if self.variant == "gate":
+            return 2 * x * torch.sigmoid(self.gate_proj(x))
+        return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``R`` features of ``[B, heads, S, D]``.
+
+    If all features are rotated, the result keeps the strides of ``x`` as in stock classes: fused
+    attention may add up in the order of the strides.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return x * cos + rotate_half(x) * sin
+    rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
+    return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
+
+
+class KHAModule(nn.Module):
+    """Base of every attention class: the knocks of queries, keys and values."""
+
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Projections whose output is split over tensor-parallel ranks with the heads."""
+
+    def add_knocks(self, config: KHAModelConfig, head_dim: int, value_dim: int) -> None:
+        """Create ``q_knock``, ``k_knock`` and ``v_knock``, ``nn.Identity`` without KHA."""
+        for name, dim in (("query", head_dim), ("key", head_dim), ("value", value_dim)):
+            variant = getattr(config, f"kha_{name}")
+            knock = KHAKnock(variant, dim, config.kha_init) if variant else nn.Identity()
+            setattr(self, f"{name[0]}_knock", knock)
+
+    def tp_plan(self) -> dict[str, str]:
+        """Return the tensor-parallel style of each module of the attention."""
+        present = dict(self.named_children())
+        split = [name for name in self.projections if name in present]
+        plan = dict.fromkeys(split, "colwise") | {"o_proj": "rowwise"}
+        for name, module in self.named_modules():
+            if isinstance(module, HeadSharedLinear) or name in ("q_norm", "k_norm"):
+                plan[name] = SHARED_BY_HEADS
+        return plan
+
+
+class KHAAttention(KHAModule, Glm4MoeAttention):
+    """MHA, MQA and GQA with KHA: project, knock, QK-norm, RoPE, attend, project."""
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.add_knocks(config, self.head_dim, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: CosSin,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map ``[B, S, C]`` to ``[B, S, C]`` and the attention weights if the backend returns them.
+
+        The cache holds keys after knock, norm and RoPE, and values after the knock. Decoding knocks
+        the new token only.
+        """
+        input_shape = hidden_states.shape[:-1]
+        heads = (*input_shape, -1, self.head_dim)
+        query = self.q_knock(self.q_proj(hidden_states).view(heads))
+        key = self.k_knock(self.k_proj(hidden_states).view(heads))
+        value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
+        if self.use_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
+        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+
+
+ATTENTIONS: dict[str, Any] = {}
+"""Attention classes of ``attention_kha``, by kind. Empty in a model directory that does not need
+them."""
+
+
+def attention_class(config: KHAModelConfig) -> Any:
+    """Return the attention class of a model.
+
+    Raises:
+        ValueError: if this copy of the code does not contain the class.
+    """
+    if config.is_plain:
+        return KHAAttention
+    kind = "latent" if config.kv_lora_rank is not None else config.kha_attention
+    kind = kind or next((name for name in config.mechanisms if name in ATTENTIONS), "heads")
+    if kind not in ATTENTIONS:
+        raise ValueError(
+            f"This copy of the code has no attention of kind {kind!r} with {config.mechanisms}: "
+            "install kha-megatron and import kha_megatron.hf."
+        )
+    return ATTENTIONS[kind]
+
+
+def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
+    """Return why vLLM would compute wrong tokens for a model, or None.
+
+    Args:
+        config: configuration of the model.
+        by_backend: whether vLLM runs this file (``--model-impl transformers``) and not the model of
+            ``kha_megatron.serving``.
+    """
+    remedy = "serve it with transformers"
+    if config.kv_lora_rank is not None or config.kha_attention is not None:
+        return f"vLLM caches keys and values of MHA, MQA and GQA only, not of MLA or GTA: {remedy}."
+    if unknown := set(config.mechanisms) - {"gate"}:
+        return f"vLLM's attention does not support {', '.join(sorted(unknown))}: {remedy}."
+    if config.hidden_act != "silu":
+        return f"vLLM computes SiLU, not hidden_act={config.hidden_act!r}: {remedy}."
+    best = 2 if config.scoring_func == "sigmoid" else 1
+    each = config.num_experts_per_tok // config.topk_group
+    if by_backend and config.n_group > 1 and each != best:
+        return (
+            f"vLLM's transformers backend ranks groups of experts by their best {best}, this model "
+            f"by their best {each}: install kha-megatron and omit --model-impl."
+        )
+    return None
+
+
 class KHARouter(nn.Module):
-    """Megatron-Core's ``topk_routing_with_score_function``, in float32 whatever the model's dtype.
+    """Route in float32, as Megatron-Core's ``topk_routing_with_score_function`` does.
 
     ``softmax`` with ``norm_topk_prob`` is the softmax over the chosen logits (Megatron's default);
-    without, the softmax over all logits is taken first (``moe_router_pre_softmax``). ``sigmoid``
-    chooses by score plus correction bias and weighs by the score alone; a bias of zeros equals
-    training without one. With ``n_group`` above one, a token's experts come from its ``topk_group``
-    best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    otherwise over all logits (``moe_router_pre_softmax``). ``sigmoid`` chooses by score plus
+    correction bias and weights by the score. With ``n_group > 1`` a token's experts come from its
+    ``topk_group`` best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     def __init__(self, config: KHAModelConfig) -> None:
@@ -83,22 +253,18 @@ class KHARouter(nn.Module):
             self.e_score_correction_bias = nn.Buffer(bias)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose experts for ``[..., C]`` tokens.
-
-        Returns:
-            Logits ``[N, E]`` and weights ``[N, K]``, both float32, and expert indices ``[N, K]``.
-        """
+        """Return logits ``[N, E]`` and weights ``[N, T]``, both float32, and experts ``[N, T]``."""
         logits = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
         return logits, *self.choose(logits)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """``[N, C]`` tokens to ``[N, E]`` in float32."""
-        # mixed precision would round the product, and so send tokens to other experts
+        """Map tokens ``[N, C]`` to logits ``[N, E]`` in float32."""
+        # Autocast would round the product and could change which experts are chosen.
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             return F.linear(hidden_states.float(), self.weight.float())
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights in float32 and expert indices, ``[N, K]`` each, from ``[N, E]`` logits."""
+        """Return weights (float32) and expert indices, ``[N, T]`` each, for logits ``[N, E]``."""
         weights, experts = self._choose(logits)
         return weights * self.scaling_factor, experts
 
@@ -106,8 +272,7 @@ class KHARouter(nn.Module):
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
             choice = self._of_best_groups(scores + self.e_score_correction_bias)
-            # the order decides how their sum is rounded: Megatron sorts only where it trains, and
-            # stock models with sigmoid scores never do
+            # The order affects rounding of the sum. Megatron sorts in training only.
             experts = choice.topk(self.top_k, dim=-1, sorted=torch.is_grad_enabled()).indices
             weights = scores.gather(-1, experts)
             if self.normalise:
@@ -120,10 +285,9 @@ class KHARouter(nn.Module):
         return weights, experts
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """``[N, E]`` scores, minus infinity outside of a token's best groups.
+        """Set the scores ``[N, E]`` outside of a token's best groups to minus infinity.
 
-        A group is as good as its best experts together: as many as a token would take from each
-        group if it took as many from all.
+        A group is ranked by the sum of its best ``T / topk_group`` experts.
         """
         if self.groups == 1:
             return scores
@@ -135,7 +299,7 @@ class KHARouter(nn.Module):
 
 
 class KHASparseMLP(nn.Module):
-    """Routed experts, and the shared expert if the configuration has one."""
+    """Routed experts plus the optional shared expert."""
 
     def __init__(self, config: KHAModelConfig) -> None:
         super().__init__()
@@ -148,7 +312,7 @@ class KHASparseMLP(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[B, S, C]`` to ``[B, S, C]``."""
+        """Map ``[B, S, C]`` to ``[B, S, C]``."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(tokens)
         output = self.experts(tokens, experts, weights).view_as(hidden_states)
@@ -161,10 +325,10 @@ class KHASparseMLP(nn.Module):
 
 
 class KHADecoderLayer(Glm4MoeDecoderLayer):
-    """Attention and a dense or sparse MLP, each behind its RMSNorm and residual."""
+    """Attention and a dense or sparse MLP, each with RMSNorm and residual connection."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
-        GradientCheckpointingLayer.__init__(self)  # the parent's would build its own sub-modules
+        GradientCheckpointingLayer.__init__(self)  # The parent would build other submodules.
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
         is_sparse = (config.mlp_layer_types or [])[layer_idx] == "sparse"
@@ -174,80 +338,53 @@ class KHADecoderLayer(Glm4MoeDecoderLayer):
 
 
 class KHAPreTrainedModel(Glm4MoePreTrainedModel):
-    """Loading, saving and initialisation shared by the models below."""
+    """Loading, saving and initialisation of the models below."""
 
     config: KHAModelConfig
     config_class = KHAModelConfig
     _no_split_modules = ["KHADecoderLayer"]  # noqa: RUF012
     _can_record_outputs = {  # noqa: RUF012
         "hidden_states": KHADecoderLayer,
-        "attentions": [
-            KHAAttention,
-            KHACollaborativeAttention,
-            KHATiedAttention,
-            KHALatentAttention,
-        ],
+        "attentions": KHAModule,
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
-    # The parent drops the extra layers of its own releases; here that would lose layers in silence.
+    # The parent drops the extra layers of its own releases. Here that would lose layers silently.
     _keys_to_ignore_on_load_unexpected = None
 
-    def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
-        """Whether torch's fused attention, which transformers prefers, computes this model.
-
-        Raises:
-            ValueError: it does not, so that eager attention is taken where none was asked for.
-        """
-        self._refuse_fused("sdpa")
-        return super()._sdpa_can_dispatch(is_init_check)
-
-    def _flex_attn_can_dispatch(self, is_init_check: bool = False) -> bool:
-        self._refuse_fused("flex_attention")
-        return super()._flex_attn_can_dispatch(is_init_check)
-
-    def _flash_attn_can_dispatch(
-        self, flash_attn_version: int, is_init_check: bool = False
-    ) -> bool:
-        self._refuse_fused(f"flash_attention_{flash_attn_version}")
-        return super()._flash_attn_can_dispatch(flash_attn_version, is_init_check)
-
-    def _refuse_fused(self, asked: str) -> None:
-        if self.config.kha.talking is not None:
-            raise ConfigError(needs_eager(asked))
+    def _check_config(self, config: KHAModelConfig) -> None:
+        """Raise ValueError if this code cannot compute the model, and choose eager attention for a
+        model that needs it."""
+        in_vllm = config._attn_implementation == "vllm"
+        if in_vllm and (obstacle := vllm_obstacle(config, by_backend=True)):
+            raise ValueError(obstacle)
+        if not config.is_plain and attention_class(config).check_config(config) == "eager":
+            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for a decorator in this file, which is where the experts come from:
-        without this answer they would run as a loop, whatever is asked for."""
+        """Return True. transformers looks for a decorator in this file, but the experts are
+        imported; without this answer they would run as a Python loop."""
         return True
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        """Whether torch's grouped product, which transformers prefers, takes experts of this size.
+        """Check that torch's grouped GEMM supports the sizes of the experts.
 
         Raises:
-            ValueError: its rows must fill multiples of 16 bytes; the loop is taken then.
+            ValueError: if rows are not multiples of 16 bytes. transformers then uses the loop.
         """
         sizes = self.config.hidden_size, self.config.moe_intermediate_size
         if any(size % 8 for size in sizes):
             raise ValueError(
-                f"experts_implementation='grouped_mm' needs hidden_size and moe_intermediate_size "
-                f"to be multiples of 8, not {sizes[0]} and {sizes[1]}: choose 'eager'"
+                "experts_implementation='grouped_mm' needs hidden_size and moe_intermediate_size "
+                f"that are multiples of 8, got {sizes[0]} and {sizes[1]}: use 'eager'."
             )
         return super()._grouped_mm_can_dispatch()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if isinstance(module, HeadSharedLinear | HeadWeight | InputLinear):
-            fill = {"zeros": init.zeros_, "ones": init.ones_}
-            if module.start == "blocks":
-                blocks = initial_weight(torch.empty_like(module.weight)[None], ("blocks",))
-                init.copy_(module.weight, blocks[0])
-                return
-            if module.start == "identity":  # torch's own `eye_` knows no meta device, on which
-                init.copy_(module.weight, torch.eye(len(module.weight)))  # vLLM builds
-                return
-            fill.get(module.start, partial(init.normal_, mean=0.0, std=std))(module.weight)
+        if (start := getattr(module, "start", None)) is not None:
+            initialize(module.weight, start, std)
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):
@@ -259,13 +396,24 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
                 init.zeros_(module.e_score_correction_bias)
 
 
+def initialize(weight: Tensor, start: str, std: float) -> None:
+    """Fill a parameter of a head mechanism in place with its initial value."""
+    if start == "identity":  # `torch.nn.init.eye_` fails on the meta device, which vLLM uses.
+        init.copy_(weight, torch.eye(len(weight)))
+    elif start == "normal":
+        init.normal_(weight, mean=0.0, std=std)
+    elif start in ("zeros", "ones"):
+        init.constant_(weight, float(start == "ones"))
+    else:
+        ATTENTIONS["heads"].initialize(weight, start)
+
+
 class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
     """The decoder without an output layer."""
 
     def __init__(self, config: KHAModelConfig) -> None:
-        if config._attn_implementation == "vllm" and (why := unserved(config, by_backend=True)):
-            raise ConfigError(why)
-        super(Glm4MoeModel, self).__init__(config)  # past its own, which builds layers
+        self._check_config(config)
+        super(Glm4MoeModel, self).__init__(config)  # Skip the parent, which would build layers.
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -275,17 +423,11 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         self.norm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        self.config.base_model_tp_plan = type(config).base_model_tp_plan | {
+            f"layers.*.self_attn.{module}": style
+            for module, style in self.layers[0].self_attn.tp_plan().items()
+        }
         self.post_init()
-
-    def train(self, mode: bool = True) -> "KHAModel":
-        """As of any module; says once which of Megatron's losses transformers does not train on."""
-        unbalanced = [m for m in self.config.kha.others if m.adds_loss]
-        if mode and unbalanced:
-            logger.warning_once(
-                f"{unbalanced[0]} is trained on a loss of its own by Megatron and without it here: "
-                "the load of its heads may drift apart"
-            )
-        return super().train(mode)
 
     def forward(
         self,
@@ -297,17 +439,13 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> MoeModelOutputWithPast:
-        """``[B, S]`` token ids, or ``[B, S, C]`` embeddings, to ``[B, S, C]``.
-
-        With grouped-tied attention and QK-norm, cached keys are rotated when they are used, as if
-        the tokens before these had the positions just before: so it is with padding on the left,
-        and not with several sequences packed into one row of a cache.
-        """
+        """Map token ids ``[B, S]`` or embeddings ``[B, S, C]`` to hidden states ``[B, S, C]``."""
         tied = self.config.kha_attention == "gta" and self.config.use_qk_norm
         if tied and past_key_values is not None:
-            new = input_ids if inputs_embeds is None else inputs_embeds
-            assert new is not None
-            kwargs["key_position_embeddings"] = self._of_cached(new, position_ids, past_key_values)
+            new: Any = input_ids if inputs_embeds is None else inputs_embeds
+            kwargs["key_position_embeddings"] = self._rotary_of_cache(
+                new.shape[1], position_ids, past_key_values
+            )
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -318,24 +456,25 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
             **kwargs,
         )
 
-    def _of_cached(
-        self, new: Tensor, position_ids: Tensor | None, cache: Cache
-    ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for all that the cache holds once the ``new`` tokens are in it."""
-        length = new.shape[1]
-        held, _ = cache.get_mask_sizes(length, 0)
-        positions = torch.arange(held, device=new.device)[None]
+    def _rotary_of_cache(self, new: int, position_ids: Tensor | None, cache: Cache) -> CosSin:
+        """Return cosine and sine ``[B or 1, K, R]`` for all tokens of a GTA cache.
+
+        GTA with QK-norm rotates cached keys when it uses them. Earlier tokens are assumed to have
+        consecutive positions: true with left padding, not with packed sequences in one cache row.
+        """
+        length, _ = cache.get_mask_sizes(new, 0)
+        positions = torch.arange(length, device=self.device)[None]
         if position_ids is not None:
-            last = cache.get_seq_length() + length - 1
-            positions = positions + position_ids[:, -1:] - last
-        return self.rotary_emb(new.new_empty(0, dtype=self.dtype), positions)
+            positions = positions + position_ids[:, -1:] - (cache.get_seq_length() + new - 1)
+        return self.rotary_emb(torch.empty(0, device=self.device, dtype=self.dtype), positions)
 
 
 class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
     """The decoder with its output layer, for training and generation."""
 
     def __init__(self, config: KHAModelConfig) -> None:
-        super(Glm4MoeForCausalLM, self).__init__(config)  # likewise
+        self._check_config(config)
+        super(Glm4MoeForCausalLM, self).__init__(config)  # Skip the parent, as above.
         self.model = KHAModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

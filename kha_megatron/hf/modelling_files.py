@@ -1,56 +1,89 @@
-"""The code of the architecture beside a saved model, for people who choose to trust it.
+"""Write the code of the ``kha`` architecture next to a saved model.
 
-A folder that holds it loads where this package is not installed, with
-``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``, and in serving engines
-that build unknown architectures through transformers. The files are this package's own: only their
-imports of one another are made relative, so that there is nothing to keep equal.
+A directory with these files loads without this package, with
+``AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)``. The files are those of
+this package; only their imports of one another become relative. Code of further attention kinds and
+head mechanisms is added only if the model needs it.
 """
 
 import re
 from pathlib import Path
+from typing import Any
 
 from kha_megatron import __version__
+from kha_megatron.hf.mechanisms_kha import MECHANISMS
 
 AUTO_MAP = {
     "AutoConfig": "configuration_kha.KHAModelConfig",
     "AutoModel": "modeling_kha.KHAModel",
     "AutoModelForCausalLM": "modeling_kha.KHAForCausalLM",
 }
-"""What ``config.json`` says about them. Serving engines build the model by ``AutoModel``."""
+"""Value of ``auto_map`` in ``config.json``. Serving engines use ``AutoModel``."""
 
 _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
-_PACKAGES = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[2]
+_MODELING, _ATTENTION, _REGISTRY = (
+    f"kha_megatron.hf.{name}_kha" for name in ("modeling", "attention", "mechanisms")
+)
 
 
-def _source(module: str) -> str:
-    path = _PACKAGES / module.replace(".", "/")
-    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
+    """Write the modelling files of a model into an existing directory.
 
+    Saving a ``KHAModelConfig``, and therefore a model, does this.
 
-def _reached(module: str, found: dict[str, str]) -> dict[str, str]:
-    """``found`` and what a module imports of this package, by the names of their files."""
-    words = module.split(".")[1:]
-    found[module] = "_".join(words[words[0] == "hf" :]).removesuffix("_kha") + "_kha"
-    for name in _IMPORT.findall(_source(module)):
-        if name not in found:
-            _reached(name, found)
-    return found
-
-
-MODULES = _reached("kha_megatron.hf.modeling_kha", {})
-"""The modules that a model needs, and what they are called beside it."""
-
-
-def write_modelling_files(folder: str | Path) -> dict[str, str]:
-    """Write the modules into an existing folder, over those of an earlier save.
-
-    Saving a ``KHAModelConfig``, and so any model with one, does this by itself.
+    Args:
+        directory: of the model. Files of an earlier save are replaced.
+        config: a ``KHAModelConfig``.
 
     Returns:
-        The ``auto_map`` that belongs into ``config.json``.
+        The ``auto_map`` for ``config.json``.
     """
-    for module, name in MODULES.items():
-        relative = _IMPORT.sub(lambda found: f"from .{MODULES[found[1]]} import", _source(module))
-        header = f"# {module} of kha-megatron {__version__} (Apache-2.0)\n"
-        (Path(folder) / f"{name}.py").write_text(header + relative)
+    for name, source in modelling_files(config).items():
+        (Path(directory) / name).write_text(source)
     return dict(AUTO_MAP)
+
+
+def modelling_files(config: Any) -> dict[str, str]:
+    """Return the modelling files of a model by name."""
+    sources: dict[str, str] = {}
+    _collect(_MODELING, config, sources)
+    if not config.is_plain:
+        _collect(_ATTENTION, config, sources)
+        sources[_MODELING] += (
+            "\n# Registers the attention of this model.\n"
+            f"from {_ATTENTION} import KHAHeadsAttention as KHAHeadsAttention  # noqa: E402\n"
+        )
+    return {
+        f"{_file_name(module)}.py": f"# {module} of kha-megatron {__version__} (Apache-2.0)\n"
+        + _IMPORT.sub(lambda found: f"from .{_file_name(found[1])} import", source)
+        for module, source in sources.items()
+    }
+
+
+def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
+    """Add a module and the modules of this package that it imports to ``sources``."""
+    if module in sources:
+        return
+    path = _ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    sources[module] = _registry(config.mechanisms) if module == _REGISTRY else path.read_text()
+    for imported in _IMPORT.findall(sources[module]):
+        _collect(imported, config, sources)
+
+
+def _file_name(module: str) -> str:
+    parts = module.split(".")[1:]
+    return "_".join(parts[parts[0] == "hf" :]).removesuffix("_kha") + "_kha"
+
+
+def _registry(names: Any) -> str:
+    """Return the source of ``mechanisms_kha`` with only some of the mechanisms."""
+    lines, entries = [], []
+    for name, (kind, function) in MECHANISMS.items():
+        if name in names:
+            lines.append(f"from {kind.__module__} import {kind.__name__}")
+            lines.append(f"from {function.__module__} import {function.__name__} as apply_{name}")
+            entries.append(f'    "{name}": ({kind.__name__}, apply_{name}),')
+    doc = '"""The head mechanisms of this model, in the order in which they act."""'
+    return "\n".join([doc, "", *lines, "", "MECHANISMS = {", *entries, "}", ""])

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.hf.serving_limits import unserved
+from kha_megatron.hf.modeling_kha import vllm_obstacle
 
 
 class Limits(VerifyAndUpdateConfig):
@@ -18,5 +18,5 @@ class Limits(VerifyAndUpdateConfig):
         Raises:
             ConfigError: with the reason and what serves the model instead.
         """
-        if why := unserved(model_config.hf_config, by_backend=False):
+        if why := vllm_obstacle(model_config.hf_config, by_backend=False):
             raise ConfigError(why)

@@ -70,22 +70,22 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             prefix=prefix,
         )
         self.layer_idx = extract_layer_index(prefix)
-        self._add_heads(config, ranks=get_tensor_model_parallel_world_size())
+        self.add_heads(config, ranks=get_tensor_model_parallel_world_size())
         for parameter in self.parameters():
             if not hasattr(parameter, "weight_loader"):
                 parameter.weight_loader = load_own_heads
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Positions ``[N]`` and inputs ``[N, C]`` to ``[N, C]``."""
-        kept = self._read_input(hidden_states)
+        seen = self.read_input(hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim))
             for part in qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         )
-        query, key, value = self._applied(
+        query, key, value = self.apply_heads(
             "qkv",
-            kept,
+            seen,
             query=self.q_knock(query),
             key=self.k_knock(key),
             value=self.v_knock(value),
@@ -94,9 +94,9 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         query, key = self.rotary_emb(positions, query.flatten(-2), key.flatten(-2))
         heads = self.attn(query, key, value.flatten(-2)).unflatten(-1, (-1, self.head_dim))
-        (heads,) = self._applied("output", kept, output=heads)
+        (heads,) = self.apply_heads("output", seen, output=heads)
         output, _ = self.o_proj(heads.flatten(-2))
-        (output,) = self._applied("dense", kept, dense=output)
+        (output,) = self.apply_heads("dense", seen, dense=output)
         return output
 
 

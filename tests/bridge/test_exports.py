@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.errors import CheckpointError
+from kha_megatron.hf import read_kha
 from tests.bridge import cases
 from tests.bridge.models import tokens
 from tests.distributed.launcher import RankError
@@ -135,7 +136,7 @@ def through_a_checkpoint(folder, megatron, target, config_only):
             auto = AutoBridge.from_auto_config(megatron, folder)
         loaded = auto.load_megatron_model(megatron, wrap_with_ddp=False)
     cases.write(auto, loaded, target)
-    return type(loaded[0].config).__name__, str(loaded[0].config.kha)
+    return type(loaded[0].config).__name__, str(read_kha(loaded[0].config))
 
 
 @pytest.mark.parametrize("config_only", [False, True])

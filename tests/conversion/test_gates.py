@@ -21,7 +21,7 @@ from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Gate
-from kha_megatron.hf import KHAModelConfig
+from kha_megatron.hf import KHAModelConfig, read_kha
 from tests.conversion.checkpoints import check_back, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.megatron import load_and_run
@@ -211,7 +211,7 @@ def test_a_gated_model_begins_as_the_pretrained_one(tmp_path, case, base, dtype)
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype).eval()
         for name in ("base", "gated")
     )
-    assert after.config.kha.gate == EXACT[case]
+    assert read_kha(after.config).gate == EXACT[case]
     with torch.no_grad():  # of copies, because mapped tensors begin where the file's header ends
         assert torch.equal(deepcopy(after)(ids()).logits, deepcopy(before)(ids()).logits)
 

@@ -11,6 +11,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.megatron_arguments import command_line
 from kha_megatron.conversion.verify import Pair
+from kha_megatron.hf import read_kha
 from kha_megatron.model.recorded import knock_weights
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
@@ -105,7 +106,7 @@ def test_both_sides_hold_the_same_matrices(models, converted, name):
     ours = knock_weights(HFCheckpoint.open(models(name)[0]))
     theirs = knock_weights(MegatronCheckpoint.open(converted(name)))
     assert ours.keys() == theirs.keys()
-    assert {p for _, p in ours} == set(CONFIGS[name].kha.variants)
+    assert {p for _, p in ours} == set(read_kha(CONFIGS[name]).variants)
     assert all(torch.equal(ours[place], theirs[place]) for place in ours)
 
 

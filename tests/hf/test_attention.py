@@ -8,9 +8,9 @@ from torch.nn.attention.flex_attention import flex_attention as FLEX
 from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 from transformers.integrations import flex_attention
 
-from kha_megatron.heads import HeadSizes, Knock
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
-from kha_megatron.hf.attention_kha import KHAAttention, KHAKnock
+from kha_megatron.hf import read_kha
+from kha_megatron.hf.modeling_kha import KHAAttention, KHAKnock
 from kha_megatron.ops import fold, knock
 from tests import oracle as reference
 from tests.hf.conftest import SIZES, TOKENS, every_projection, make_config, make_model, tokens
@@ -54,7 +54,7 @@ def oracle(layer, hidden, kha, **gates):
     return reference.attention(
         hidden,
         *(w.weight.T for w in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)),
-        layer.config.kha,
+        read_kha(layer.config),
         matrices,
         num_query_groups=SIZES["num_key_value_heads"],
         head_dim=SIZES["head_dim"],
@@ -90,9 +90,7 @@ def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
 
 @pytest.mark.parametrize("variant", MATRICES)
 def test_knock_module_computes_what_ops_computes(variant):
-    sizes = HeadSizes(query_heads=3, kv_heads=1, head_dim=10)
-    (tensor,) = Knock(query=variant).tensors(sizes)
-    module = KHAKnock(variant, tensor).double()
+    module = KHAKnock(variant, 10).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     stack = torch.stack([module.get_submodule(module_name(m)).weight.T for m in MATRICES[variant]])

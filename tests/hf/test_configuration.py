@@ -8,36 +8,30 @@ import pytest
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.hf import read_kha
 from tests.hf.conftest import LATENT, MOE, every_projection, make_config, make_model
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kha_value": "wide"}, "unknown KHA variant 'wide'.*linear, mlp, gate"),
-        ({"kha_init": "zero"}, "unknown KHA init 'zero'.*identity, random"),
+        ({"kha_value": "wide"}, "kha_value='wide' is unknown.*linear, mlp, gate"),
         ({"num_key_value_heads": 4}, "num_attention_heads=6.*num_key_value_heads=4"),
         ({"head_dim": 9}, "head_dim=9.*even"),
         ({**MOE, "num_experts_per_tok": 6}, "num_experts_per_tok=6.*num_experts=5"),
-        ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size=0"),
-        ({**MOE, "scoring_func": "tanh"}, "scoring_func 'tanh'.*softmax, sigmoid"),
-        ({**MOE, "mlp_layer_types": ["sparse"] * 2}, "each of the 3 layers"),
-        ({**MOE, "mlp_layer_types": ["sparse", "dense", "moe"]}, "'dense' or 'sparse'"),
+        ({**MOE, "scoring_func": "tanh"}, "scoring_func='tanh'.*softmax, sigmoid"),
+        ({**MOE, "mlp_layer_types": ["sparse"] * 2}, "each of 3 layers"),
         ({"mlp_layer_types": ["sparse"] * 3}, "num_experts=0"),
-        ({**MOE, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size above 0"),
-        ({**MOE, "n_group": 2}, "n_group=2 and topk_group=1 with num_experts=5"),
-        ({**MOE, "topk_group": 2}, "n_group=1 and topk_group=2"),
+        ({**MOE, "n_group": 2}, "n_group=2 must divide num_experts=5"),
         (
             {**MOE, "num_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5},
-            "num_experts_per_tok=5 must lie between topk_group=2 .* 4",
+            "num_experts_per_tok=5 must be between 2 and 4",
         ),
     ],
 )
-def test_contradictions_are_refused_in_one_line(settings, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_contradictory_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         make_config(**settings)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_value_of_the_wrong_type_is_refused():
@@ -47,8 +41,8 @@ def test_a_value_of_the_wrong_type_is_refused():
 
 def test_kha_fields_become_a_kha_config():
     config = make_config({"query": "linear", "value": "mlp"}, kha_init="random")
-    assert config.kha == KHAConfig(query="linear", value="mlp", init="random")
-    assert make_config().kha == KHAConfig()
+    assert read_kha(config) == KHAConfig(query="linear", value="mlp", init="random")
+    assert read_kha(make_config()) == KHAConfig()
 
 
 def test_older_transformers_find_the_width_of_a_latent_head():

@@ -142,7 +142,7 @@ def test_every_implementation_of_the_experts_can_be_chosen():
 def test_experts_that_the_grouped_product_cannot_take_run_as_a_loop():
     model = make_model(**MOE)  # 22 and 14 features: no rows of 16 bytes
     assert model.config._experts_implementation == "eager"
-    with pytest.raises(ValueError, match="multiples of 8, not 22 and 14: choose 'eager'"):
+    with pytest.raises(ValueError, match="multiples of 8, got 22 and 14"):
         model.set_experts_implementation("grouped_mm")
     dense = make_model(hidden_size=24)
     assert dense(tokens()).logits.isfinite().all()

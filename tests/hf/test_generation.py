@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from kha_megatron.heads import HeadSizes
+from kha_megatron.hf import read_kha
 from kha_megatron.ops import fold
 from tests.hf.conftest import (
     MOE,
@@ -84,7 +85,7 @@ def test_a_step_costs_the_knock_of_one_token_more_and_the_cache_nothing(kha, moe
     knocked = make_model(kha, attention="eager", **moe)
     baseline = make_model(attention="eager", **moe)
     layers, heads, groups = 3, 6, 3
-    added = layers * knocked.config.kha.flops(
+    added = layers * read_kha(knocked.config).flops(
         HeadSizes(query_heads=heads, kv_heads=groups, head_dim=10)
     )
     assert added > 0

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kha_megatron.hf import KHAForCausalLM, write_modelling_files
-from kha_megatron.hf.modelling_files import AUTO_MAP, MODULES
-from tests.hf.conftest import FAMILY, MOE, make_config, make_model, tokens
+from kha_megatron.hf import KHAForCausalLM
+from kha_megatron.hf.modelling_files import AUTO_MAP, modelling_files
+from tests.hf.conftest import FAMILY, MOE, every_projection, make_config, make_model, tokens
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
 HEADS = {"kha_gate": {"output": "head"}, "kha_moh": {"shared": 1, "active": [1, 3, 2]}}
-FILES = {f"{name}.py" for name in MODULES.values()}
+PLAIN = {"configuration_kha.py", "modeling_kha.py"}
 
 # Runs where kha_megatron cannot be imported. The user chose to trust the folder: the only place in
 # this project that does.
@@ -53,7 +53,7 @@ with torch.no_grad():
     new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
 save_file({"logits": logits, "new": new}, folder + "/seen.safetensors")
 model.save_pretrained(again)
-print("variants:", config.kha.variants)
+print("variants:", config.kha_query, config.kha_key, config.kha_value)
 print("classes:", *(type(x).__module__.split(".")[0] for x in (model, base, config)))
 assert not [name for name in sys.modules if name.split(".")[0] == "kha_megatron"]
 """
@@ -84,7 +84,7 @@ def stranger(tmp_path_factory):
 
 def test_code_and_auto_map_lie_beside_every_saved_model(tmp_path):
     make_model(MIXED).save_pretrained(tmp_path)
-    assert {file.name for file in tmp_path.glob("*.py")} == FILES
+    assert {file.name for file in tmp_path.glob("*.py")} == PLAIN
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP
     assert set(AUTO_MAP) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
@@ -93,22 +93,36 @@ def test_code_and_auto_map_lie_beside_every_saved_model(tmp_path):
 def test_saving_the_configuration_alone_is_enough(tmp_path):
     """As the converter does, which writes the tensors by itself."""
     make_config(MIXED).save_pretrained(tmp_path / "new")
-    assert {file.name for file in (tmp_path / "new").glob("*.py")} == FILES
+    assert {file.name for file in (tmp_path / "new").glob("*.py")} == PLAIN
     assert json.loads((tmp_path / "new" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
-def test_the_files_are_the_packages_own_but_for_their_imports(tmp_path):
-    write_modelling_files(tmp_path)
-    for module, name in MODULES.items():
-        header, *written = (tmp_path / f"{name}.py").read_text().splitlines()
-        assert module in header
+def test_files_differ_from_the_package_only_in_their_imports():
+    for name, source in modelling_files(make_config(MIXED)).items():
+        header, *written = source.splitlines()
+        module = header.split()[1]
+        assert module.endswith(name.removesuffix(".py"))
         own = Path(sys.modules[module].__file__).read_text().splitlines()
-        differing = [(a, b) for a, b in zip(own, written, strict=True) if a != b]
-        for ours, theirs in differing:
-            assert re.match(r"from kha_megatron[\w.]* import", ours)
-            assert re.match(r"from \.\w+ import", theirs)
-            assert ours.split(" import ")[1] == theirs.split(" import ")[1]
+        for ours, theirs in zip(own, written, strict=True):
+            assert ours == theirs or ours == re.sub(
+                r"from \.(\w+)", r"from kha_megatron.hf.\1", theirs
+            )
         assert not re.search(r"^\s*(from|import) kha_megatron", "\n".join(written), re.MULTILINE)
+
+
+@pytest.mark.parametrize("kha", [{"value": "mlp"}, every_projection("linear"), {}])
+def test_a_knocked_model_needs_at_most_four_short_files(kha):
+    files = modelling_files(make_config(kha, **MOE))
+    assert len(files) <= 4
+    assert sum(len(source.splitlines()) for source in files.values()) <= 900
+
+
+@pytest.mark.parametrize("name", ["gate", "moh"])
+def test_a_mechanism_adds_only_its_own_files(name):
+    files = modelling_files(make_config(**{f"kha_{name}": HEADS[f"kha_{name}"]}))
+    other = ({*HEADS} - {f"kha_{name}"}).pop().removeprefix("kha_")
+    assert f"heads_{name}_kha.py" in files
+    assert not [file for file in files if other in file]
 
 
 def test_a_stranger_who_trusts_the_folder_gets_the_same_model(stranger):
@@ -117,7 +131,7 @@ def test_a_stranger_who_trusts_the_folder_gets_the_same_model(stranger):
     assert (
         "classes: transformers_modules transformers_modules transformers_modules" in result.stdout
     )
-    assert "variants: {'query': 'linear', 'key': 'gate', 'value': 'mlp'}" in result.stdout
+    assert "variants: linear gate mlp" in result.stdout
     seen = load_file(folder / "seen.safetensors")
     ids = load_file(folder / "ids.safetensors")["ids"]
     with torch.no_grad():
@@ -151,9 +165,9 @@ def test_a_stranger_who_does_not_trust_it_is_told_so(stranger):
 
 
 def test_what_the_stranger_saves_is_whole_again(stranger):
-    model, _, again, result = stranger
+    model, folder, again, result = stranger
     assert result.returncode == 0, result.stderr
-    assert {file.name for file in again.glob("*.py")} == FILES
+    assert {file.name for file in again.glob("*.py")} == {file.name for file in folder.glob("*.py")}
     assert json.loads((again / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert "model.layers.1.mlp.experts.4.up_proj.weight" in load_file(again / "model.safetensors")
     # and this package loads it with its own code, untrusted

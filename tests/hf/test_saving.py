@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from kha_megatron.hf import KHAForCausalLM, KHAModel, KHAModelConfig
+from kha_megatron.hf import KHAForCausalLM, KHAModel, KHAModelConfig, read_kha
 from tests.hf.conftest import MOE, every_projection, make_config, make_model, tokens
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
@@ -103,7 +103,7 @@ def test_auto_classes_find_the_architecture(tmp_path):
     read = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
     assert type(read) is KHAModelConfig
     assert type(AutoModel.from_config(read)) is KHAModel
-    assert read.kha.variants == every_projection("linear")
+    assert read_kha(read).variants == every_projection("linear")
 
 
 def test_a_layer_too_many_on_disk_is_reported(tmp_path):

@@ -16,11 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadSizes, Knock
 from kha_megatron.hf import KHAModel, KHAModelConfig
-from kha_megatron.hf.attention_kha import HeadSharedLinear, KHAAttention, KHAKnock
-from kha_megatron.hf.serving_limits import unserved
+from kha_megatron.hf.attention_kha import KHAHeadsAttention
+from kha_megatron.hf.modeling_kha import HeadSharedLinear, KHAAttention, KHAKnock, vllm_obstacle
 from tests.hf.conftest import MOE, TOKENS, make_model, tokens
 from tests.hf.packed import check_packed
 
@@ -138,16 +136,17 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8
 )
 def test_what_vllm_may_serve(settings, served, by_backend):
     config = KHAModelConfig(**settings)
-    assert (unserved(config, by_backend=False) is None) == served
-    assert (unserved(config, by_backend=True) is None) == by_backend
+    assert (vllm_obstacle(config, by_backend=False) is None) == served
+    assert (vllm_obstacle(config, by_backend=True) is None) == by_backend
     config._attn_implementation = "vllm"
     if not by_backend:
-        with torch.device("meta"), pytest.raises(ConfigError, match="vLLM"):
+        with torch.device("meta"), pytest.raises(ValueError, match="vLLM"):
             KHAModel(config)
 
 
-def test_vllm_finds_the_call_of_attention_in_the_source_of_forward():
-    source = ast.parse(textwrap.dedent(inspect.getsource(KHAAttention.forward)))
+@pytest.mark.parametrize("attention", [KHAAttention, KHAHeadsAttention])
+def test_vllm_finds_the_call_of_attention_in_the_source_of_forward(attention):
+    source = ast.parse(textwrap.dedent(inspect.getsource(attention.forward)))
     looked_up = [
         target.id
         for node in ast.walk(source)
@@ -170,8 +169,7 @@ def test_a_knock_cannot_be_taken_for_an_mlp():
     with ``act`` a module, and for projections that are statements of their own: a knock has
     neither.
     """
-    (tensor,) = Knock(value="mlp").tensors(HeadSizes(query_heads=1, kv_heads=1, head_dim=10))
-    knock = KHAKnock("mlp", tensor)
+    knock = KHAKnock("mlp", 10)
     assert all(isinstance(child, HeadSharedLinear) for child in knock.children())
     source = ast.parse(textwrap.dedent(inspect.getsource(KHAKnock.forward)))
     assert not [node for node in ast.walk(source) if isinstance(node, ast.Assign | ast.AnnAssign)]

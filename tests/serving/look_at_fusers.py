@@ -14,7 +14,7 @@ from transformers import AutoModel
 from vllm.model_executor.models.transformers.fuser import get_fusers
 
 import kha_megatron.hf  # noqa: F401 (registers)
-from kha_megatron.hf.attention_kha import HeadSharedLinear
+from kha_megatron.hf.modeling_kha import HeadSharedLinear
 
 
 class Trap(nn.Module):
