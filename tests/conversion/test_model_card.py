@@ -85,7 +85,7 @@ def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     model.save_pretrained(knocked)
     to_hf.plan(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
-    assert "vLLM: not this one. vLLM's attention has no place for talking: serve it with" in card
+    assert "vLLM's attention does not support talking: serve it with" in card
     assert "vllm serve" not in card
 
 

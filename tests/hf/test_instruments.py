@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
-from transformers.models.lfm3 import Lfm3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 from kha_megatron.hf.instruments import measure
@@ -22,9 +21,6 @@ MODELS = {
     "qwen3_next": lambda: Qwen3NextConfig(
         **STOCK, **FULL, mlp_only_layers=[0, 1, 2], partial_rotary_factor=1.0
     ),
-    "lfm3": lambda: Lfm3Config(
-        **STOCK, **FULL, use_sandwich_norm=False, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    ),
 }
 
 
@@ -35,7 +31,6 @@ def build(name, attention="sdpa"):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sinks_and_peaks_are_those_of_eager_attention(name):
-    """Of fewer tokens than are asked, so that all of them are."""
     ids = tokens(1, 9)
     found = measure(build(name), ids)
     model, handed_on = build(name, "eager"), []
@@ -67,7 +62,7 @@ def inputs_of(model):
     return seen
 
 
-@pytest.mark.parametrize("name", ["gates", "qwen3_next", "lfm3"])
+@pytest.mark.parametrize("name", ["gates", "qwen3_next"])
 def test_gates_are_measured_ours_and_those_of_stock_models(name):
     model = build(name)
     for parameter in model.parameters():  # wide enough that some gates are shut
@@ -80,7 +75,7 @@ def test_gates_are_measured_ours_and_those_of_stock_models(name):
             if name == "qwen3_next":
                 score = attention.q_proj(hidden).view(1, 9, 6, 20)[..., 10:]
             else:
-                score = (attention.gate_output if name == "gates" else attention.g_proj)(hidden)
+                score = attention.gate_output(hidden)
         score = 1 / (1 + torch.exp(-score.double()))
         assert 0 < (score < 0.1).double().mean() < 1
         assert figures.figures["gate-score/output"] == pytest.approx(score.mean().item(), rel=1e-5)
@@ -107,11 +102,3 @@ def test_nothing_is_left_behind():
     assert not model.model.layers[0].self_attn.listeners
     with torch.no_grad():
         assert torch.equal(model(ids).logits, before)
-
-
-def test_what_has_other_scores_has_no_sinks():
-    config = make_config(kha_talking={})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    found = measure(model, tokens(1, 9))
-    assert [figures.sinks for figures in found] == [[], [], []]
-    assert all(figures.peak > 0 for figures in found)
