@@ -5,16 +5,13 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup harness quickstart test test-all test-slurm test-serving test-bridge release-check gpu-check docs lint
+.PHONY: help setup quickstart test test-all test-slurm test-serving test-bridge release-check gpu-check docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
 
 setup: ## Make .venv with the pinned versions (skipped when nothing changed)
 	@tools/bootstrap.sh
-
-harness: setup # lm-evaluation-harness: 0.4 GB that only `kha-megatron eval` and its tests need
-	@$(VENV)/bin/uv pip install --quiet --python $(PYTHON_IN_VENV) --constraint constraints.txt --requirements pyproject.toml --extra eval
 
 quickstart: setup ## Text to trained model to Hugging Face to pictures, on this machine's CPU (ARGS="--variant ...")
 	@$(VENV)/bin/kha-megatron quickstart $(ARGS)
@@ -23,10 +20,10 @@ quickstart: setup ## Text to trained model to Hugging Face to pictures, on this 
 PYTEST = $(PYTHON_IN_VENV) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 WORKERS ?= 2
 
-test: setup harness lint ## What needs no GPU, one case of each kind; ARGS="tests/mcore -k split" for a part of it
+test: setup lint ## What needs no GPU, one case of each kind; ARGS="tests/mcore -k split" for a part of it
 	@$(PYTEST) $(ARGS)
 
-test-all: setup harness lint ## The same with every case of the grids, about half an hour more; writes their tables
+test-all: setup lint ## The same with every case of the grids, about half an hour more; writes their tables
 	@$(PYTEST) --whole --parallelism-table=benchmarks/parallelism.md --faults-table=benchmarks/faults.md $(ARGS)
 
 test-slurm: setup ## Trainings on a real Slurm of one node, started here; as root, on Debian installs it

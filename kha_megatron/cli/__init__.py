@@ -1,7 +1,7 @@
-"""The ``kha-megatron`` command: thin commands over the other rooms.
+"""The ``kha-megatron`` command line.
 
-Exit codes: 0 success, 1 the work failed, 2 bad input (one line on stderr, nothing half-written),
-130 interrupted, 143 terminated, 129 without its terminal.
+Exit codes: 0 success, 1 failure, 2 bad input (one line on stderr, no partial output), 129, 130 and
+143 for SIGHUP, SIGINT and SIGTERM.
 """
 
 import sys
@@ -10,7 +10,6 @@ import typer
 
 from kha_megatron.cli import console, convert, data, doctor, recipes
 from kha_megatron.cli.compare import compare
-from kha_megatron.cli.evaluate import evaluate
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.launch import launch
@@ -23,7 +22,7 @@ from kha_megatron.cli.verify import verify
 
 app = Commands(
     name="kha-megatron",
-    help="Knocking-Heads Attention for Megatron-Core: prepare, launch, convert, look.",
+    help="Train, convert and inspect models with Knocking-Heads Attention.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
@@ -54,9 +53,8 @@ app.command()(doctor.doctor)
 app.command()(inspect)
 app.command()(spikes)
 app.command()(generate)
-app.command("eval")(evaluate)
 
 
 def main() -> None:
-    """Run the command line; never with a traceback."""
+    """Run the command line and exit."""
     sys.exit(run(app))

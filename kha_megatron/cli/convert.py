@@ -1,10 +1,9 @@
 """``kha-megatron convert``: checkpoints between Megatron and Hugging Face, four ways."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.progress import (
@@ -18,14 +17,7 @@ from rich.progress import (
 
 from kha_megatron.announcements import announce
 from kha_megatron.cli import console
-from kha_megatron.cli.options import (
-    AsJSON,
-    Preset,
-    Workers,
-    option_of,
-    parse_size,
-    with_options,
-)
+from kha_megatron.cli.options import AsJSON, Preset, Workers, parse_size
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
@@ -65,47 +57,37 @@ TensorParallel = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Writing:
-    """What every conversion is asked about its output."""
+DType = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")
+]
+AllowOverflow = Annotated[
+    bool,
+    typer.Option(
+        "--allow-overflow",
+        help="Let values beyond the range of --dtype become infinite. The report counts them.",
+    ),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(help="Tokenizer directory, if not the model's own.")
+]
+Verify = Annotated[
+    bool, typer.Option(help="Compare every tensor, and the logits of both models, afterwards.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
 
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
-    ] = None
-    allow_overflow: Annotated[
-        bool,
-        typer.Option(
-            "--allow-overflow",
-            help="Let numbers beyond --dtype's end become infinite; the verification says so.",
-        ),
-    ] = False
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Tokenizer folder, if not the model's own.")
-    ] = None
-    workers: Workers = None
-    verify: Annotated[
-        bool, typer.Option(help="Compare every tensor, and the logits of both libraries' models.")
-    ] = True
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")
-    ] = False
-    as_json: AsJSON = False
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How to write and check a converted model."""
+
+    workers: int | None = None
+    verify: bool = True
+    overwrite: bool = False
+    as_json: bool = False
 
     def __post_init__(self) -> None:
-        if self.verify:  # which needs a Megatron that can, and had better be said before the work
+        if self.verify:  # fail before the conversion, not after it
             check_version()
-
-    @property
-    def of_plan(self) -> dict[str, Any]:
-        """What a plan must know of it."""
-        names = "dtype", "allow_overflow", "tokenizer"
-        return {name: getattr(self, name) for name in names}
-
-
-def _writing(command: Callable[..., None]) -> Callable[..., None]:
-    kinds = get_type_hints(Writing, include_extras=True)
-    options = [option_of(item, kinds[item.name], item.default) for item in fields(Writing)]
-    return with_options(command, "how", options, lambda given: Writing(**given))
 
 
 @app.callback()
@@ -114,11 +96,9 @@ def _commands() -> None:
 
 
 @app.command("to-hf")
-@_writing
 def to_hf(
     checkpoint: Source,
     out: Out,
-    how: Writing,
     architecture: Annotated[
         str,
         typer.Option(
@@ -129,6 +109,13 @@ def to_hf(
         ),
     ] = "kha",
     max_shard_size: ShardSize = "5GB",
+    dtype: DType = None,
+    allow_overflow: AllowOverflow = False,
+    tokenizer: Tokenizer = None,
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, and prove that it computes the same.
 
@@ -142,20 +129,31 @@ def to_hf(
     """
     from kha_megatron.conversion import to_hf
 
-    size = parse_size("--max-shard-size", max_shard_size)
-    settings = how.of_plan | {"architecture": architecture, "max_shard_bytes": size}
-    plan = to_hf.plan(checkpoint, **settings)
+    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
+    plan = to_hf.plan(
+        checkpoint,
+        architecture=architecture,
+        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+        dtype=dtype,
+        allow_overflow=allow_overflow,
+        tokenizer=tokenizer,
+    )
     _carry_out(plan, out, how)
 
 
 @app.command("to-megatron")
-@_writing
 def to_megatron(
     model: Source,
     out: Out,
-    how: Writing,
     divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
+    dtype: DType = None,
+    allow_overflow: AllowOverflow = False,
+    tokenizer: Tokenizer = None,
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
 
@@ -170,22 +168,34 @@ def to_megatron(
     """
     from kha_megatron.conversion import to_megatron
 
-    settings = how.of_plan | {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
-    plan = to_megatron.plan(model, **settings)
+    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
+    plan = to_megatron.plan(
+        model,
+        divisible_by=divisible_by,
+        tensor_parallel=tensor_parallel,
+        dtype=dtype,
+        allow_overflow=allow_overflow,
+        tokenizer=tokenizer,
+    )
     _carry_out(plan, out, how)
 
 
 @app.command()
-@_writing
 def fold(
     checkpoint: Source,
     out: Out,
-    how: Writing,
     architecture: Annotated[
         str,
         typer.Option(help="As to-hf's without kha; auto: what fits."),
     ] = "auto",
     max_shard_size: ShardSize = "5GB",
+    dtype: DType = None,
+    allow_overflow: AllowOverflow = False,
+    tokenizer: Tokenizer = None,
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Fold linear knocking heads into the projections: a stock model that any server runs.
 
@@ -200,18 +210,23 @@ def fold(
     """
     from kha_megatron.conversion import to_hf
 
-    size = parse_size("--max-shard-size", max_shard_size)
-    settings = how.of_plan | {"architecture": architecture, "max_shard_bytes": size}
-    plan = to_hf.plan(checkpoint, fold=True, **settings)
+    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
+    plan = to_hf.plan(
+        checkpoint,
+        fold=True,
+        architecture=architecture,
+        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+        dtype=dtype,
+        allow_overflow=allow_overflow,
+        tokenizer=tokenizer,
+    )
     _carry_out(plan, out, how)
 
 
 @app.command()
-@_writing
 def upcycle(
     model: Source,
     out: Out,
-    how: Writing,
     to: Annotated[Literal["megatron", "hf"], typer.Option(help="What OUT is for.")] = "megatron",
     kha_preset: Preset = None,
     kha_query: Annotated[
@@ -237,6 +252,13 @@ def upcycle(
     divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
     max_shard_size: ShardSize = "5GB",
+    dtype: DType = None,
+    allow_overflow: AllowOverflow = False,
+    tokenizer: Tokenizer = None,
+    workers: Workers = None,
+    verify: Verify = True,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Give a pretrained model mechanisms of the heads: the same logits, ready to train on.
 
@@ -264,13 +286,27 @@ def upcycle(
         announce(f"{kha}: tokens lose heads, and the loss is another: --text FILE prints it")
     from kha_megatron.conversion import to_hf, to_megatron
 
+    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
     plan: Plan
     if to == "hf":
-        size = parse_size("--max-shard-size", max_shard_size)
-        plan = to_hf.plan(model, upcycle=kha, max_shard_bytes=size, **how.of_plan)
+        plan = to_hf.plan(
+            model,
+            upcycle=kha,
+            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+            dtype=dtype,
+            allow_overflow=allow_overflow,
+            tokenizer=tokenizer,
+        )
     else:
-        sizes = {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
-        plan = to_megatron.plan(model, upcycle=kha, **how.of_plan | sizes)
+        plan = to_megatron.plan(
+            model,
+            upcycle=kha,
+            divisible_by=divisible_by,
+            tensor_parallel=tensor_parallel,
+            dtype=dtype,
+            allow_overflow=allow_overflow,
+            tokenizer=tokenizer,
+        )
     _carry_out(plan, out, how, text=text)
 
 
@@ -280,11 +316,11 @@ def convert(
     """What ``to-hf`` does by itself, for other commands."""
     from kha_megatron.conversion import to_hf
 
-    how, plan = Writing(overwrite=overwrite), to_hf.plan(checkpoint)
+    how, plan = Output(overwrite=overwrite), to_hf.plan(checkpoint)
     return _write(plan, out, how), report(plan.source.path, out, how.workers)
 
 
-def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = None) -> None:
+def _carry_out(plan: "Plan", out: Path, how: Output, *, text: Path | None = None) -> None:
     """Write, verify and report; exit with 1 when the two models disagree by more than rounding."""
     if text is not None:
         source, model = plan.source, plan.source.model
@@ -304,7 +340,7 @@ def _carry_out(plan: "Plan", out: Path, how: Writing, *, text: Path | None = Non
     conclude(verification, how.as_json, facts=facts, values=values)
 
 
-def _write(plan: "Plan", out: Path, how: Writing) -> "Conversion":
+def _write(plan: "Plan", out: Path, how: Output) -> "Conversion":
     """Write under a bar of bytes, with rate and time left."""
     plan.check_target(out, overwrite=how.overwrite)
     columns = (

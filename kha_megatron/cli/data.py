@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, parse_size
+from kha_megatron.cli.options import AsJSON, Workers, parse_size
 from kha_megatron.cli.running import Commands
 from kha_megatron.data import splits
 from kha_megatron.errors import DataError
@@ -42,7 +42,7 @@ def prepare(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Size of the BPE vocabulary to train, 257 or more (default 4096)."),
+        typer.Option(min=257, max=10**7, help="Size of the BPE vocabulary. Default: 4096."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -59,10 +59,7 @@ def prepare(
             "__pycache__, .git, .hg, .svn, site-packages, dist-packages."
         ),
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Documents tokenized at the same time (default one per core)."),
-    ] = None,
+    workers: Workers = None,
     max_file_bytes: Annotated[
         str,
         typer.Option(help="Split longer files at line ends into documents of at most this size."),

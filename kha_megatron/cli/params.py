@@ -83,7 +83,7 @@ def _added(counts: Counts, bare: Counts) -> str:
 def count_flops(
     recipe: RecipeName,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence; the recipe's if not given.")
+        int | None, typer.Option(min=1, max=2**31, help="Sequence length. Default: the recipe's.")
     ] = None,
     as_json: AsJSON = False,
 ) -> None:

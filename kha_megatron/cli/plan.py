@@ -46,7 +46,7 @@ def plan(
     cp: Annotated[int | None, typer.Option(help="Fix the context-parallel size.")] = None,
     ep: Annotated[int | None, typer.Option(help="Fix the expert-parallel size.")] = None,
     etp: Annotated[int | None, typer.Option(help="Fix the expert-tensor-parallel size.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Layouts to list, the best first.")] = 15,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Layouts to list.")] = 15,
     as_json: AsJSON = False,
 ) -> None:
     """List the legal layouts of a recipe on a number of GPUs, with memory and communication.

@@ -18,7 +18,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, OutputError
 from kha_megatron.plan.counts import count
 from kha_megatron.recipes import Step, get_recipe
-from tests.docs.test_commands import parse
+from tests.cli.commands import parse
 from tests.recipes.conftest import data, nemorun_home  # noqa: F401
 
 SMALL = shlex.split("""

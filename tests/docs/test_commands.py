@@ -18,6 +18,7 @@ import pytest
 
 from kha_megatron import cli
 from kha_megatron.config import KHAConfig
+from tests.cli.commands import parse
 from tests.docs.pages import PAGES, ROOT, blocks, commands
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 
@@ -33,7 +34,6 @@ FORMS = (
     ("kha-megatron launch * --resume *", "parse", "nothing to resume; tests/recipes"),
     ("kha-megatron launch *", "dry", "trains: tests/docs/test_tutorials.py does"),
     ("kha-megatron compare *", "parse", "trains: tests/docs/test_tutorials.py does"),
-    ("kha-megatron eval *", "parse", "loads tasks from a hub; tests/cli/test_eval.py"),
     ("kha-megatron doctor --deep", "parse", "imports for 15 s; tests/cli/test_doctor.py"),
     ("kha-megatron data prepare --vocab-size *", "small", "the standard library takes a while"),
     ("kha-megatron data *", "run", ""),
@@ -157,18 +157,6 @@ def call(words, monkeypatch, capsys, unless=None):
     assert not end.value.code or excused, (
         f"{' '.join(words)}\n{streams.out[-2000:]}\n{streams.err[-4000:]}"
     )
-
-
-def parse(words):
-    """Let the command line read the words, and do nothing."""
-    from typer.main import get_command
-
-    command, rest = get_command(cli.app), list(words[1:])
-    context = command.make_context("kha-megatron", rest[:0], resilient_parsing=True)
-    while hasattr(command, "commands"):
-        command = command.commands[rest.pop(0)]
-        context = type(context)(command, parent=context, info_name=command.name)
-    command.parse_args(context, rest)
 
 
 ADDED = {
