@@ -50,7 +50,7 @@ def compare(
             autocompletion=preset_names,
         ),
     ] = "baseline,kha_mlp",
-    seeds: Annotated[int, typer.Option(min=1, help="How many times each is trained.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs per variant.")] = 3,
     null: Annotated[
         bool,
         typer.Option(
