@@ -1,8 +1,8 @@
-"""What a conversion writes beside its tensors: two kinds of JSON file.
+"""The two JSON files that a conversion writes beside its tensors.
 
-``manifest.json`` of a Hugging Face folder has the SHA-256, dtype and shape of every tensor, and is
-checked when the folder is read. ``converted_from.json`` of a Megatron checkpoint says, for people,
-what that was made from: its hashes are in Megatron's own ``integrity.json``.
+``manifest.json`` of a Hugging Face directory lists the SHA-256, dtype and shape of every tensor and
+is checked when the directory is read. ``converted_from.json`` of a Megatron checkpoint tells users
+where the checkpoint comes from. Its hashes are in Megatron's ``integrity.json``.
 """
 
 import json
@@ -21,22 +21,22 @@ Tensors = Mapping[str, Mapping[str, Any]]
 
 
 def write_manifest(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write the manifest of a Hugging Face folder.
+    """Write the manifest of a Hugging Face directory.
 
     Args:
-        folder: where the tensors are.
-        source: identity of what they were made from.
+        folder: The directory.
+        source: Identity of what was converted.
         tensors: ``{name: {file, dtype, shape, sha256}}``.
     """
     _write(folder / MANIFEST, {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)})
 
 
 def write_converted_from(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write what a converted Megatron checkpoint was made from.
+    """Write what a Megatron checkpoint was converted from.
 
     Args:
-        folder: of the iteration or release.
-        source: identity of what was converted.
+        folder: The directory of the iteration or release.
+        source: Identity of what was converted.
         tensors: ``{key: {dtype, shape}}``.
     """
     _write(folder / CONVERTED_FROM, {"source": dict(source), "tensors": dict(tensors)})
@@ -47,10 +47,10 @@ def _write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """What the manifest of a folder says of each tensor; None if there is none.
+    """Return the manifest's entry of each tensor; None if there is no manifest.
 
     Raises:
-        CheckpointError: it is damaged, or no manifest of a conversion.
+        CheckpointError: The manifest is damaged, or was not written by a conversion.
     """
     file = folder / MANIFEST
     try:

@@ -1,20 +1,19 @@
 """Read Megatron's ``torch_dist`` checkpoints in one process, whatever layout of ranks wrote them.
 
-No process group, no GPU, no Megatron import, and nothing in the files is executed
+This needs no process group, no GPU and no Megatron, and executes nothing in the files
 (:mod:`kha_megatron.checkpoint.torch_dist`).
 """
 
 import hashlib
 import re
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kha_megatron.checkpoint.integrity import FileChecks
-from kha_megatron.checkpoint.reading import read_bytes, read_json
+from kha_megatron.checkpoint.integrity import FileChecks, read_hashes
+from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
     Record,
@@ -27,7 +26,7 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
 from kha_megatron.errors import CheckpointError
 
 LEGACY_COMMON = "common.pt"
-"""Where Megatron-Core kept what all ranks have in common before 0.19."""
+"""Where Megatron-Core before 0.19 saved the state that all ranks share."""
 
 LAYERS = "decoder.layers."
 
@@ -41,18 +40,18 @@ NORMS = (
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-"""What one norm is called, before ``weight`` or ``bias``: Transformer Engine's layers fuse some
-into the linear layer behind, and Megatron's local ones rename some, but not the same, to match."""
+"""The names of one norm before ``weight`` or ``bias``. Transformer Engine's layers fuse some norms
+into the next linear layer. Megatron's local layers rename some, but not the same, to match."""
 
 _NORM = re.compile(
     rf"(.*\.|)({'|'.join(re.escape(name) for names in NORMS for name in names)})(weight|bias)"
 )
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
-"""Keys of optimizer state; random states and the like are not stored as tensors."""
+"""Keys of optimizer state. Random states and the like are not stored as tensors."""
 
 
 def other_names(key: str) -> list[str]:
-    """What else a norm may be called in a checkpoint of other layers; nothing for other tensors."""
+    """Return the other names of a norm in checkpoints. Empty for other tensors."""
     if (match := _NORM.fullmatch(key)) is None:
         return []
     before, norm, kind = match.groups()
@@ -61,10 +60,10 @@ def other_names(key: str) -> list[str]:
 
 
 class MegatronCheckpoint:
-    """One iteration of a Megatron training run, opened for reading. Make it with :meth:`open`.
+    """One iteration of a Megatron training run, opened for reading with :meth:`open`.
 
     Attributes:
-        path: the ``iter_0000123`` folder.
+        path: The ``iter_0000123`` directory.
     """
 
     def __init__(self, path: Path, folder: TorchDistFolder) -> None:
@@ -73,15 +72,14 @@ class MegatronCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
-        """Open a ``--save`` folder at the iteration that ``tracker.judge`` takes, or one iteration.
+        """Open a ``--save`` directory at the iteration that ``tracker.judge`` chooses, or one
+        iteration.
 
-        Every shard is checked to exist and to be long enough; no tensor is read. With ``verify``
-        a file that ``integrity.json`` lists is hashed before anything is read from it, the shards
-        when their first tensor is.
+        Checks that every shard exists and is long enough, but reads no tensor. With ``verify`` a
+        file that ``integrity.json`` lists is hashed before it is first read.
 
         Raises:
-            CheckpointError: there is no complete ``torch_dist`` checkpoint; the message names the
-                file that is missing or damaged.
+            CheckpointError: There is no complete ``torch_dist`` checkpoint, or a file is damaged.
         """
         path = resolve(Path(path))
         mark = path / COMMIT_MARK
@@ -94,7 +92,7 @@ class MegatronCheckpoint:
             raise CheckpointError(
                 f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"
             )
-        checks = FileChecks.of(path) if verify else FileChecks(path)
+        checks = FileChecks(path, (verify and read_hashes(path)) or {})
         for name in (COMMIT_MARK, METADATA, LEGACY_COMMON):
             checks.check(name)
         try:
@@ -108,30 +106,18 @@ class MegatronCheckpoint:
             )
         return cls(path, TorchDistFolder.open(path, checks))
 
-    def verifying(self) -> AbstractContextManager[None]:
-        """Around reading many tensors: shards are hashed beside the reading, not before it.
-
-        Leaving the block waits for the hashes and raises ``CheckpointError`` if a shard that was
-        read from is damaged, so what is made of the tensors must not be published inside of it::
-
-            with staged_folder(target) as folder:
-                with checkpoint.verifying():
-                    ...  # read tensors, write them to folder
-        """
-        return self._folder.checks.beside()
-
     def identity(self) -> dict[str, Any]:
-        """Which checkpoint this is, for the manifest of what is made from it."""
+        """Return the source of a conversion for its manifest."""
         iteration = self._common.get("iteration")
         return {
             "format": "torch_dist",
             "path": str(self.path),
             "iteration": iteration if type(iteration) is int else None,
-            "sha256": hashlib.sha256(read_bytes(self.path / METADATA)).hexdigest(),
+            "sha256": hashlib.sha256((self.path / METADATA).read_bytes()).hexdigest(),
         }
 
     def keys(self) -> dict[str, StoredTensor]:
-        """The model's tensors as Megatron stores them, by name, with whole shapes and dtypes.
+        """Return the whole shape and dtype of the model's tensors by Megatron's names.
 
         Layers of a homogeneous model are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is
         ``[L, ...]``. See :meth:`layer_tensor`.
@@ -141,30 +127,30 @@ class MegatronCheckpoint:
         }
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """One whole tensor on the CPU, assembled from the shards of all ranks.
+        """Return one whole tensor on the CPU, assembled from the shards of all ranks.
 
-        Like :meth:`layer_tensor`, safe to call from several threads.
+        Several threads may call this and :meth:`layer_tensor`.
 
         Args:
-            key: a key of :meth:`keys`.
-            index: take only this index of the first dimensions, such as a layer and an expert.
+            key: A key of :meth:`keys`.
+            index: Read only this index of the first dimensions, such as a layer and an expert.
 
         Raises:
-            CheckpointError: no such key, or a damaged shard.
+            CheckpointError: There is no such tensor, or a shard is damaged.
         """
         if key not in self._folder.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key}")
         return self._folder.read(key, index)
 
     def layer_tensor(self, layer: int, suffix: str) -> Tensor:
-        """A tensor of one decoder layer, stored stacked (homogeneous models) or by itself.
+        """Return a tensor of one decoder layer, which may be stored stacked or on its own.
 
         Args:
-            layer: global, counted from 0.
-            suffix: what follows ``decoder.layers.{layer}.``.
+            layer: Global index, from 0.
+            suffix: The part of the name after ``decoder.layers.{layer}.``.
 
         Raises:
-            CheckpointError: the layer has no such tensor, or a damaged shard.
+            CheckpointError: The layer has no such tensor, or a shard is damaged.
         """
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None and 0 <= layer < stacked.shape[0]:
@@ -172,7 +158,7 @@ class MegatronCheckpoint:
         return self.tensor(f"{LAYERS}{layer}.{suffix}")
 
     def layers_with(self, suffix: str) -> list[int]:
-        """The layers, counted from 0, for which :meth:`layer_tensor` has ``suffix``."""
+        """Return the layers, from 0, for which :meth:`layer_tensor` has ``suffix``."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None:
             return list(range(stacked.shape[0]))
@@ -181,11 +167,11 @@ class MegatronCheckpoint:
 
     @cached_property
     def _common(self) -> dict[str, Any]:
-        """What every rank had in common: arguments, iteration, scheduler."""
+        """The state that all ranks share: arguments, iteration, scheduler."""
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
-                common = load_plain(read_bytes(legacy))
+                common = load_plain(legacy.read_bytes())
             else:
                 common = self._folder.read_object("common_state/shard_0_1")[0]
             if not isinstance(common, dict):
@@ -205,7 +191,7 @@ class MegatronCheckpoint:
         """The training iteration that was saved.
 
         Raises:
-            CheckpointError: the checkpoint does not record it, or is damaged.
+            CheckpointError: The checkpoint does not record it, or is damaged.
         """
         iteration = self._common.get("iteration")
         if type(iteration) is not int:
@@ -216,11 +202,11 @@ class MegatronCheckpoint:
     def args(self) -> dict[str, Any]:
         """The command line's arguments as Megatron saved them.
 
-        Plain values are themselves; enums and other objects are inert
-        :class:`~kha_megatron.checkpoint.torch_dist.Record` values.
+        Enums and other objects are inert :class:`~kha_megatron.checkpoint.torch_dist.Record`
+        values.
 
         Raises:
-            CheckpointError: the checkpoint does not record them, or is damaged.
+            CheckpointError: The checkpoint does not record them, or is damaged.
         """
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):

@@ -1,23 +1,20 @@
-"""The safetensors format, read and written in place.
+"""The safetensors format: names of dtypes, headers, and bytes of tensors.
 
-A file is eight bytes with the length of its header (little endian), the header (JSON that gives
-each tensor's dtype, shape and place), and the tensors' bytes without gaps. The safetensors package
-maps or copies whole files; with the places at hand each tensor can be read and written by itself,
-from any thread. Tensors that were read through the package, each hashed, took 941 MB of memory
-instead of 554 (400 MB in 4,050 tensors), since its mapping of the file stays.
+A safetensors file holds eight bytes with the length of its header (little endian), the header (JSON
+with the dtype, shape and place of each tensor), and the bytes of the tensors without gaps.
 """
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from kha_megatron.checkpoint.reading import regular
 from kha_megatron.errors import CheckpointError
 
 DTYPES = {
@@ -41,15 +38,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of dtypes in headers, in the order in which ``save_file`` lays out tensors."""
+"""Names of dtypes in headers, in the order in which ``save_file`` stores tensors."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
-_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 class TensorEntry(NamedTuple):
-    """A tensor by its name."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -57,62 +53,68 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Stored(NamedTuple):
-    """A tensor and where in its file it begins."""
+def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
+    """Build the header that ``save_file`` would write for these tensors.
 
-    entry: TensorEntry
-    start: int
-
-
-def header(entries: Iterable[TensorEntry]) -> tuple[bytes, list[Stored]]:
-    """The first bytes of a file with these tensors, as ``save_file`` writes them, and the places.
-
-    The file is as long as the end of the last place.
+    Returns:
+        The first bytes of the file, and the byte of the file at which each tensor starts.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(entries, key=lambda entry: (_ORDER[entry.dtype], entry.name))
-    end = 0
-    for name, dtype, shape in ordered:
-        start, end = end, end + TensorEntry(name, dtype, shape).nbytes
-        content[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    starts, end = {}, 0
+    for entry in sorted(entries, key=lambda entry: (_ORDER[entry.dtype], entry.name)):
+        starts[entry.name], end = end, end + entry.nbytes
+        offsets = starts[entry.name], end
+        content[entry.name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": offsets,
+        }
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    places = [Stored(entry, first + content[entry.name]["data_offsets"][0]) for entry in ordered]
-    return len(text).to_bytes(8, "little") + text, places
+    return len(text).to_bytes(8, "little") + text, {
+        name: 8 + len(text) + start for name, start in starts.items()
+    }
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a file, whose header the safetensors package has checked: every byte after it
-    belongs to one of them.
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a file by name. The safetensors package checks the header.
 
     Raises:
-        CheckpointError: it is cut short, no safetensors file, or its header lies.
+        CheckpointError: The file is missing, cut short or not a safetensors file.
     """
     try:
-        with open(file, "rb", opener=regular) as stream:
-            size, first = os.fstat(stream.fileno()).st_size, stream.read(8)
-            if first.startswith(_PICKLES):
-                raise ValueError("it is a pickle, which can execute code and was not read")
-            with safe_open(file, framework="np"):
-                length = int.from_bytes(first, "little")
-            content = json.loads(stream.read(length))
-        content.pop("__metadata__", None)
-        return {name: _stored(name, entry, 8 + length) for name, entry in content.items()}
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file} is damaged or hostile ({error}; it has {size} bytes): copy it again"
-        ) from error
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                for name, part in slices.items()
+            }
+    except (OSError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged or hostile ({error}): copy it again") from error
 
 
-def _stored(name: str, entry: dict[str, Any], first: int) -> Stored:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"torch has no dtype {entry['dtype']}, which {name!r} has")
-    described = TensorEntry(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    return Stored(described, first + entry["data_offsets"][0])
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Return one tensor on the CPU in its stored dtype. The file is mapped, not copied.
+
+    The mapping is closed with the tensor, so that memory does not grow with the file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or does not hold the tensor.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}): copy it again") from error
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a CPU tensor in row-major order, ``uint8 [nbytes]``.
+
+    A tensor that is not contiguous is copied.
+    """
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,15 +1,14 @@
-"""Writing folders so that a crash, an error or Ctrl-C leaves nothing half-written."""
+"""Write files and directories so that a crash, an error or Ctrl-C leaves nothing half-written."""
 
 import errno
 import fcntl
-import glob
 import json
 import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +23,28 @@ def check_output_folder(
     only: Sequence[str] = (),
     inside: bool = False,
 ) -> None:
-    """Refuse a folder that must not be replaced, before any long work.
-
-    One that a killed :func:`staged_folder` had just moved aside is put back first.
+    """Refuse a directory that must not be replaced, before any long work.
 
     Args:
-        folder: where a command will write; it may not exist yet.
-        overwrite: whether the user allows to replace a folder of ours.
-        mark: the file by which a folder of ours is known: ``overwrite`` never deletes one without.
-        only: patterns, one of which everything in it must have to be deleted by ``overwrite``.
-        inside: whether it is written into, and not replaced by :func:`staged_folder`.
+        folder: Where a command will write. It may not exist yet.
+        overwrite: Whether the user allows to replace a directory of ours.
+        mark: A file that every directory of ours holds.
+        only: Patterns of the files that ``overwrite`` may delete. Empty for all files.
+        inside: Whether the command writes into the directory instead of replacing it.
 
     Raises:
-        OutputError: it is a file or a mount point, holds something that would be lost, or is being
-            written.
+        OutputError: The path is a file or a mount point, holds something that would be lost, or
+            another process is writing it.
     """
     target = folder.resolve()
-    try:
-        target.exists()
-    except OSError as error:  # of a name that is too long, for one
-        raise OutputError(f"cannot write {folder}: {error.strerror}") from error
-    if not target.exists() and _aside(target):
+    if _siblings(target)[1].is_dir() and not target.exists():
         with _locked(target):
             _clean_up(target)
     if not folder.exists():
         return
     if not folder.is_dir():
         raise OutputError(f"{folder} is a file: name a folder")
-    if not inside and os.path.ismount(target):  # no other folder can take its place
+    if not inside and os.path.ismount(target):  # a mount point cannot be renamed
         raise OutputError(f"{folder} is a mount point: name a folder inside it")
     held = sorted(folder.iterdir())
     if not held:
@@ -73,10 +66,10 @@ def check_output_folder(
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Refuse to begin what an existing folder's disk cannot hold.
+    """Check that the disk of an existing directory has ``needed`` bytes free.
 
     Raises:
-        OutputError: it has less than ``needed`` bytes free.
+        OutputError: The disk has less.
     """
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
@@ -87,20 +80,17 @@ def check_room(folder: Path, needed: int) -> None:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A new sibling folder that takes ``target``'s place when the block ends well.
+    """Yield a new directory that replaces ``target`` when the block exits without an error.
 
-    Everything in it is flushed to disk first. If the block fails, it is removed and what was at
-    ``target`` is still there. A link to a folder stays one: the folder behind it is replaced. A
-    lock, which the kernel frees when a process dies, keeps others out; what a killed process left
-    is cleaned up, and what it had moved aside is put back.
+    Everything is flushed to disk first. If the block fails, the new directory is removed and
+    ``target`` is unchanged. If ``target`` is a link, the directory behind it is replaced. A lock
+    keeps other processes out. What a killed process left behind is cleaned up.
 
     Raises:
-        OutputError: the disk refuses (full, read-only, no permission), or another process is
-            writing ``target``.
+        OutputError: The disk refuses, or another process is writing ``target``.
     """
     target = target.resolve()
-    staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    staged, replaced = _siblings(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
@@ -108,44 +98,29 @@ def staged_folder(target: Path) -> Iterator[Path]:
             try:
                 staged.mkdir()
                 yield staged
-                _publish(staged, target, replaced)
-            finally:
-                shutil.rmtree(staged, ignore_errors=True)
+                for path in (*staged.rglob("*"), staged):
+                    flush(path)
                 if target.exists():
-                    shutil.rmtree(replaced, ignore_errors=True)
+                    target.rename(replaced)
+                staged.rename(target)
+                flush(target.parent)
+            finally:
+                _clean_up(target)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _publish(staged: Path, target: Path, replaced: Path) -> None:
-    """Flush, and let the new folder take the place of the old one."""
-    for path in (*staged.rglob("*"), staged):
-        flush(path)
-    try:
-        if target.exists():
-            target.rename(replaced)
-        staged.rename(target)
-    except BaseException:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        raise
-    flush(target.parent)
-
-
-def _aside(target: Path) -> list[Path]:
-    """What a process that was killed between the two renames had moved aside, the oldest first."""
-    held = target.parent.glob(f".{glob.escape(target.name)}.replaced-*")
-    return sorted(held, key=lambda path: path.stat().st_mtime)
+def _siblings(target: Path) -> tuple[Path, Path]:
+    """Return where the new directory is written and where the old one is moved."""
+    return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
 
 
 def _clean_up(target: Path) -> None:
-    """Put back or remove what killed processes have left; only under the lock."""
-    if not target.exists() and (aside := _aside(target)):
-        aside[-1].rename(target)
-    for path in (
-        *_aside(target),
-        *target.parent.glob(f".{glob.escape(target.name)}.partial-*"),
-    ):
+    """Move the old directory back if nothing took its place, and remove the rest."""
+    staged, replaced = _siblings(target)
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)
+    for path in (staged, replaced):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -153,13 +128,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def lock(descriptor: int, target: Path) -> None:
-    """Take an open file's lock; where the disk has none, as Lustre without ``flock``, warn of it.
+    """Lock an open file, or warn if the file system has no locks (Lustre without ``flock``).
 
     Args:
-        target: what the lock is for.
+        descriptor: The open file.
+        target: What the lock protects, for the warning.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: Another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,78 +152,58 @@ def lock(descriptor: int, target: Path) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Keep every other process from writing ``target``.
+    """Hold the lock of ``target``. The kernel frees it when this process dies.
 
     Raises:
-        OutputError: another one is.
+        OutputError: Another process holds the lock.
     """
     file = target.with_name(f".{target.name}.lock")
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    with file.open("a") as opened:
         try:
-            lock(descriptor, target)
+            lock(opened.fileno(), target)
         except BlockingIOError:
-            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            os.close(descriptor)
             raise OutputError(
-                f"{target} is being written by process {holder or '(unknown)'}: wait for its end, "
-                "or name another folder"
+                f"{target} is being written by another process: wait until it ends, or name "
+                "another folder"
             ) from None
-        except OSError:
-            os.close(descriptor)
-            raise
-        if _is_at(file, descriptor):
-            break
-        os.close(descriptor)  # its last holder has removed it
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """A new file that takes ``target``'s place, flushed, when the block that writes it ends well.
+    """Yield a new file that replaces ``target`` when the block exits without an error.
 
     Raises:
-        OutputError: the disk refuses.
+        OutputError: The disk refuses.
     """
     staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        yield staged
-        flush(staged)
-        staged.replace(target)
-        flush(target.parent)
+        try:
+            yield staged
+            flush(staged)
+            staged.replace(target)
+            flush(target.parent)
+        finally:
+            staged.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):  # it was moved, never made, or the error above says more
-            staged.unlink()
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a file of :func:`as_json`, at once or not at all.
+    """Write a JSON file atomically.
 
     Raises:
-        OutputError: the disk refuses.
+        OutputError: The disk refuses.
     """
     with staged_file(target) as staged:
         staged.write_text(as_json(content) + "\n", encoding="utf-8")
 
 
 def as_json(content: Any) -> str:
-    """Plain values as indented JSON, which has no NaN and no infinity: they are null. Paths are
-    text."""
+    """Format plain values as indented JSON. NaN and infinity become null, paths become strings."""
     return json.dumps(_plain(content), indent=2, allow_nan=False)
 
 
@@ -262,39 +218,9 @@ def _plain(value: Any) -> Any:
 
 
 def flush(path: Path) -> None:
-    """Force a file or a folder to disk."""
+    """Force a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-SLICE = 2 * 2**20
-"""Bytes that are read or written at a time, while they are in the processor's cache."""
-
-
-def write_at(
-    descriptor: int,
-    data: bytes | memoryview,
-    start: int,
-    seen: Callable[[memoryview], object] = lambda part: None,
-    alone: AbstractContextManager[object] | None = None,
-) -> None:
-    """Put ``data`` at byte ``start`` of a file; ``seen`` gets each part that is written.
-
-    Threads that write to one file give the same lock as ``alone``: the kernel lets in one at a time
-    as well, but has the others wait for it with a busy processor.
-    """
-    left = memoryview(data)
-    while left:
-        part = left[:SLICE]
-        seen(part)
-        left = left[len(part) :]
-        while part:
-            with alone or nullcontext():
-                count = os.pwrite(descriptor, part, start)
-            if count == SLICE and hasattr(os, "posix_fadvise"):
-                # lets the disk begin now, instead of at the flush
-                os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)
-            part, start = part[count:], start + count

@@ -1,47 +1,79 @@
-"""Reading PyTorch's distributed checkpoint format without running anything that it holds.
+"""Read PyTorch's distributed checkpoint format without executing anything that it holds.
 
-A folder holds ``.metadata``, a pickle that says which bytes of which shard file make which tensor,
-and the shards (``__0_0.distcp``), which are ``torch.save`` archives end to end. PyTorch loads both
-as trusted input: a hostile ``.metadata`` runs code. Here no name found in a file is ever imported
-or called. Names on an explicit list become inert :class:`Record` objects, every other name is
-refused, and the bytes of tensors go from the file to where they are wanted.
+A directory holds ``.metadata``, a pickle that lists which bytes of which shard make up which
+tensor, and the shards (``__0_0.distcp``), which are concatenated ``torch.save`` archives. PyTorch
+unpickles ``.metadata`` as trusted input, so a hostile file runs code. Here an unpickler with a list
+of allowed names reads it. Tensors are loaded with ``torch.load(weights_only=True)``, and objects of
+classes that Megatron saves become inert :class:`Record` values.
 """
 
 import io
+import itertools
 import math
-import os
-import reprlib
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import pathlib
+import pickle
+import pickletools
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from kha_megatron.checkpoint.buffers import allocate, from_file
 from kha_megatron.checkpoint.integrity import FileChecks
-from kha_megatron.checkpoint.reading import is_file_name, opened, read_at, read_bytes
-from kha_megatron.checkpoint.tensor_archive import (
-    InertUnpickler,
-    RefusedNameError,
-    find_tensor,
-)
+from kha_megatron.checkpoint.reading import is_file_name
 from kha_megatron.errors import CheckpointError
 
 METADATA = ".metadata"
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
-"""Packages whose classes Megatron puts into its non-tensor state (its own list of safe globals)."""
+"""Packages of the classes in Megatron's non-tensor state (its own list of safe globals)."""
+
+_ALLOWED: dict[str, Any] = {
+    **{
+        f"torch.distributed.checkpoint.metadata.{name}": getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
+    "torch.serialization._get_layout": torch.serialization._get_layout,
+    "torch.Size": torch.Size,
+    "pathlib.PosixPath": pathlib.PurePosixPath,
+    "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+}
+"""Every name that PyTorch and Megatron write into ``.metadata``, and what it is read as."""
+
+_MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
+
+
+class RefusedNameError(Exception):
+    """A file names a class or function that no checkpoint needs. The name was not imported."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"it names {name}, which no checkpoint needs and which was not run")
 
 
 class Record:
-    """Stands for an object of a class that a file names: it keeps the data and does nothing.
+    """Stands for an object of a class that a file names. It holds the data and runs nothing.
 
-    ``name`` is the class, ``arguments`` what it was called with (an enum's value, for one) and
-    ``state`` its attributes.
+    Attributes:
+        name: The class.
+        arguments: The arguments of its constructor, such as the value of an enum.
+        state: Its attributes.
     """
 
     name = ""
@@ -58,46 +90,17 @@ class Record:
         return f"{self.name}{self.arguments}"
 
 
-def _record_class(name: str) -> type[Record]:
-    return type(name.rsplit(".", 1)[-1], (Record,), {"name": name})
-
-
-_METADATA_NAMES = {
-    name: _record_class(name)
-    for module, names in {
-        "torch.distributed.checkpoint.metadata": (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-        "torch.serialization": ("_get_layout",),
-        "pathlib": ("PosixPath", "WindowsPath"),
-        "pathlib._local": ("PosixPath", "WindowsPath"),  # their home in Python 3.13
-    }.items()
-    for name in (f"{module}.{word}" for word in names)
-}
-"""Everything that PyTorch and Megatron name in ``.metadata``, besides sizes and dtypes."""
-
-
 def reason(error: BaseException) -> str:
-    """The first line of what a reader said about damaged data."""
+    """Return the cause of an error in damaged data, on one line."""
+    if named := re.search(r"GLOBAL (\S+)", str(error)):  # of torch.load
+        error = RefusedNameError(named[1])
     first = (str(error).splitlines() or [""])[0][:200]
     return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a part of a tensor."""
-
-
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its bytes are."""
+    """A box of a tensor, and the bytes of a shard that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -108,7 +111,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the whole model, as the ranks that wrote it cut it into chunks."""
+    """A tensor of the whole model, and the chunks that the ranks wrote."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -116,7 +119,7 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """The tensors and objects of one folder. :meth:`open` checks that all their bytes exist."""
+    """The tensors and objects of one directory, opened for reading with :meth:`open`."""
 
     def __init__(
         self,
@@ -133,107 +136,92 @@ class TorchDistFolder:
 
     @classmethod
     def open(cls, path: Path, checks: FileChecks | None = None) -> Self:
-        """Read the index of a folder and compare it with the shards, without loading them.
+        """Read the index of a directory and check that the shards are long enough.
 
         Args:
-            path: the folder.
-            checks: of the folder: a shard is compared before it is first read from.
+            path: The directory.
+            checks: Its hashes. Each shard is checked before it is first read.
 
         Raises:
             CheckpointError: ``.metadata`` is missing, damaged or hostile, or a shard is missing or
-                shorter than the index says.
+                cut short.
         """
         file = path / METADATA
         try:
-            metadata = InertUnpickler(read_bytes(file), _METADATA_NAMES).load()
-            folder = cls(path, *_index(metadata), checks or FileChecks(path))
+            tensors, objects = _index(_unpickle(file.read_bytes()))
         except FileNotFoundError:
             raise CheckpointError(f"{path} has no {METADATA}: the save never completed") from None
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-        except Exception as error:  # a torn pickle can raise anything
+        except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"{file} is damaged or hostile ({reason(error)}): take another checkpoint"
             ) from error
+        folder = cls(path, tensors, objects, checks or FileChecks(path))
         folder._check_shards()
         return folder
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """One whole tensor on the CPU, assembled from its chunks. Several threads may call it.
-
-        A large one that lies in one chunk is mapped, not copied (see ``buffers.from_file``).
+        """Return one whole tensor on the CPU, assembled from its chunks. Threads may share this.
 
         Args:
-            key: a key of ``tensors``.
-            index: take only this index of the first dimensions (a layer, an expert of it), and read
-                only the chunks that hold it.
+            key: A key of ``tensors``.
+            index: Read only this index of the first dimensions, such as a layer and an expert.
 
         Returns:
-            The stored dtype; the stored shape, without its first ``len(index)`` dimensions.
+            The stored dtype, and the stored shape without its first ``len(index)`` dimensions.
 
         Raises:
-            CheckpointError: a chunk cannot be read or is not what the index says.
+            CheckpointError: A chunk cannot be read, or differs from the index.
         """
-        stored = self.tensors[key]
-        depth = len(index)
+        stored, depth = self.tensors[key], len(index)
         shape, whole = stored.shape[depth:], None
         for chunk in self._chunks_at(key, index):
-            ranges = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-            if all(held.start <= i < held.stop for i, held in zip(index, ranges, strict=False)):
-                rows = [i - held.start for i, held in zip(index, ranges, strict=False)]
-                part = self._load(key, chunk, stored.dtype, rows)
-                if part.shape == shape:
-                    return part
-                whole = allocate(shape, stored.dtype) if whole is None else whole
-                whole[tuple(ranges[depth:])] = part
-        return allocate(shape, stored.dtype) if whole is None else whole
+            place = tuple(i - o for i, o in zip(index, chunk.offsets, strict=False))
+            part = self._load(key, chunk, stored.dtype)[place]
+            if part.shape == shape:
+                return part
+            whole = torch.empty(shape, dtype=stored.dtype) if whole is None else whole
+            box = zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
+            whole[tuple(slice(o, o + n) for o, n in box)] = part
+        return torch.empty(shape, dtype=stored.dtype) if whole is None else whole
 
-    def _chunks_at(self, key: str, index: tuple[int, ...]) -> Sequence[Chunk]:
-        """The chunks that may hold an index, without walking over all layers and experts."""
-        depth, chunks = len(index), self.tensors[key].chunks
-        if not depth:
-            return chunks
+    def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[Chunk]:
+        """Return the chunks that hold an index of the first dimensions."""
+        depth = len(index)
         if (key, depth) not in self._by_index:
-            groups: dict[tuple[int, ...], list[Chunk]] = {}
-            for chunk in chunks:
-                alone = set(chunk.sizes[:depth]) == {1}
-                groups.setdefault(chunk.offsets[:depth] if alone else (), []).append(chunk)
-            self._by_index[key, depth] = groups
-        groups = self._by_index[key, depth]
-        return [*groups.get(index, ()), *groups.get((), ())]
+            found = defaultdict(list)
+            for chunk in self.tensors[key].chunks:
+                box = list(zip(chunk.offsets, chunk.sizes, strict=True))[:depth]
+                for place in itertools.product(*(range(o, o + n) for o, n in box)):
+                    found[place].append(chunk)
+            self._by_index[key, depth] = found
+        return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
-        """A non-tensor entry of ``objects``, with :class:`Record` for everything but plain values.
+        """Return an entry of ``objects``. Everything but plain values is a :class:`Record`.
 
         Raises:
-            CheckpointError: it cannot be read, or names what no checkpoint needs.
+            CheckpointError: The object cannot be read, or names what no checkpoint needs.
         """
         chunk = self.objects[key]
         self.checks.check(chunk.file)
         try:
-            with opened(self.path / chunk.file) as descriptor:
-                data = bytearray(chunk.length)
-                read_at(descriptor, data, chunk.start)
-            return load_plain(bytes(data))
+            with (self.path / chunk.file).open("rb") as shard:
+                shard.seek(chunk.start)
+                return load_plain(shard.read(chunk.length))
         except Exception as error:
             raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
 
-    def _load(
-        self, key: str, chunk: Chunk, dtype: torch.dtype, index: Sequence[int] = ()
-    ) -> Tensor:
-        """The tensor of a chunk, or one index of it."""
+    def _load(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         self.checks.check(chunk.file)
         try:
-            with opened(self.path / chunk.file) as descriptor:
-                found = find_tensor(descriptor, chunk.start, chunk.length)
-                if (found.shape, found.dtype) == (chunk.sizes, dtype):
-                    for row in index:
-                        found = found.row(row)
-                    flat = from_file(descriptor, found.start, found.extent, dtype)
-                    return flat.as_strided(found.shape, found.stride)
+            with (self.path / chunk.file).open("rb") as shard:
+                archive = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
+                tensor = torch.load(cast(IO[bytes], archive), map_location="cpu", weights_only=True)
         except Exception as error:
             raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
-        raise self._damaged(key, chunk, f"does not hold a {dtype} {chunk.sizes} tensor")
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
+            raise self._damaged(key, chunk, f"does not hold a {dtype} {chunk.sizes} tensor")
+        return tensor.detach()
 
     def _damaged(self, key: str, chunk: Chunk, why: str) -> CheckpointError:
         return CheckpointError(
@@ -248,7 +236,7 @@ class TorchDistFolder:
             needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
         for name, length in sorted(needed.items()):
             file = self.path / name
-            if not os.path.isfile(file):
+            if not file.is_file():
                 raise CheckpointError(
                     f"{file} is missing ({len(needed)} shards belong to this checkpoint): copy it "
                     "again, or take another checkpoint"
@@ -260,67 +248,82 @@ class TorchDistFolder:
                 )
 
 
-_TRUST = threading.Lock()
-"""Torch keeps what it may build for the process, not for the thread."""
-
-
 def load_plain(source: bytes) -> Any:
-    """``torch.load`` of tensors and plain values; any class is a :class:`Record`.
+    """Load tensors and plain values with ``torch.load``. Objects become :class:`Record` values.
+
+    The classes that torch may build in this process (importing Megatron adds some) do not count.
 
     Raises:
-        RefusedNameError: the data names what is not among Megatron's own kinds of state.
-        Exception: anything, for damaged data.
+        RefusedNameError: The data names a class outside of Megatron's non-tensor state.
+        Exception: Anything, for damaged data.
     """
-
-    with _TRUST, _nothing_trusted():
+    trusted = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
         for name in names:
             if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
                 raise RefusedNameError(name)
-        torch.serialization.add_safe_globals([(_record_class(name), name) for name in names])
+        torch.serialization.add_safe_globals(
+            [(type(name.rsplit(".", 1)[-1], (Record,), {"name": name}), name) for name in names]
+        )
         return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
-
-
-@contextmanager
-def _nothing_trusted() -> Iterator[None]:
-    """Forget the classes that torch may build in this process: importing Megatron adds some."""
-    trusted = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        yield
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(trusted)
 
 
-def _index(metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Our own typed view of an unpickled ``Metadata``; raises anything if it is malformed."""
-    places = {}
-    for index, info in metadata.state["storage_data"].items():
-        offset = index.state.get("offset")
-        place = info.state["relative_path"], info.state["offset"], info.state["length"]
-        if info.state.get("transform_descriptors"):
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (full := f"{module}.{name}") not in _ALLOWED:
+            raise RefusedNameError(full)
+        return _ALLOWED[full]
+
+
+def _unpickle(pickled: bytes) -> metadata.Metadata:
+    """Unpickle ``.metadata`` with allowed names only, in memory bounded by its size.
+
+    Raises:
+        RefusedNameError: The pickle contains any other name.
+        Exception: Anything, for damaged data.
+    """
+    for opcode, argument, _ in pickletools.genops(pickled):
+        # the unpickler allocates the whole memo up to this index
+        if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
+            raise ValueError(f"memo index {argument} in {len(pickled)} bytes")
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
+    """Return the tensors and objects of an unpickled index. Raises anything if it is malformed."""
+    places: dict[Any, tuple[str, int, int]] = {}
+    for where, info in (index.storage_data or {}).items():
+        if getattr(info, "transform_descriptors", None):
             raise ValueError("compressed or encrypted shards are not supported")
-        places[index.state["fqn"], None if offset is None else _sizes(offset)] = _place(*place)
+        if not is_file_name(info.relative_path):
+            raise ValueError(f"shard {info.relative_path!r} is not a plain file name")
+        start, length = _sizes(torch.Size((info.offset, info.length)))
+        places[where.fqn, where.offset] = info.relative_path, start, length
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
-    for key, entry in metadata.state["state_dict_metadata"].items():
+    for key, entry in index.state_dict_metadata.items():
         if not isinstance(key, str):
             raise TypeError("a tensor has no name")
-        if entry.name.endswith(".TensorStorageMetadata"):
-            tensors[key] = _stored_tensor(key, entry.state, places)
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            tensors[key] = _stored_tensor(key, entry, places)
         else:
             objects[key] = Chunk((), (), *places[key, None])
     return tensors, objects
 
 
-def _stored_tensor(key: str, state: dict[str, Any], places: dict[Any, Any]) -> StoredTensor:
-    dtype, shape = state["properties"].state[0], _sizes(state["size"])
+def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any) -> StoredTensor:
+    """Return a tensor whose chunks lie in it, fit into their bytes and have all its elements."""
+    dtype, shape = entry.properties.dtype, _sizes(entry.size)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{key} has no dtype")
-    chunks = tuple(_chunks(key, state["chunks"], places))
-    covered = 0
-    for chunk in chunks:
+    chunks, covered = [], 0
+    for box in entry.chunks:
+        chunk = Chunk(_sizes(box.offsets), _sizes(box.sizes), *places[key, box.offsets])
         ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise ValueError(f"a chunk of {key} lies outside of {shape}")
@@ -328,64 +331,13 @@ def _stored_tensor(key: str, state: dict[str, Any], places: dict[Any, Any]) -> S
         if elements * dtype.itemsize > chunk.length:
             raise ValueError(f"a chunk of {key} is larger than its {chunk.length} bytes")
         covered += elements
-    if len({chunk.offsets for chunk in chunks}) != len(chunks):
-        raise ValueError(f"two chunks of {key} start at the same place")
-    if covered != math.prod(shape):
+        chunks.append(chunk)
+    if len({chunk.offsets for chunk in chunks}) != len(chunks) or covered != math.prod(shape):
         raise ValueError(f"{covered} of {math.prod(shape)} elements of {key} are stored")
-    if not lie_apart([(chunk.offsets, chunk.sizes) for chunk in chunks]):
-        raise ValueError(f"chunks of {key} overlap, and leave a part of it unwritten")
-    return StoredTensor(shape, dtype, chunks)
+    return StoredTensor(shape, dtype, tuple(chunks))
 
 
-def lie_apart(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes of a tensor overlap.
-
-    Boxes are cut apart along one dimension or another until each is alone. A few patterns that no
-    straight cut divides, a pinwheel of five for one, count as overlapping: no layout of ranks makes
-    them.
-
-    Args:
-        boxes: offsets and sizes of each. Those without elements overlap nothing.
-    """
-    waiting = [[(o, n) for o, n in boxes if math.prod(n)]]
-    while waiting:
-        group = waiting.pop()
-        if len(group) > 1:
-            cuts = (_cut(group, dim) for dim in range(len(group[0][0])))
-            parts = next((parts for parts in cuts if len(parts) > 1), None)
-            if parts is None:
-                return False
-            waiting += parts
-    return True
-
-
-def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """The boxes, apart where no box reaches across along a dimension."""
-    parts: list[list[Box]] = []
-    end = 0
-    for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim]):
-        if not parts or offsets[dim] >= end:
-            parts.append([])
-        parts[-1].append((offsets, sizes))
-        end = max(end, offsets[dim] + sizes[dim])
-    return parts
-
-
-def _chunks(key: str, entries: list[Any], places: dict[Any, Any]) -> Iterator[Chunk]:
-    for entry in entries:
-        offsets, sizes = _sizes(entry.state["offsets"]), _sizes(entry.state["sizes"])
-        yield Chunk(offsets, sizes, *places[key, offsets])
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
-        # a pickle of a few bytes can describe what takes gigabytes to print
-        raise TypeError(f"no size: {reprlib.repr(value)}")
-    return value
-
-
-def _place(file: Any, start: Any, length: Any) -> tuple[str, int, int]:
-    if not is_file_name(file):
-        raise ValueError(f"shard {file!r} is not a plain file name")
-    start, length = _sizes((start, length))
-    return file, start, length
+def _sizes(value: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(value, torch.Size) or min(value, default=0) < 0:
+        raise TypeError("a size is not a list of numbers")
+    return tuple(value)

@@ -1,12 +1,11 @@
-"""Which iteration of a ``--save`` folder is taken, whatever its tracker file says.
+"""Find the checkpoint to read in a ``--save`` directory, whatever its tracker file says.
 
-Megatron writes shards, ``.metadata``, the commit mark, the hashes and last, not atomically, the
-tracker file. A kill leaves a folder without a mark, which must not be loaded, or a complete folder
-that the tracker file does not name, which must not be lost. Everyone who reads a folder asks
-:func:`judge`.
+Megatron writes the shards, ``.metadata``, the commit mark, the hashes, and last, not atomically,
+the tracker file. A killed save therefore leaves a directory without a mark, which must not be
+loaded, or a complete checkpoint that the tracker file does not name, which must not be lost.
+Everything that reads a ``--save`` directory calls :func:`judge`.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -14,18 +13,17 @@ from typing import NamedTuple
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.manifest import CONVERTED_FROM
-from kha_megatron.checkpoint.reading import read_json, regular
+from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""What the tracker file says, and how the folder is called, of weights without an iteration."""
+"""Content of the tracker file, and name of the directory, of weights without an iteration."""
 
 COMMIT_MARK = "metadata.json"
-"""Megatron writes this file last of a torch_dist save: a folder without it was never completed."""
+"""Megatron writes this file last. A checkpoint without it was never completed."""
 
-_LONGEST = 64  # bytes of a tracker file that are read: no iteration has as many digits
 _OF_A_SAVE = (
     INTEGRITY,
     COMMIT_MARK,
@@ -34,26 +32,27 @@ _OF_A_SAVE = (
     "*.distcp",
     CONVERTED_FROM,
 )
-"""The files of a save. The hashes go before the mark: alone they would tell of damage."""
+"""Files of a checkpoint. The hashes are removed before the mark: alone they would look like
+damage."""
 
 
 class Verdict(NamedTuple):
-    """What a ``--save`` folder holds, and what is to be done about it."""
+    """What a ``--save`` directory holds, and which checkpoint to take."""
 
     folder: Path
     tracker: str | None
-    """What the tracker file says, the beginning of it; None if there is none."""
+    """Content of the tracker file; None if there is none."""
     newest: Path | None
-    """The complete iteration (or release) to take; None if no save is complete."""
+    """The complete iteration or release to take; None if none is complete."""
     named: Path | None
-    """The folder that the tracker file names, if it is there, complete or not."""
+    """The directory that the tracker file names, if it exists, complete or not."""
     problem: str | None
-    """Why the tracker file is not to be followed; None if it names ``newest``."""
+    """Why not to follow the tracker file; None if it names ``newest``."""
     incomplete: list[str]
-    """Folders whose save was cut short, newer than ``newest``: they are ignored."""
+    """Incomplete checkpoints newer than ``newest``, which are ignored."""
 
     def line(self, doing: str) -> str | None:
-        """One line for the user, such as ``resuming from iter_0000007: ...``; None: all is well."""
+        """Return one line such as ``resuming from iter_0000007: ...``; None if all is well."""
         words = []
         if self.problem and self.newest:
             words.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
@@ -63,18 +62,19 @@ class Verdict(NamedTuple):
 
 
 def judge(folder: Path) -> Verdict:
-    """Which save of a folder is taken: by resume, launch, compare, convert, verify and inspect.
+    """Choose the checkpoint of a ``--save`` directory.
 
-    The tracker file is right if it names a complete save, unless a higher one was completed after
-    that: then a kill came before the tracker file was written, or somebody set it back (a rollback
-    that is meant is Megatron's ``--ckpt-step``). If it is missing, torn or names what is not
-    complete, the highest complete iteration is taken. A release counts as iteration 0.
+    Resume, launch, compare, convert, verify and inspect use this. The tracker file is followed if
+    it names a complete checkpoint, unless a higher one was completed after it: then the job was
+    killed before it wrote the tracker file, or somebody set the file back (use Megatron's
+    ``--ckpt-step`` to roll back). Otherwise the highest complete iteration is taken. A release
+    counts as iteration 0.
 
     Args:
-        folder: an existing folder.
+        folder: An existing directory.
 
     Raises:
-        CheckpointError: the tracker file cannot be read at all.
+        CheckpointError: The tracker file cannot be read.
     """
     tracker = _read(folder / TRACKER)
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
@@ -105,20 +105,20 @@ def judge(folder: Path) -> Verdict:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete save of a folder; None if it holds none or does not exist."""
+    """Return the newest complete checkpoint; None if there is none or no directory."""
     return judge(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
-    """The save to read from a ``--save`` folder, or ``path`` if it is one; announces a choice.
+    """Return the checkpoint to read from a ``--save`` directory, or ``path`` if it is one.
 
-    Where nothing is complete, it is what the tracker file names: another format than torch_dist, or
-    a save that was cut short, of which the reader says more.
+    If no checkpoint is complete, return what the tracker file names, so that the reader can report
+    the format or the missing file.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: There is neither.
     """
-    if not os.path.isdir(path):
+    if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder: name a --save folder, iter_0000123 in it, or a Hugging Face "
             "model folder"
@@ -139,10 +139,10 @@ def resolve(path: Path) -> Path:
 
 
 def repair(verdict: Verdict) -> None:
-    """Write into the tracker file what :func:`judge` found, atomically, and say so.
+    """Write the chosen checkpoint into the tracker file, atomically, and log it.
 
     Raises:
-        OutputError: the tracker file cannot be written.
+        OutputError: The tracker file cannot be written.
     """
     if verdict.problem and verdict.newest:
         with staged_file(verdict.folder / TRACKER) as staged:
@@ -152,24 +152,24 @@ def repair(verdict: Verdict) -> None:
 
 
 def folder_name(iteration: int) -> str:
-    """``iter_0000123``, the folder of an iteration."""
+    """Return ``iter_0000123``, the directory of an iteration."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int | None:
-    """The iteration that a folder's name says, 0 for a release; None for any other name."""
+    """Return the iteration that a directory's name gives, 0 for a release, or None."""
     if path.name == RELEASE:
         return 0
     return int(path.name[5:]) if re.fullmatch(r"iter_[0-9]{7,}", path.name) else None
 
 
 def tracker_word(path: Path) -> str:
-    """What a tracker file says to name a save's folder."""
+    """Return the content of a tracker file that names a checkpoint."""
     return RELEASE if path.name == RELEASE else str(iteration_of(path))
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a torch_dist save ended, be it damaged since or not.
+    """Return whether a torch_dist checkpoint was completed, even if it was damaged later.
 
     Megatron writes the mark after all shards, not atomically, and the hashes after the mark.
     """
@@ -182,7 +182,7 @@ def is_complete(path: Path) -> bool:
 
 
 def choices(folder: Path) -> str:
-    """The end of an error's line: the complete saves of a folder that could be named instead."""
+    """Return the end of an error message: the complete checkpoints that the user can name."""
     complete = sorted(p.name for p in folder.iterdir() if is_complete(p)) if folder.is_dir() else []
     if not complete:
         return ": no complete checkpoint is in it"
@@ -190,10 +190,10 @@ def choices(folder: Path) -> str:
 
 
 def clear_for_overwriting(path: str | Path) -> None:
-    """Remove an earlier save from a folder that is about to be written, its commit marks first.
+    """Remove an earlier checkpoint from a directory that is about to be written, its marks first.
 
-    A kill in between or during the new save then leaves a folder that looks as incomplete as it
-    is, without shards of another layout. What is no part of a save stays.
+    A job that is killed during the new save then leaves no mixture that looks complete. Files that
+    are no part of a checkpoint stay.
     """
     path = Path(path)
     held = [file for pattern in _OF_A_SAVE for file in path.glob(pattern)]
@@ -214,9 +214,10 @@ def _number(tracker: str | None) -> int | None:
 
 
 def _read(tracker: Path) -> str | None:
+    """Return the first bytes of a tracker file. An iteration has at most 19 digits."""
     try:
-        with open(tracker, "rb", opener=regular) as stream:
-            return stream.read(_LONGEST).decode(errors="replace").strip()
+        with tracker.open("rb") as stream:
+            return stream.read(64).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

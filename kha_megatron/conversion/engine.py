@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kha_megatron.checkpoint.buffers import give_back_freed_memory
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.conversion.sources import Source, not_finite
@@ -154,7 +153,6 @@ def transfer(
         CheckpointError: a file is damaged, or numbers overflow (``transforms.Cast``).
     """
     wrong: dict[str, int] = {}
-    give_back_freed_memory()
     workers = workers or len(os.sched_getaffinity(0))
     sizes = {place: sum(entry.nbytes for entry in held) for place, held in source.entries()}
     # a large one that came last would keep one thread busy while the others have nothing to do

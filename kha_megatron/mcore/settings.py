@@ -24,7 +24,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.reading import read_bytes
 from kha_megatron.config import CONFIG_VARIABLE, KHAConfig, mechanism_types
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
@@ -75,7 +74,7 @@ def _read(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         source = f"{CONFIG_VARIABLE}={text}"
         try:
-            text = read_bytes(Path(text)).decode()
+            text = Path(text).read_text()
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{source} is neither a JSON object nor a file that can be read: {error}"

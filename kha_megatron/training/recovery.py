@@ -170,8 +170,7 @@ def failures_explained(args: Namespace) -> Iterator[None]:
 
 def _why(error: BaseException) -> str:
     """Without PyTorch's advice to load it all the same."""
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    return str(RefusedNameError(named[1])) if named else reason(error)
+    return reason(error)
 
 
 def _refused(save: str, why: str) -> OutputError:
