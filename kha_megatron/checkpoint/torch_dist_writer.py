@@ -1,7 +1,7 @@
 """Write a ``torch_dist`` checkpoint as Megatron-Core does, without Megatron or process groups.
 
 Each thread has a shard of its own and appends one ``torch.save`` archive per chunk.
-``.metadata`` lists where the chunks are. :mod:`kha_megatron.checkpoint.torch_dist` reads the result.
+``.metadata`` lists where the chunks are. :mod:`kha_megatron.checkpoint.torch_dist` reads them.
 """
 
 import json
@@ -92,7 +92,7 @@ class TorchDistWriter:
             whole.chunks.append(ChunkStorageMetadata(offsets, size))
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
-            tensor = tensor.clone()
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
         self._append(MetadataIndex(key, offsets), tensor)
 
     def write_object(

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kha_megatron.announcements import announce, is_first_rank
-from kha_megatron.checkpoint.torch_dist import RefusedNameError, reason
+from kha_megatron.checkpoint.torch_dist import reason
 from kha_megatron.checkpoint.tracker import (
     RELEASE,
     TRACKER,
@@ -137,7 +137,7 @@ def failures_explained(args: Namespace) -> Iterator[None]:
         yield
     except CheckpointException as error:
         if error.args[0] == "read":
-            why = next((_why(e) for e, _ in error.failures.values()), "another rank says why")
+            why = next((reason(e) for e, _ in error.failures.values()), "another rank says why")
             raise CheckpointError(
                 f"{args.load} holds what cannot be read ({why}): the checkpoint is damaged or "
                 "hostile, take another with --ckpt-step"
@@ -166,11 +166,6 @@ def failures_explained(args: Namespace) -> Iterator[None]:
         if error.errno not in _DISK or not args.save:
             raise
         raise _refused(args.save, error.strerror or str(error)) from error
-
-
-def _why(error: BaseException) -> str:
-    """Without PyTorch's advice to load it all the same."""
-    return reason(error)
 
 
 def _refused(save: str, why: str) -> OutputError:

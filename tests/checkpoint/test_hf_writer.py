@@ -1,10 +1,7 @@
 """Shards written in place are those of safetensors and transformers, byte for byte."""
 
-import gc
 import hashlib
 import json
-import os
-import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,7 +54,7 @@ def test_the_bytes_are_those_of_save_file(tmp_path, every_dtype):
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("limit", [1, 200, 700, 10**9])
+@pytest.mark.parametrize("limit", [1, 700, 10**9])
 def test_shards_and_index_are_those_of_save_pretrained(tmp_path, limit):
     from transformers.core_model_loading import dot_natural_key
 
@@ -90,8 +87,7 @@ def test_shards_and_index_are_those_of_save_pretrained(tmp_path, limit):
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 4), (1, 9)])
-def test_any_strides(tmp_path, shape, monkeypatch):
-    monkeypatch.setattr("kha_megatron.checkpoint.hf_writer._COPIED", 24)
+def test_any_strides(tmp_path, shape):
     wide = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)
     tensors = {
         "transposed": wide.transpose(0, -1),
@@ -116,23 +112,14 @@ def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
         entry = manifest["tensors"][name]
         assert entry["sha256"] == hashlib.sha256(_bytes(tensor)).hexdigest()
         assert (DTYPES[entry["dtype"]], entry["shape"]) == (tensor.dtype, list(tensor.shape))
-
-
-def test_our_reader_reads_it(tmp_path, every_dtype):
-    _write(tmp_path, every_dtype, 100)
     (tmp_path / "config.json").write_text("{}")
     checkpoint = HFCheckpoint.open(tmp_path)
-    with ThreadPoolExecutor(4) as pool:
-        read = dict(zip(every_dtype, pool.map(checkpoint.tensor, every_dtype), strict=True))
     for name, tensor in every_dtype.items():
-        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert checkpoint.keys()[name] == (name, tensor.dtype, tuple(tensor.shape))
-        assert _bytes(read[name]) == _bytes(tensor)
-    with pytest.raises(CheckpointError, match="holds no tensor nothing"):
-        checkpoint.tensor("nothing")
+        assert _bytes(checkpoint.tensor(name)) == _bytes(tensor)
 
 
-def test_what_was_not_announced_so_is_refused(tmp_path):
+def test_tensors_that_differ_from_their_announcement_are_refused(tmp_path):
     one = torch.zeros(3, 2)
     writer = HFWriter(tmp_path, _entries({"one": one, "two": one}), max_shard_bytes=100)
     for wrong in (one.half(), one.T, one[0]):
@@ -141,37 +128,14 @@ def test_what_was_not_announced_so_is_refused(tmp_path):
     with pytest.raises(KeyError):
         writer.write("three", one)
     writer.write("one", one)
-    with pytest.raises(ValueError, match="written twice"):
-        writer.write("one", one)
     with pytest.raises(CheckpointError, match="incomplete: 1 tensors were not written, two for"):
         writer.close(SOURCE)
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_what_cannot_be_held_is_refused(tmp_path):
-    for entries, message in (
-        ([TensorEntry("one", torch.complex128, (2,))], "complex128, which safetensors cannot"),
-        ([TensorEntry("one", torch.int8, (2,))] * 2, "two tensors are named one"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            HFWriter(tmp_path, entries, max_shard_bytes=100)
+def test_unknown_dtypes_and_full_disks_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="complex128, which safetensors cannot"):
+        HFWriter(tmp_path, [TensorEntry("a", torch.complex128, (2,))], max_shard_bytes=100)
     with pytest.raises(OutputError, match=r"4,503,599,627,370,496 bytes are needed and its disk"):
         HFWriter(tmp_path, [TensorEntry("one", torch.int8, (2**52,))], max_shard_bytes=100)
     assert not list(tmp_path.iterdir())
-
-
-def test_there_may_be_more_shards_than_open_files(tmp_path):
-    """600 GB in shards of 500 MB are 1,200 files, and a process may often open 1,024."""
-    gc.collect()  # what earlier tests left open would be closed meanwhile
-    open_before = len(os.listdir("/proc/self/fd"))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_before + 30, limits[1]))
-    try:
-        tensors = {str(i): torch.full((9,), float(i)) for i in range(80)}
-        assert _write(tmp_path, tensors, 36, threads=3) == 80
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(os.listdir("/proc/self/fd")) == open_before
-    (tmp_path / "config.json").write_text("{}")
-    checkpoint = HFCheckpoint.open(tmp_path)
-    assert all(torch.equal(checkpoint.tensor(name), t) for name, t in tensors.items())

@@ -1,4 +1,4 @@
-"""Folders and files are replaced whole or not at all."""
+"""Directories and files are replaced whole or not at all."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron.checkpoint import staging as files
+from kha_megatron.checkpoint import staging
 from kha_megatron.checkpoint.staging import check_output_folder, staged_file, staged_folder
 from kha_megatron.errors import OutputError
 
@@ -23,7 +23,8 @@ def _tree(folder):
 
 def _write_folder(target, error=None):
     with staged_folder(target) as staged:
-        (staged / "new").write_text("new")
+        (staged / "sub").mkdir()
+        (staged / "sub" / "new").write_text("new")
         if error:
             raise error
 
@@ -35,6 +36,9 @@ def _write_file(target, text, error=None):
             raise error
 
 
+NEW = {"model": None, "model/sub": None, "model/sub/new": b"new"}
+
+
 @pytest.fixture
 def old(tmp_path):
     folder = tmp_path / "room" / "model"
@@ -44,48 +48,32 @@ def old(tmp_path):
     return folder
 
 
-def test_a_finished_folder_takes_the_place_of_the_old_one(old):
-    with staged_folder(old) as staged:
-        assert staged.parent == old.parent  # else the rename would be a copy
-        (staged / "sub").mkdir()
-        (staged / "sub" / "new").write_text("new")
-        assert "config.json" in _tree(old)
-    assert _tree(old.parent) == {"model": None, "model/sub": None, "model/sub/new": b"new"}
-
-
-def test_everything_is_flushed_before_it_is_renamed(old, monkeypatch):
+def test_a_new_directory_is_flushed_before_it_replaces_the_old_one(old, monkeypatch):
     events = []
-    flush, rename = files.flush, Path.rename
-    monkeypatch.setattr(files, "flush", lambda path: (events.append(path.name), flush(path)))
+    flush, rename = staging.flush, Path.rename
+    monkeypatch.setattr(staging, "flush", lambda path: (events.append(path.name), flush(path)))
     monkeypatch.setattr(
         Path, "rename", lambda path, to: (events.append(f"-> {to.name}"), rename(path, to))
     )
-    with staged_folder(old) as staged:
-        (staged / "sub").mkdir()
-        (staged / "sub" / "new").write_text("new")
-    assert set(events[:3]) == {"sub", "new", staged.name}
-    assert events[-2:] == ["-> model", "room"]
+    _write_folder(old)
+    assert set(events[:3]) == {"sub", "new", ".model.partial"}
+    assert events[3:] == ["-> .model.replaced", "-> model", "room"]
+    assert _tree(old.parent) == NEW
 
 
-def test_parents_are_made_and_a_relative_target_is_fine(tmp_path, monkeypatch):
+def test_parents_are_created_and_links_stay_links(old, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with staged_folder(Path("a/b")) as staged:
-        (staged / "x").write_text("x")
-        monkeypatch.chdir("/")
-    assert _tree(tmp_path) == {"a": None, "a/b": None, "a/b/x": b"x"}
-
-
-def test_a_link_stays_a_link(old, tmp_path):
+    _write_folder(Path("a/model"))
+    assert _tree(tmp_path / "a") == NEW
     link = tmp_path / "link"
     link.symlink_to(old)
     _write_folder(link)
     assert link.is_symlink()
-    assert _tree(old) == {"new": b"new"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "room"]
+    assert _tree(old.parent) == NEW
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_an_error_in_the_block_leaves_the_old_folder(old, error):
+def test_an_error_in_the_block_leaves_the_old_directory(old, error):
     before = _tree(old.parent)
     with pytest.raises(error):
         _write_folder(old, error)
@@ -93,7 +81,7 @@ def test_an_error_in_the_block_leaves_the_old_folder(old, error):
 
 
 def _refuse(monkeypatch, owner, name, at):
-    """Make the call number ``at`` of a function fail as a full disk does."""
+    """Make the call number ``at`` of a function fail as on a full disk."""
     original, calls = getattr(owner, name), []
 
     def refusing(*args, **kwargs):
@@ -110,7 +98,7 @@ def _refuse(monkeypatch, owner, name, at):
     ("owner", "name", "at"),
     [(Path, "mkdir", 2), (os, "fsync", 1), (Path, "rename", 1), (Path, "rename", 2)],
 )
-def test_a_full_disk_is_one_line_and_leaves_the_old_folder(old, monkeypatch, owner, name, at):
+def test_a_full_disk_leaves_the_old_directory(old, monkeypatch, owner, name, at):
     before = _tree(old.parent)
     calls = _refuse(monkeypatch, owner, name, at)
     with pytest.raises(OutputError, match=r"cannot write .*model: No space left on device$"):
@@ -118,140 +106,6 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_folder(old, monkeypatch, own
     monkeypatch.undo()
     assert len(calls) >= at
     assert _tree(old.parent) == before
-
-
-def test_a_file_in_the_way_of_the_parent_is_named(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for target in (tmp_path / "file" / "model", tmp_path / "file" / "deeper" / "model"):
-        with pytest.raises(OutputError, match=r"cannot write .*model"), staged_folder(target):
-            pytest.fail("the block must not run")
-    with pytest.raises(OutputError, match=r"cannot write .*report.json: Not a directory"):
-        _write_file(tmp_path / "file" / "report.json", "{}")
-    assert _tree(tmp_path) == {"file": b"mine"}
-
-
-_KILLED = """
-import sys, time
-from pathlib import Path
-from kha_megatron.checkpoint.staging import staged_file, staged_folder
-manager = {"folder": staged_folder, "file": staged_file}[sys.argv[1]]
-with manager(Path(sys.argv[2])) as staged:
-    half = staged / "config.json" if sys.argv[1] == "folder" else staged
-    half.write_text('{"half":')
-    print("writing", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_kill_in_the_middle_leaves_the_old_one(old, kind):
-    target = old if kind == "folder" else old / "config.json"
-    before = _tree(old)
-    with subprocess.Popen(
-        [sys.executable, "-c", _KILLED, kind, str(target)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    left = {name: data for name, data in _tree(old).items() if ".partial-" not in name}
-    assert left == before
-    _write_folder(old)  # what it left behind is in nobody's way
-    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
-
-
-def test_a_second_writer_is_refused_and_names_the_first(old):
-    before = _tree(old.parent)
-    with subprocess.Popen(
-        [sys.executable, "-c", _KILLED, "folder", str(old)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "writing\n"
-        words = rf"model is being written by process {process.pid}: wait for its end"
-        with pytest.raises(OutputError, match=words), staged_folder(old):
-            pytest.fail("the block must not run")
-        process.send_signal(signal.SIGKILL)  # the lock dies with it
-        process.wait()
-    assert before.items() <= _tree(old.parent).items()
-    _write_folder(old)
-    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
-
-
-def test_the_lock_holds_within_a_process(old):
-    with (
-        staged_folder(old),
-        pytest.raises(OutputError, match=rf"written by process {os.getpid()}:"),
-        staged_folder(old),
-    ):
-        pytest.fail("the block must not run")
-    (old.parent / ".model.lock").write_text("")  # made, not held
-    _write_folder(old)
-    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
-
-
-def test_a_lock_that_its_holder_removes_meanwhile_is_no_lock(old, monkeypatch):
-    lock, flock, taken = old.parent / ".model.lock", files.fcntl.flock, []
-
-    def slow(descriptor, operation):
-        if not taken:  # the holder ends between our open() and our flock()
-            taken.append(descriptor)
-            lock.unlink()
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(files.fcntl, "flock", slow)
-    with staged_folder(old):
-        assert lock.read_text() == f"{os.getpid()}\n"
-        monkeypatch.undo()
-        with pytest.raises(OutputError, match="being written"), staged_folder(old):
-            pytest.fail("the block must not run")
-    assert not lock.exists()
-
-
-def test_a_link_in_place_of_the_lock_is_not_followed(old, tmp_path):
-    (tmp_path / "mine").write_text("precious")
-    (old.parent / ".model.lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(OutputError, match=r"cannot write .*model"):
-        _write_folder(old)
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_disk_without_locks_is_told_of(old, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
-    with pytest.warns(RuntimeWarning, match=r"model has no locks \(No locks available\)"):
-        _write_folder(old)
-    assert _tree(old.parent) == {"model": None, "model/new": b"new"}
-
-
-_KILLED_BETWEEN = """
-import os, signal, sys
-from pathlib import Path
-from kha_megatron.checkpoint.staging import staged_folder
-rename = Path.rename
-def killed(path, to):
-    if ".partial-" in path.name:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return rename(path, to)
-Path.rename = killed
-with staged_folder(Path(sys.argv[1])) as staged:
-    (staged / "new").write_text("new")
-"""
-
-
-@pytest.mark.parametrize("by", ["the check", "the next writer"])
-def test_a_kill_between_the_two_renames_loses_nothing(old, by):
-    before = _tree(old)
-    ended = subprocess.run([sys.executable, "-c", _KILLED_BETWEEN, str(old)])
-    assert ended.returncode == -signal.SIGKILL
-    assert not old.exists(), "it was killed at the worst moment"
-    if by == "the check":  # or a second conversion would replace it without --overwrite
-        with pytest.raises(OutputError, match="is not empty"):
-            check_output_folder(old, overwrite=False)
-    else:
-        with pytest.raises(ValueError, match="boom"):
-            _write_folder(old, ValueError("boom"))
-    assert _tree(old) == before
-    assert _tree(old.parent).keys() == {"model"} | {f"model/{name}" for name in before}
 
 
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
@@ -265,38 +119,85 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=r"cannot write .*report.json: No space left"):
         _write_file(target, "third")
     monkeypatch.undo()
+    with pytest.raises(OutputError, match=r"cannot write .*deeper: Not a directory"):
+        _write_file(target / "deeper", "{}")
     assert _tree(tmp_path) == {"report.json": b"second"}
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_new_and_empty_folders_may_be_written(tmp_path, overwrite):
-    check_output_folder(tmp_path / "new", overwrite=overwrite, mark="config.json", only=("*.json",))
-    (tmp_path / "empty").mkdir()
-    check_output_folder(
-        tmp_path / "empty", overwrite=overwrite, mark="config.json", only=("*.json",)
-    )
-    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]  # looked at, and nothing made
+_KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from kha_megatron.checkpoint.staging import staged_folder
+rename, calls = Path.rename, []
+def killed(path, to):
+    calls.append(rename(path, to))
+    if sys.argv[1] == "between":
+        os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = killed
+with staged_folder(Path(sys.argv[2])) as staged:
+    (staged / "config.json").write_text('{"half":')
+    if sys.argv[1] == "writing":
+        print("writing", flush=True)
+        time.sleep(60)
+"""
 
 
-def test_a_mount_point_is_refused_before_the_work(tmp_path):
-    """``/proc`` is one everywhere: no folder can be renamed to it."""
-    (tmp_path / "link").symlink_to("/proc")
-    for folder in (Path("/proc"), tmp_path / "link"):
-        for overwrite in (False, True):
-            with pytest.raises(OutputError, match=r"is a mount point: name a folder inside it"):
-                check_output_folder(folder, overwrite=overwrite)
-    check_output_folder(Path("/proc"), overwrite=True, mark="version", inside=True)
+def test_a_second_writer_is_refused_until_the_first_is_killed(old):
+    before = _tree(old)
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, "writing", str(old)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "writing\n"
+        words = r"model is being written by another process: wait"
+        with pytest.raises(OutputError, match=words), staged_folder(old):
+            pytest.fail("the block must not run")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert _tree(old) == before
+    _write_folder(old)
+    assert _tree(old.parent) == NEW
 
 
-def test_what_would_be_lost_is_refused(old, tmp_path):
-    with pytest.raises(OutputError, match=r"model is not empty \(2 entries\).*--overwrite"):
-        check_output_folder(old, overwrite=False)
-    check_output_folder(old, overwrite=True, mark="config.json")
-    with pytest.raises(OutputError, match=r"holds no other.json, so it is not one of ours"):
-        check_output_folder(old, overwrite=True, mark="other.json")
-    with pytest.raises(OutputError, match=r"holds deep, which this command never writes"):
-        check_output_folder(old, overwrite=True, mark="config.json", only=("*.json",))
+@pytest.mark.parametrize("by", ["the check", "the next writer"])
+def test_a_kill_between_the_two_renames_loses_nothing(old, by):
+    before = _tree(old)
+    ended = subprocess.run([sys.executable, "-c", _KILLED, "between", str(old)])
+    assert ended.returncode == -signal.SIGKILL
+    assert not old.exists(), "it was killed at the worst moment"
+    if by == "the check":  # or a second conversion would replace it without --overwrite
+        with pytest.raises(OutputError, match="is not empty"):
+            check_output_folder(old, overwrite=False)
+    else:
+        with pytest.raises(ValueError, match="boom"):
+            _write_folder(old, ValueError("boom"))
+    assert _tree(old) == before
+    assert _tree(old.parent).keys() == {"model"} | {f"model/{name}" for name in before}
+
+
+def test_a_disk_without_locks_is_warned_of(old, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(staging.fcntl, "flock", flock)
+    with pytest.warns(RuntimeWarning, match="model has no locks"):
+        _write_folder(old)
+    assert _tree(old.parent) == NEW
+
+
+def test_only_what_overwrite_may_delete_is_replaced(old, tmp_path):
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match=r"config.json is a file: name a folder"):
-            check_output_folder(old / "config.json", overwrite=overwrite)
+        check_output_folder(tmp_path / "new", overwrite=overwrite, mark="config.json")
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        check_output_folder(tmp_path / "empty", overwrite=overwrite, mark="config.json")
+    check_output_folder(old, overwrite=True, mark="config.json")
+    check_output_folder(Path("/proc"), overwrite=True, mark="version", inside=True)
+    for folder, how, message in (
+        (old, {"overwrite": False}, r"model is not empty \(2 entries\).*--overwrite"),
+        (old, {"overwrite": True, "mark": "other"}, r"holds no other, so it is not one of ours"),
+        (old, {"overwrite": True, "only": ("*.json",)}, r"holds deep, which this command never"),
+        (old / "config.json", {"overwrite": True}, r"config.json is a file: name a folder"),
+        (Path("/proc"), {"overwrite": True}, r"is a mount point: name a folder inside it"),
+    ):
+        with pytest.raises(OutputError, match=message):
+            check_output_folder(folder, **how)
     assert set(_tree(old)) == {"config.json", "deep", "deep/weights"}

@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kha_megatron.checkpoint import hf_reader
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
@@ -59,52 +58,6 @@ def test_a_pipe_is_refused(model, name):
     os.mkfifo(_replace(model, name))
     with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
         to_hf.plan(model)
-
-
-SWAPS = {
-    "a link": lambda file, secret: file.symlink_to(secret),
-    "a pipe": lambda file, secret: os.mkfifo(file),
-    "nothing": lambda file, secret: None,
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("swap", SWAPS)
-def test_what_is_swapped_after_the_check_is_not_copied(model, tmp_path, monkeypatch, name, swap):
-    """In the last moment: when the path is known, before the file is opened."""
-    _replace(model, name).write_text("{}")
-    planned, found = to_hf.plan(model), hf_reader._found
-
-    def swapped(folder, asked):
-        places = found(folder, asked)
-        if asked == name:
-            SWAPS[swap](_replace(model, name), tmp_path / "secret")
-        return places
-
-    monkeypatch.setattr(hf_reader, "_found", swapped)
-    with pytest.raises(CheckpointError, match=rf"{name} was replaced while the model was read"):
-        planned.write(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_them_that_is_swapped_is_not_entered(model, tmp_path, monkeypatch):
-    templates = model / "additional_chat_templates"
-    templates.mkdir()
-    (templates / "tools.jinja").write_text("{}")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "tools.jinja").write_text("secret")
-    planned, found = to_hf.plan(model), hf_reader._found
-
-    def swapped(folder, asked):
-        places = found(folder, asked)
-        if asked.startswith(templates.name):
-            templates.rename(tmp_path / "before")
-            templates.symlink_to(tmp_path / "elsewhere")
-        return places
-
-    monkeypatch.setattr(hf_reader, "_found", swapped)
-    with pytest.raises(CheckpointError, match=r"tools.jinja was replaced while"):
-        planned.write(tmp_path / "out")
 
 
 def test_a_tokenizer_named_for_a_megatron_run_is_looked_at_as_well(sparse, tmp_path):
