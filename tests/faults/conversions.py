@@ -86,7 +86,7 @@ def _steps(kind: str, source: Path, target: Path) -> list[writes.Step]:
 
     def listed() -> None:
         steps: list[writes.Step] = []
-        _watch(target.parent, steps.append)
+        writes.watch(target.parent, steps.append)
         convert(kind, source, target)
         note.write_text("\n".join(" ".join(step) for step in steps))
 
@@ -103,24 +103,8 @@ def _killed(kind: str, source: Path, target: Path, number: int) -> None:
         if next(counter) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _watch(target.parent, at)
+    writes.watch(target.parent, at)
     convert(kind, source, target)
-
-
-def _watch(folder: Path, at: Callable[[writes.Step], None]) -> None:
-    """``writes.watch``, and both halves of what goes to a place in a shard."""
-    writes.watch(folder, at)
-    plain = os.pwrite
-
-    def pwrite(descriptor: int, data: bytes, start: int) -> int:
-        half = len(data) // 2
-        plain(descriptor, data[:half], start)
-        at(("half", "shard"))
-        plain(descriptor, data[half:], start + half)
-        at(("write", "shard"))
-        return len(data)
-
-    os.pwrite = pwrite
 
 
 def _forked(function: Callable[[], object]) -> int:

@@ -48,7 +48,7 @@ def key_in(checkpoint, shard):
     return next(k for k, t in tensors.items() if any(c.file == shard for c in t.chunks))
 
 
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.98])
+@pytest.mark.parametrize("place", [0.1, 0.98])
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"])
 def test_a_flipped_bit_is_found_before_anything_is_read_from_its_file(copy, name, place):
     folder = iteration_folder(copy, 2)
@@ -121,7 +121,7 @@ def _both_ways(folder, name):
     return answer, False
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("name", ["__0_0.distcp"])
 def test_megatron_agrees_and_every_rank_hears_of_the_damage(ranks, copy, name):
     for answer, megatron in ranks(_both_ways, 2, str(iteration_folder(copy, 2)), name):
         assert f"{name} is damaged" in answer
@@ -182,7 +182,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("where", HOSTILE)
+@pytest.mark.parametrize(
+    "where",
+    ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")],
+)
 def test_a_hostile_pickle_never_runs(entry, copy, tmp_path, where):
     """The entry point reads through the allow-list before Megatron, which would run the first."""
     spoil, message = HOSTILE[where]
@@ -198,12 +201,3 @@ def test_a_hostile_pickle_never_runs(entry, copy, tmp_path, where):
     assert message in error
     assert "posix.system" in error
     assert resumed(run.output) == (2 if where == "random state" else 0), "who read it"
-
-
-def test_the_bomb_works(saved, tmp_path):
-    file, folder = tmp_path / "pwned", shutil.copytree(saved / "iter_0000002", tmp_path / "copy")
-    _hostile_index(folder, _Bomb(file))
-    from torch.distributed.checkpoint import FileSystemReader
-
-    FileSystemReader(folder).read_metadata()
-    assert file.exists(), "PyTorch's own reader runs it"

@@ -30,10 +30,8 @@ def words(folder, *more, preset="kha_mlp"):
     return get_recipe("dense-0.6b").run.updated([*SMALL, *more]).words()
 
 
-@pytest.mark.parametrize(
-    ("preset", "ranks"),
-    [("kha_mlp", 2), pytest.param("kha_linear", 4, marks=pytest.mark.whole)],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize(("preset", "ranks"), [("kha_mlp", 2), ("kha_linear", 4)])
 def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
     needs_fsdp2()
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
@@ -55,6 +53,7 @@ def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
     assert resumed(plain.output) == 4
 
 
+@pytest.mark.whole
 def test_a_step_that_is_not_finite_is_named(entry, tmp_path):
     needs_fsdp2()
     run = entry(words(tmp_path, "--use-torch-fsdp2", "--lr", "1e36"), 2)

@@ -40,6 +40,7 @@ def check_resumed(run, folder):
     verify_hashes(iteration_folder(folder, 2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("victim", "wanted"),
     [(1, ("half", "iter_0000002/*.distcp")), (0, ("half", "iter_0000002/.metadata.tmp"))],

@@ -220,13 +220,13 @@ def test_a_later_step_with_the_distributed_optimizer_in_bf16(ranks, fault):
     check(ranks, 2, fault, 1, ddp=DISTRIBUTED, config=BF16, bad_step=2)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", [nan_activation, nan_backward], ids=lambda fault: fault.__name__)
 def test_pipeline_stages_without_a_loss_under_full_recompute(ranks, fault):
     culprit = 1 if "layers.2" in FAULTS[fault] else 0
     check(ranks, 2, fault, culprit, {"pipeline_model_parallel_size": 2}, config=FULL)
 
 
-@pytest.mark.parametrize("fault", [nan_parameter, nan_activation, nan_gradient])
+@pytest.mark.parametrize("fault", [nan_gradient])
 def test_the_tensor_parallel_rank_whose_heads_are_bad(ranks, fault):
     """What follows is summed over the ranks, so that both see it."""
     check(ranks, 2, fault, 1, {"tensor_model_parallel_size": 2})

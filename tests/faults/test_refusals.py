@@ -12,11 +12,13 @@ def without(*flags):
     return [word for word in kept if word not in flags or next(kept) is None]
 
 
+@pytest.mark.whole
 def test_a_run_needs_no_eval_interval(entry):
     run = entry([*without("--eval-interval", "--train-iters"), "--train-iters", "1"], 2)
     assert run.codes == [0, 0], run.output[-3000:]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -37,6 +39,7 @@ def test_what_would_not_be_honoured_is_refused(entry, words, message):
     assert message in line
 
 
+@pytest.mark.whole
 def test_mock_data_without_the_size_of_a_vocabulary_is_refused(entry):
     run = entry(without("--vocab-size"), 2)
     assert run.codes == [2, 2], run.output[-3000:]
@@ -44,6 +47,7 @@ def test_mock_data_without_the_size_of_a_vocabulary_is_refused(entry):
     assert "give --vocab-size N" in line
 
 
+@pytest.mark.whole
 def test_a_split_without_documents_is_refused_with_one_that_works(entry, tmp_path):
     source, data = tmp_path / "text", tmp_path / "data"
     source.mkdir()
@@ -61,6 +65,7 @@ def test_a_split_without_documents_is_refused_with_one_that_works(entry, tmp_pat
     assert entry([*words, "--split", works], 2, timeout=180).codes == [0, 0]
 
 
+@pytest.mark.whole
 def test_optimizer_state_that_does_not_move_is_refused_and_what_moves_is_named(entry, tmp_path):
     fixed, moving = tmp_path / "fixed", tmp_path / "moving"
     assert entry(arguments(fixed, *until(1)), 2).codes == [0, 0]

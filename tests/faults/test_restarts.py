@@ -1,10 +1,13 @@
 """What a scheduler that starts jobs again is told by a training that is over, or is not."""
 
+import pytest
+
 from tests.faults.jobs import arguments, until
 
 FLAG = "FAULT_TOL_FINISHED_FLAG_FILE"
 
 
+@pytest.mark.whole
 def test_the_flag_of_a_finished_training_is_left_when_it_has_finished(entry, tmp_path, monkeypatch):
     flag, job = tmp_path / "flag", arguments(tmp_path / "run", "--train-iters", "2")
     monkeypatch.setenv(FLAG, str(flag))

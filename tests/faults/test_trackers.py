@@ -58,7 +58,13 @@ def state(folder):
 
 
 @pytest.mark.usefixtures("nemorun_home")
-@pytest.mark.parametrize("word", TRACKERS.values(), ids=TRACKERS)
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param(w, id=i, marks=pytest.mark.whole if w != "" else ())
+        for i, w in TRACKERS.items()
+    ],
+)
 def test_all_go_on_from_the_newest_complete_iteration(seven, entry, command, tmp_path, word):
     (run, *_) = plan(
         get_recipe("quickstart"),

@@ -47,7 +47,11 @@ def watch(folder: Path, at: Callable[[Step], None]) -> None:
     plain_open = io.open
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(file, str | Path) or not str(file).startswith(root) or "w" not in mode:
+        if (
+            not isinstance(file, str | Path)
+            or not str(file).startswith(root)
+            or not set(mode) & set("w+")
+        ):
             return plain_open(file, mode, *args, **kwargs)
         buffer = io.BufferedWriter(Raw(str(file), mode.replace("b", "").replace("t", "")))
         return buffer if "b" in mode else io.TextIOWrapper(buffer)
@@ -74,12 +78,6 @@ def watch(folder: Path, at: Callable[[Step], None]) -> None:
 def is_step(wanted: Step, step: Step) -> bool:
     """Whether ``step`` is of the wanted kind, whose file is a pattern."""
     return step[0] == wanted[0] and Path(step[1]).match(wanted[1])
-
-
-def list_steps(log: Path, folder: Path, rank: int) -> None:
-    """In the rank: append every step to ``log`` as ``rank what file``."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    watch(folder, lambda step: os.write(descriptor, f"{rank} {step[0]} {step[1]}\n".encode()))
 
 
 def kill_at(
