@@ -1,10 +1,11 @@
 """Tiny models with sizes that divide nothing: 6 query heads on 3 key/value heads of 10."""
 
 import torch
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM
 
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+from kha_megatron.hf.modeling_kha import attention_class
 
 SIZES = {
     "vocab_size": 97,
@@ -90,45 +91,31 @@ def every_projection(variant: str) -> dict[str, str]:
     return dict.fromkeys(PROJECTIONS, variant)
 
 
-def check_decoding_is_one_graph(model):
-    """Compiled whole, steps with a static cache give what they give uncompiled."""
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    prompt, steps = tokens(), tokens(2, 3)
-    runs = []
-    for step in (model, compiled):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        with torch.no_grad():
-            model(prompt, past_key_values=cache)
-            logits = [
-                step(
-                    steps[:, i : i + 1],
-                    past_key_values=cache,
-                    position_ids=torch.full((2, 1), prompt.shape[1] + i),
-                ).logits
-                for i in range(steps.shape[1])
-            ]
-        runs.append(torch.cat(logits, 1))
-    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
+def rotary(base: float, length: int, dim: int):
+    """Cosine and sine ``[1, S, D]`` in float64: the model's own are rounded to float32."""
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+    angle = torch.cat([angle, angle], -1)[None]
+    return angle.cos(), angle.sin()
 
 
-def check_checkpointing(make):
-    """Layers that run twice give the gradients of those that run once.
-
-    Args:
-        make: builds the model, from torch's random state.
-    """
-    ids, gradients = tokens(), []
-    for checkpointing in (False, True):
-        torch.manual_seed(1)
-        model = make().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        runs = []
-        model.model.layers[0].self_attn.register_forward_hook(lambda *_, runs=runs: runs.append(1))
-        model(ids, labels=ids).loss.backward()
-        assert len(runs) == (2 if checkpointing else 1)
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    plain, recomputed = gradients
-    assert all(grad is not None and grad.abs().max() > 0 for grad in plain.values())
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+def check_layer_against_oracle(config, oracle, tolerance=1e-12):
+    """Compare the output and every gradient of one float64 layer with ``oracle(layer, hidden)``."""
+    eager = "talking" in config.mechanisms
+    config._attn_implementation = "eager" if eager else "sdpa"
+    layer = attention_class(config)(config, layer_idx=0).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.4 * torch.randn_like(parameter))
+    hidden = torch.randn(2, TOKENS, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    mask = torch.full((1, 1, TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
+    out_grad = torch.randn_like(hidden)
+    leaves = {"hidden": hidden, **dict(layer.named_parameters())}
+    angles = rotary(10000.0, TOKENS, config.qk_rope_head_dim or config.head_dim)
+    results = []
+    for output in (oracle(layer, hidden), layer(hidden, angles, mask if eager else None)[0]):
+        results.append((output, *torch.autograd.grad(output, leaves.values(), out_grad)))
+    for name, theirs, ours in zip(["output", *leaves], *results, strict=True):
+        assert theirs.abs().max() > 1e-4, f"{name} is too small to prove anything"
+        error = (ours - theirs).abs().max() / theirs.abs().max()
+        assert error < tolerance, f"{name}: {error:.1e}"

@@ -3,30 +3,19 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache
 
 from kha_megatron.heads import HeadSizes
 from kha_megatron.hf import read_kha
-from kha_megatron.ops import fold
 from tests.hf.conftest import (
     MOE,
-    SIZES,
-    check_checkpointing,
-    check_decoding_is_one_graph,
     every_projection,
     make_model,
     tokens,
 )
-from tests.hf.generating import NEW, check_greedy, greedy
+from tests.hf.test_uses import NEW, greedy
 
 MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
-def test_greedy_with_and_without_cache_agree(moe, cache):
-    model = make_model(MIXED, initializer_range=0.5, **moe)
-    check_greedy(model, cache)
 
 
 def test_padding_on_the_left_changes_nothing():
@@ -60,11 +49,6 @@ def test_cache_holds_the_knocked_value_and_a_step_knocks_one_token():
     assert torch.equal(stored, torch.cat(knocked, 1).transpose(1, 2))
 
 
-@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
-def test_gradient_checkpointing_gives_the_same_gradients(moe):
-    check_checkpointing(lambda: make_model(MIXED, **moe))
-
-
 def decoding_step(model, length: int) -> tuple[int, int]:
     """FLOPs of the token after ``length`` cached ones, and the bytes of the cache then."""
     cache = DynamicCache(config=model.config)
@@ -94,29 +78,3 @@ def test_a_step_costs_the_knock_of_one_token_more_and_the_cache_nothing(kha, moe
     for length, (flops, size) in steps.items():
         assert size == layers * 2 * groups * 10 * 4 * (length + 1)
         assert decoding_step(knocked, length) == (flops + added, size)
-
-
-def test_folded_linear_matrices_cost_nothing():
-    """As ``kha-megatron convert fold`` leaves them: a stock model, with a stock model's work."""
-    knocked = make_model(every_projection("linear"), attention="eager", rms_norm_eps=1e-6)
-    stock = Qwen3ForCausalLM._from_config(
-        Qwen3Config(**SIZES, rms_norm_eps=1e-6), attn_implementation="eager"
-    ).eval()
-    state = knocked.state_dict()
-    folded = {name: tensor for name, tensor in state.items() if "_knock" not in name}
-    for name in state.keys() - folded.keys():
-        projection = name.replace("_knock.proj", "_proj")
-        folded[projection] = fold(state[projection], state[name].T[None])
-    stock.load_state_dict(folded, strict=True)
-    baseline = make_model(attention="eager")
-    for length in (5, 40):
-        assert decoding_step(stock, length) == decoding_step(baseline, length)
-
-
-@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
-def test_a_decoding_step_is_one_graph(moe):
-    """Nothing in the model breaks the graph; experts by the implementation made for it."""
-    model = make_model(MIXED, **moe)
-    if moe:
-        model.set_experts_implementation("batched_mm")
-    check_decoding_is_one_graph(model)

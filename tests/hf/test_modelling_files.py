@@ -142,6 +142,7 @@ def test_a_stranger_who_trusts_the_folder_gets_the_same_model(stranger):
     assert seen["new"].shape == (2, ids.shape[1] + 4)
 
 
+@pytest.mark.whole
 def test_a_stranger_gets_tied_attention_too(tmp_path):
     """The one with a forward pass of its own around the decoder."""
     kha, sizes = FAMILY["gta"]
