@@ -5,7 +5,8 @@ On a GPU leave out ``cpu`` in the first import, ``cpu.install`` and ``use_cpu_in
 on the device with ``.cuda()``.
 """
 
-from kha_megatron import KHAConfig, cpu
+from kha_megatron import KHAConfig
+from kha_megatron.mcore import cpu
 
 cpu.install(despite_cuda=True)  # before the first import of Megatron
 

@@ -10,7 +10,7 @@ import sys
 import time
 from functools import partial
 
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 
 os.environ.update(cpu.ENVIRONMENT)
 cpu.install(despite_cuda=True)  # Megatron on the CPU: on a GPU leave out this line,

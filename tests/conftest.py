@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
-from kha_megatron.versions import version_of
+from kha_megatron.mcore.compat import version_of
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
 from tests.tables import SECTIONS, TABLES, Tables

@@ -67,7 +67,7 @@ class Entry:
     """``entry(words, ranks)`` runs the entry point; its server lives as long as the process.
 
     Args:
-        install: function that installs the CPU runtime, if not ``kha_megatron.cpu.install``.
+        install: function that installs the CPU runtime, if not ``kha_megatron.mcore.cpu.install``.
     """
 
     def __init__(self, install: Callable[[], None] | None = None) -> None:
@@ -115,7 +115,7 @@ class Entry:
 def _serve(connection: Any, install: Callable[[], None] | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     mp.set_start_method(None, force=True)  # what a process has that nobody spawned
-    from kha_megatron import cpu
+    from kha_megatron.mcore import cpu
 
     if install:
         install()

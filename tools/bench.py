@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from measuring import Spread, describe_machine, markdown_table, publish
 
-from kha_megatron import cpu, te_extension
 from kha_megatron.errors import KHAError
+from kha_megatron.mcore import compat, cpu
 
 BENCHMARKS = {
     "kernels": "the fused kernels, plain and compiled torch, cuBLAS, Transformer Engine, a copy",
@@ -58,7 +58,7 @@ def positive(word: str) -> int:
 def choose_device(name: str) -> torch.device:
     """The device of this process. For the CPU, before Megatron is imported, its runtime."""
     if name == "cuda":
-        te_extension.hide_incomplete()
+        compat.hide_incomplete_te()
         return torch.device("cuda", torch.cuda.current_device())
     for variable, value in cpu.ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

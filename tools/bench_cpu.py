@@ -178,9 +178,8 @@ def seconds_to_start(name: str, data: Path) -> float:
     """Of importing what the entry point needs, or from a launch to the end of its first step."""
     start = time.time()
     if name == "import":
-        source = (
-            "from kha_megatron import cpu; cpu.install(); import kha_megatron.training.pretrain"
-        )
+        source = "from kha_megatron.mcore import cpu; cpu.install()\n"
+        source += "import kha_megatron.training.pretrain"
         _lines([sys.executable, "-c", source], {**os.environ})
         return time.time() - start
     with tempfile.TemporaryDirectory(prefix="kha-cpu-") as folder:

@@ -26,7 +26,7 @@ from shapes import SHAPES, arguments_of, has
 from timed_training import ATTENTION, SECONDS
 from variants import STOCK, Variant, runnable
 
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 from kha_megatron.model.words import render
 from kha_megatron.recipes import get_recipe
 

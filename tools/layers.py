@@ -31,7 +31,7 @@ from shapes import arguments_of, has
 from torch import Tensor
 from variants import Variant
 
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.specs import kha_layer_spec
 from kha_megatron.model.words import render

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 
 from kha_megatron.checkpoint.staging import staged_file
-from kha_megatron.versions import version_of
+from kha_megatron.mcore.compat import version_of
 
 FLUSHED_BYTES = 1 << 29
 """Written before each timed call on a GPU: beyond any cache, and long enough (about 0.1 ms) for the

@@ -6,7 +6,7 @@ Does not import Megatron.
 import importlib.util
 from collections.abc import Sequence
 
-from kha_megatron import cpu, te_extension
+from kha_megatron.mcore import compat, cpu
 from kha_megatron.model.words import Arguments, parse
 from kha_megatron.recipes import get_recipe
 
@@ -38,7 +38,7 @@ _FUSED_EXPERTS: Arguments = {"--moe-grouped-gemm": (), "--moe-permute-fusion": (
 
 def has(package: str) -> bool:
     """Whether a package is installed; of Transformer Engine, whether all of it is."""
-    if package == "transformer_engine" and te_extension.is_missing():
+    if package == "transformer_engine" and compat.lacks_te_extension():
         return False
     return importlib.util.find_spec(package) is not None
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kha_megatron.errors import MissingDependencyError, VersionError
-from kha_megatron.versions import version_of
+from kha_megatron.mcore.compat import version_of
 
 _SUPPORTED = "0.6"
 

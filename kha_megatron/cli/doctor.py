@@ -16,7 +16,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kha_megatron import te_extension
 from kha_megatron.cli import console
 from kha_megatron.cli.installation import (
     Finding,
@@ -31,9 +30,8 @@ from kha_megatron.cli.installation import (
 )
 from kha_megatron.cli.options import AsJSON
 from kha_megatron.mcore import compat
-from kha_megatron.mcore.compat import megatron_version
+from kha_megatron.mcore.compat import megatron_version, version_of
 from kha_megatron.recipes.launching import find_torchrun
-from kha_megatron.versions import version_of
 
 FLASH_ATTENTION = ">=2.1.1,<2.8.4"
 """What Transformer Engine 2.20 accepts."""
@@ -47,8 +45,8 @@ print(json.dumps({"devices": names if seen.is_available() else []}))
 SPECS_PROBE = """
 import warnings
 warnings.simplefilter("ignore")
-from kha_megatron.te_extension import hide_incomplete
-hide_incomplete()  # the check of Transformer Engine speaks of it
+from kha_megatron.mcore.compat import hide_incomplete_te
+hide_incomplete_te()  # the check of Transformer Engine speaks of it
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from kha_megatron.config import PRESETS
 from kha_megatron.mcore.compat import check_version
@@ -268,15 +266,14 @@ def check_transformer_engine(name: str) -> list[Finding]:
         absent=TE_ABSENT,
         install=TE_INSTALL,
     )
-    if finding.status != "ok" or not te_extension.is_missing() or _devices_of_the_driver():
+    if finding.status != "ok" or not compat.lacks_te_extension() or _devices_of_the_driver():
         return [finding]
     return [
         replace(
             finding,
             found=f"{finding.found}, {TE_ALONE}",
-            effect="runs with --device cpu --transformer-impl transformer_engine; a script of your "
-            "own needs kha_megatron.cpu.install() before `import megatron.core`, which ends in a "
-            "FileNotFoundError otherwise",
+            effect="not used; a script must import kha_megatron.mcore before megatron.core, which "
+            "raises FileNotFoundError otherwise",
             remedy=f"pip uninstall {name}, if that is not wanted",
         )
     ]

@@ -28,7 +28,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from kha_megatron.versions import version_of
+from kha_megatron.mcore.compat import version_of
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -20,7 +20,7 @@ from kha_megatron.compare.statistics import (
 )
 from kha_megatron.compare.variants import NULL
 from kha_megatron.history.spikes import Spike, find_spikes
-from kha_megatron.versions import version_of
+from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kha_megatron import cpu
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import table
 from kha_megatron.conversion.megatron_arguments import rope_scaling_factor
+from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import check_version
 
 

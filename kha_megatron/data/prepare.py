@@ -12,6 +12,7 @@ import platform
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import kha_megatron
@@ -20,7 +21,6 @@ from kha_megatron.data import tokenization
 from kha_megatron.data.report import CORPUS, REPORT, TOKENIZER, DataReport
 from kha_megatron.data.text_files import Skips, check_files, find_files, printable
 from kha_megatron.errors import ConfigError, DataError
-from kha_megatron.versions import version_of
 
 DEFAULT_VOCAB_SIZE = 4096
 
@@ -214,8 +214,9 @@ def _meter(on_progress: OnProgress, stage: str, size: int) -> Callable:
 
 def _versions() -> dict[str, str | None]:
     packages = ("megatron-core", "tokenizers", "transformers")
+    installed = {each.name: each.version for each in metadata.distributions()}
     return {
         "python": platform.python_version(),
         "kha-megatron": kha_megatron.__version__,
-        **{name: version_of(name) for name in packages},
+        **{name: installed.get(name) for name in packages},
     }

@@ -14,7 +14,6 @@ import numpy as np
 
 from kha_megatron.data.text_files import TextFile, printable, read_pieces
 from kha_megatron.errors import DataError, MissingDependencyError
-from kha_megatron.te_extension import hide_incomplete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -207,7 +206,6 @@ def indexed_dataset_module() -> Any:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that writing a file does not need
-        hide_incomplete()
         try:
             from megatron.core.datasets import indexed_dataset
         except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 """The Megatron-Core glue."""
 
-from kha_megatron.te_extension import hide_incomplete
+from kha_megatron.mcore.compat import hide_incomplete_te
 
-hide_incomplete()  # before any module of this room imports Megatron
+hide_incomplete_te()  # before any module of this room imports Megatron

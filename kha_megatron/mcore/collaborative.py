@@ -103,5 +103,5 @@ def check_shared(config: TransformerConfig) -> None:
         ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
         ("add_qkv_bias", "--add-qkv-bias"),
     ):
-        if getattr(config, option, None):
+        if getattr(config, option):
             raise ConfigError(f"collaborative heads have no {option}: remove {flag}")

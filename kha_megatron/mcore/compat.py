@@ -7,6 +7,8 @@ No other module checks a version of Megatron-Core. The package supports :data:`O
 import functools
 import os
 import re
+import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +92,44 @@ def megatron_imports() -> Iterator[None]:
         raise VersionError(
             f"megatron-core {found} lacks a name that kha_megatron needs ({error}): run `{INSTALL}`"
         ) from error
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of a distribution, or None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def lacks_te_extension() -> bool:
+    """Check whether Transformer Engine is installed without its compiled extension for torch."""
+    modules: dict[str, Any] = sys.modules
+    hidden = modules.get("transformer_engine", ...) is None
+    if hidden:
+        del modules["transformer_engine"]  # a hidden package would not be found
+    try:
+        spec = util.find_spec("transformer_engine")
+    finally:
+        if hidden:
+            modules["transformer_engine"] = None
+    if spec is None or spec.origin is None:
+        return False
+    file = "transformer_engine_torch*.so"  # the places where Transformer Engine itself looks
+    places = (file, f"transformer_engine/{file}", f"transformer_engine/wheel_lib/{file}")
+    folders = Path(spec.origin).parents[1], Path(sysconfig.get_paths()["purelib"])
+    return not any(any(folder.glob(place)) for folder in folders for place in places)
+
+
+def hide_incomplete_te() -> None:
+    """Hide a Transformer Engine that lacks its extension, unless it was imported already.
+
+    Megatron uses its own modules if Transformer Engine raises an ImportError, but an installation
+    without the extension raises FileNotFoundError.
+    """
+    modules: dict[str, Any] = sys.modules
+    if "transformer_engine" not in modules and lacks_te_extension():
+        modules["transformer_engine"] = None  # makes `import` raise ImportError
 
 
 def use_shipped_dataset_helpers() -> None:

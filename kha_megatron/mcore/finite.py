@@ -91,7 +91,7 @@ def _watched(model: Model) -> list[tuple[_Site, Model]]:
         found.append(((number, 1), name, layer))
     norm = getattr(model.decoder, "final_layernorm", None)
     found.append(((_LAST, 0), "decoder.final_layernorm", norm))
-    if getattr(model.config, "cuda_graph_impl", "none") != "none":
+    if model.config.cuda_graph_impl != "none":
         found = []  # a module that is captured must not have hooks
     if model.post_process:
         found.append(((_LAST, 1), "the loss or the logits", model))

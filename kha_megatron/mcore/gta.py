@@ -184,5 +184,5 @@ def check_tied(config: TransformerConfig) -> None:
         ("add_qkv_bias", "--add-qkv-bias"),
         ("no_rope_freq", "--no-rope-freq"),
     ):
-        if getattr(config, option, None):
+        if getattr(config, option):
             raise ConfigError(f"attention=gta has no {option}: remove {flag}")

@@ -59,7 +59,7 @@ class HeadRanks(Ranks):
         Raises:
             ConfigError: a layer is trained outside of it, or in a CUDA graph.
         """
-        if getattr(self.config, "cuda_graph_impl", "none") != "none":
+        if self.config.cuda_graph_impl != "none":
             raise ConfigError(
                 "moh.anneal with CUDA graphs, which keep the heads that a token had at their "
                 "capture: leave out moh.anneal, or use --cuda-graph-impl none"

@@ -1,4 +1,4 @@
-"""What is done before or behind a projection of a layer, whatever stands in its place."""
+"""Hooks on a projection of a layer that follow a replacement of the module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,18 +8,16 @@ from torch.nn import Module
 
 
 class PlacedHook:
-    """A hook on whatever stands at a name of a layer.
+    """A hook on the module that a layer has under a name, whichever module that is.
 
-    An adapter of Megatron-Bridge takes the place of a projection after the layer was built, and
-    adds what it makes of its own input: what a mechanism does to the projection's input or output
-    has to be done to both. And Megatron captures no module in a CUDA graph that has a pre-forward
-    hook of torch's, so this is none: it stands around the module's ``forward``.
+    Adapters of Megatron-Bridge replace a projection after the layer was built. The hook wraps the
+    module's ``forward``, because Megatron does not capture a module with a pre-forward hook in a
+    CUDA graph.
 
     Args:
-        layer: has a module of that name, and calls :meth:`follow` before each forward pass.
-        name: such as ``linear_proj``.
-        hook: with ``before``, from the positional inputs to those that the module gets; else from
-            its result to the one that is seen.
+        layer: calls :meth:`follow` before each forward pass.
+        name: name of the module, such as ``linear_proj``.
+        hook: maps the module's result; with ``before``, maps its positional inputs.
     """
 
     def __init__(
@@ -30,7 +28,7 @@ class PlacedHook:
         self.follow(layer)
 
     def follow(self, layer: Module) -> None:
-        """Move to what stands there now, if anything does: MLA deletes what it has absorbed."""
+        """Move to the current module, if there is one: MLA deletes an absorbed projection."""
         module: Any = getattr(layer, self._name, None)
         if module is self._module or module is None:
             return

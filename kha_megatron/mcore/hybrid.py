@@ -1,15 +1,13 @@
-"""HybridModel with KHA: Megatron's hybrid stack, its GPT layers cut in two.
+"""HybridModel with KHA: Megatron's hybrid stack with the two halves of GPT layers.
 
-Each symbol of ``--hybrid-layer-pattern`` is a layer of its own: ``*`` attention, ``-`` a dense and
-``E`` a mixture-of-experts MLP. They are the halves of the very layers that a GPTModel with the
-same configuration has, so QK-norm, either backend, sequence parallelism and knocking are theirs,
-and a GPT checkpoint's tensors fit. Mamba (``M``) and gated delta net (``G``) layers stay
-Megatron's own.
+Each symbol of ``--hybrid-layer-pattern`` is one layer: ``*`` attention, ``-`` a dense MLP, ``E`` a
+mixture-of-experts MLP. Each is one half of the layer that a GPTModel with the same configuration
+has. Both backends, QK-norm, sequence parallelism and GPT checkpoints therefore work as in GPT
+models. Mamba (``M``) and gated delta net (``G``) layers are Megatron's own.
 """
 
 import copy
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.config import KHAConfig
@@ -20,7 +18,7 @@ from kha_megatron.mcore.specs import kha_layer_spec
 
 with megatron_imports():
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,23 +30,14 @@ with megatron_imports():
         TransformerLayerSubmodules,
     )
 
-_OURS = (Symbols.ATTENTION, Symbols.MLP, Symbols.MOE)
-_LATENT = (Symbols.MLA, Symbols.DS_ATTENTION)
-_NO_MTP = "a hybrid model with KHA has no multi-token prediction layers"
-_NO_VIRTUAL = "Megatron documents virtual pipeline stages as unsupported for hybrid models"
-_PACKAGES = {Symbols.MAMBA: "mamba_ssm", Symbols.GDN: "fla"}
-
 
 class KHAHybridStack(HybridStack):
-    """``HybridStack`` whose attention layers knock, on either backend.
+    """``HybridStack`` with KHA in its attention layers, for both backends.
 
     Takes what ``HybridStack`` does, except ``submodules``.
 
     Args:
-        kha: what is knocked, or the name of a spec (see ``kha_megatron.mcore.settings``).
-
-    Raises:
-        ConfigError: the layers of this stage, or the model, cannot be built so; it says why.
+        kha: configuration, or the name of a spec (see ``kha_megatron.mcore.settings``).
     """
 
     def __init__(
@@ -64,21 +53,7 @@ class KHAHybridStack(HybridStack):
     ) -> None:
         name, kha = (kha, named_config(kha)) if isinstance(kha, str) else (None, kha)
         kha = kha.with_output_gate(config.attention_output_gate)
-        if config.mtp_num_layers:
-            raise ConfigError(
-                f"mtp_num_layers={config.mtp_num_layers}: {_NO_MTP}: remove --mtp-num-layers"
-            )
-        if config.virtual_pipeline_model_parallel_size is not None:
-            raise ConfigError(
-                "virtual_pipeline_model_parallel_size="
-                f"{config.virtual_pipeline_model_parallel_size}: {_NO_VIRTUAL}: leave it out"
-            )
-        check_pattern(
-            "".join(layer_type_list),
-            kha,
-            transformer_impl=config.transformer_impl,
-            num_experts=config.num_moe_experts,
-        )
+        _check(config, layer_type_list, kha)
         layers = _gpt_layers(config, kha)
         super().__init__(
             config,
@@ -99,74 +74,43 @@ class KHAHybridStack(HybridStack):
             publish(name, kha, pg_collection, speak=pp_layer_offset == 0)
 
 
-def check_pattern(
-    pattern: str,
-    kha: KHAConfig,
-    *,
-    transformer_impl: str,
-    num_experts: int | None,
-    stages: int | None = None,
-) -> None:
-    """Refuse the layers that Megatron, this installation or KHA cannot build.
-
-    Args:
-        pattern: Megatron's ``--hybrid-layer-pattern``, or one pipeline stage of it.
-        kha: what is knocked.
-        transformer_impl: ``local`` or ``transformer_engine``.
-        num_experts: of each MoE layer, if any.
-        stages: pipeline stages of the model; None for a pattern of one stage.
+def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None:
+    """Check that this stage can be built with KHA.
 
     Raises:
-        ConfigError: naming the symbol and what to do.
+        ConfigError: The configuration has an option that hybrid models with KHA do not have.
     """
-    where = f"hybrid layer pattern {pattern!r}"
-    if Symbols.MTP_SEPARATOR in pattern:
-        raise ConfigError(f"{where}: {_NO_MTP}: remove {Symbols.MTP_SEPARATOR} and what follows")
-    try:
-        parse_hybrid_pattern(pattern)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    sections = pattern.count(Symbols.PIPE) + 1
-    if stages and sections not in (1, stages):
+    if config.mtp_num_layers:
         raise ConfigError(
-            f"{where} has {sections} sections for {stages} pipeline stages, and {_NO_VIRTUAL}: "
-            f"separate {stages} with {Symbols.PIPE}"
+            f"mtp_num_layers={config.mtp_num_layers}: a hybrid model with KHA has no multi-token "
+            "prediction layers: remove --mtp-num-layers"
         )
-    if stages and kha.mechanisms and Symbols.ATTENTION not in pattern:
+    if (stages := config.virtual_pipeline_model_parallel_size) is not None:
         raise ConfigError(
-            f"{where} has no attention layer ({Symbols.ATTENTION}) for KHA on {kha}: add one, or "
-            "use the baseline preset"
-        )
-    if Symbols.MOE in pattern and not num_experts:
-        raise ConfigError(
-            f"{where} has MoE layers ({Symbols.MOE}): give --num-experts, or use {Symbols.MLP}"
+            f"virtual_pipeline_model_parallel_size={stages}: Megatron documents virtual pipeline "
+            "stages as unsupported for hybrid models: remove it"
         )
     if kha.attention:
         raise ConfigError(
-            f"{where}: attention={kha.attention} is not available in hybrid models: use a GPT "
-            "model, or leave it out"
+            f"attention={kha.attention} is not available in hybrid models: use a GPT model"
         )
-    if any(symbol in pattern for symbol in _LATENT):
+    if {Symbols.MLA, Symbols.DS_ATTENTION} & set(layers):
         raise ConfigError(
-            f"{where}: latent attention ({', '.join(_LATENT)}) is not available in this version: "
-            f"use {Symbols.ATTENTION}, or Megatron's own hybrid_stack_spec"
+            f"Latent attention ({Symbols.MLA}, {Symbols.DS_ATTENTION}) is not available in hybrid "
+            f"models with KHA: use {Symbols.ATTENTION} in the pattern"
         )
-    for symbol in sorted(set(pattern) & Symbols.VALID_LAYERS - set(_OURS)):
-        if transformer_impl != "transformer_engine":
-            raise ConfigError(
-                f"{where}: layers {symbol} exist as Transformer Engine modules only, not with "
-                f"--transformer-impl {transformer_impl}: use {' '.join(_OURS)}"
-            )
-        package = _PACKAGES.get(symbol)
-        if package and find_spec(package) is None:
-            raise ConfigError(
-                f"{where}: layers {symbol} need {package}, which is not installed: install it, or "
-                f"use {' '.join(_OURS)}"
-            )
+    if Symbols.MOE in layers and not config.num_moe_experts:
+        raise ConfigError(f"The pattern has MoE layers ({Symbols.MOE}): add --num-experts")
+    others = set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE}
+    if others and config.transformer_impl != "transformer_engine":  # would be identity layers
+        raise ConfigError(
+            f"Layers {' '.join(sorted(others))} exist in Transformer Engine only: use "
+            "--transformer-impl transformer_engine"
+        )
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:
-    """A dense GPT layer, a MoE one, and the norm after the last, whatever the pattern."""
+    """Return the specs of a dense GPT layer, a MoE layer and the final norm."""
     two = copy.copy(config)
     two.num_layers, two.moe_layer_freq = 2, [0, 1]
     two.pipeline_model_parallel_size, two.pipeline_model_parallel_layout = 1, None
@@ -200,6 +144,6 @@ def _submodules(
 
 
 def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:
-    """A layer with some of a GPT layer's submodules, under the names they have in checkpoints."""
+    """Return a layer spec with some submodules of a GPT layer, and their checkpoint names."""
     kept = {n: getattr(layer.submodules, n) for n in (*names, "sharded_state_dict_keys_map")}
     return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**kept))

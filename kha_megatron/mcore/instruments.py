@@ -104,7 +104,7 @@ def watch_heads(
     config = get_model_config(models[0])
     if interval < 1:
         raise ConfigError(f"interval={interval} of the KHA instruments: it must be 1 or more")
-    if getattr(config, "cuda_graph_impl", "none") == "full_iteration":
+    if config.cuda_graph_impl == "full_iteration":
         raise ConfigError(
             "cuda_graph_impl=full_iteration runs no Python between iterations, so the KHA "
             "instruments would never be read: remove --kha-log-interval, or use "
@@ -145,7 +145,7 @@ class _Instruments:
             for number, layer in layers.items()
             if isinstance(attention := getattr(layer, "self_attention", None), Attention)
         }
-        if getattr(self.config, "cuda_graph_impl", "none") == "none":
+        if self.config.cuda_graph_impl == "none":
             for number, attention in self.attentions.items():
                 layers[number].register_forward_hook(partial(self._hear_peak, number))
                 self._listen(number, attention)
@@ -220,8 +220,8 @@ class _Instruments:
 
     def _has_plain_scores(self, query: Tensor) -> bool:
         """Whether a head's scores are ``q k`` of all tokens before, of ``[s, b, heads, D]``."""
-        window = getattr(self.config, "window_size", None)
-        softmax = getattr(self.config, "softmax_type", "vanilla")
+        window = self.config.window_size
+        softmax = self.config.softmax_type
         plain = window is None and softmax == "vanilla" and self.kha.talking is None
         return plain and query.dim() == 4
 

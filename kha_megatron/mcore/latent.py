@@ -1,14 +1,12 @@
-"""Megatron's multi-latent attention (MLA) with knocking heads, and Grouped Latent Attention (GLA).
+"""Multi-latent attention (MLA) with KHA, and Grouped Latent Attention (GLA, Zadouri et al. 2025).
 
-Knocked are the parts without position of queries and keys, and the values, right after the
-up-projections that make them from the latents. So the rotary embedding (fused or not), recomputing
-and Megatron's handling of packed sequences see knocked tensors. The matrices are linear: at
-inference they fold into the up-projections, and what is cached stays the latent.
+KHA applies to values and to the no-position parts of queries and keys, directly after the
+up-projections. Rotary embedding, recomputation and packed sequences therefore see knocked tensors.
+The matrices are linear and fold into the up-projections at inference; the cache holds the latent.
 
-GLA (Zadouri et al. 2025) is MLA whose latent is cut into heads: each is normalised by itself and
-gives keys and values to its own group of query heads, so that tensor-parallel ranks need (and at
-inference cache) only the latent heads of their own queries. Two submodules make it of MLA.
-``kv_lora_rank`` is the width of all latent heads together, as in MLA with the same cache.
+GLA splits MLA's latent into heads. Each latent head is normalised separately and serves its own
+group of query heads, so a tensor-parallel rank needs only the latent heads of its own queries.
+``kv_lora_rank`` is the width of all latent heads together.
 
 Shape legend: ``C`` all latent features, ``c`` latent heads, ``H`` query heads, ``rows`` key and
 value features of a head.
@@ -47,11 +45,11 @@ from kha_megatron.ops import fold
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """Keys and values of each head from its group's latent head.
+    """Project each latent head to the keys and values of its group of heads.
 
-    Its weight is ``[H * rows / tp, C / c]``, heads outermost, cut and stored like Megatron's
-    column-parallel ``linear_kv_up_proj`` of MLA. Maps the normalised latent ``[..., C]`` (of this
-    rank's part of the sequence under sequence parallelism) to ``[..., H * rows / tp]`` and None.
+    The weight ``[H * rows / tp, C / c]`` has heads outermost and is sharded like MLA's
+    ``linear_kv_up_proj``. Maps the normalised latent ``[..., C]`` (with sequence parallelism: of
+    this rank's part of the sequence) to ``[..., H * rows / tp]`` and None.
 
     Args:
         latent_features: ``C``.
@@ -80,10 +78,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class LatentNorm(MegatronModule):
-    """RMSNorm of each latent head by itself: ``[..., C]`` to the same, computed in float32.
-
-    Its weight is ``[C]``, like that of the norm it replaces.
-    """
+    """RMSNorm of each latent head, ``[..., C]`` to the same, in float32. The weight is ``[C]``."""
 
     def __init__(
         self,
@@ -101,7 +96,6 @@ class LatentNorm(MegatronModule):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, latent: Tensor) -> Tensor:
-        """Divide each latent head by its own root mean square, and multiply by the weight."""
         heads = latent.unflatten(-1, (self.latent_heads, -1))
         wide = heads.float() if heads.dtype in (torch.bfloat16, torch.float16) else heads
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
@@ -109,7 +103,7 @@ class LatentNorm(MegatronModule):
 
 
 def grouped(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
-    """The submodules of MLA with those of GLA in their place, for either backend."""
+    """Return the submodules of MLA with those of GLA, for both backends."""
     up = submodules.linear_kv_up_proj
     norm = submodules.kv_layernorm
     if norm not in (None, IdentityOp) or "LayerNorm" in getattr(up, "__name__", ""):
@@ -124,42 +118,29 @@ def grouped(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
 
 
 def check_grouped(config: MLATransformerConfig) -> None:
-    """Refuse what GLA cannot have.
-
-    Raises:
-        ConfigError: naming the option and what to do.
-    """
-    if config.normalization != "RMSNorm" and config.qk_layernorm:
-        raise ConfigError(
-            f"attention=gla normalises latent heads with RMSNorm, and --normalization is "
-            f"{config.normalization}: use RMSNorm"
-        )
-    if config.layernorm_zero_centered_gamma:
-        raise ConfigError(
-            "attention=gla has no norm with weights around zero: remove --apply-layernorm-1p"
-        )
-    if config.cache_mla_latents:
-        raise ConfigError(
-            "cache_mla_latents absorbs the one latent head of MLA, and attention=gla has several: "
-            "remove --cache-mla-latents"
-        )
+    """Raise ConfigError for an option that GLA does not have."""
+    other_norm = config.normalization != "RMSNorm" and config.qk_layernorm
+    for applies, option, remedy in (
+        (other_norm, f"normalization={config.normalization}", "use RMSNorm"),
+        (config.layernorm_zero_centered_gamma, "zero-centred norms", "remove --apply-layernorm-1p"),
+        (config.cache_mla_latents, "cache_mla_latents", "remove --cache-mla-latents"),
+    ):
+        if applies:
+            raise ConfigError(f"attention=gla does not support {option}: {remedy}")
 
 
 _Hooked = tuple[Tensor, Tensor | None]
 
 
 class _KnockedLatentAttention(KnockedAttention):
-    """Mixed into both of Megatron's classes for MLA.
+    """Mixin that adds KHA to both of Megatron's MLA classes.
 
-    ``knock_query`` and ``knock_key`` hold ``[1, qk_head_dim, qk_head_dim]``, ``knock_value``
-    ``[1, v_head_dim, v_head_dim]``. Takes and returns what ``MLASelfAttention`` does.
+    ``knock_query`` and ``knock_key`` are ``[1, qk_head_dim, qk_head_dim]``, ``knock_value`` is
+    ``[1, v_head_dim, v_head_dim]``.
 
     Args:
-        kha: what is knocked; with ``attention="gla"`` the spec has the submodules of
+        kha: configuration. With ``attention="gla"``, the spec has the submodules of
             :func:`grouped`.
-
-    Raises:
-        ConfigError: a variant that does not fold away, or sizes that cannot be divided.
     """
 
     config: MLATransformerConfig
@@ -189,7 +170,6 @@ class _KnockedLatentAttention(KnockedAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Megatron's; what mechanisms read of the input is read beside it."""
         found = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         self._read_input(hidden_states, {})
         return found
@@ -211,11 +191,11 @@ class _KnockedLatentAttention(KnockedAttention):
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Megatron's, with the gradient of the rotary key summed over tensor-parallel ranks.
+        """Sum the gradient of the rotary key over tensor-parallel ranks.
 
-        All heads share this key, so each rank's gradient of it is a partial sum. Megatron-Core 0.19
-        completes it only where sequence parallelism gathers the key, and takes it for the whole
-        elsewhere: replicas of the down-projection, and everything below, would drift apart.
+        All heads share this key, so each rank's gradient is a partial sum. Megatron sums it only
+        where sequence parallelism gathers the key. Otherwise the replicas of the down-projection
+        would drift apart.
         """
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
@@ -232,11 +212,11 @@ class _KnockedLatentAttention(KnockedAttention):
         return query, torch.cat([latent, key], dim=-1)
 
     def _count_query_norm_once(self) -> None:
-        """Keep the gradient of a separate norm of the query latent as it is.
+        """Average the gradient of a separate norm of the query latent over the ranks.
 
-        Megatron sums gradients by the name ``q_layernorm``, because a QK-norm sees its rank's heads
-        only. This one sees the latent of all heads: without sequence parallelism its gradient is
-        complete on every rank, and the sum would be as many times too large.
+        Megatron sums gradients of parameters named ``q_layernorm``, because a QK-norm sees only its
+        rank's heads. This norm sees the latent of all heads: without sequence parallelism, its
+        gradient is complete on every rank, and a sum would be tp times too large.
         """
         norm = getattr(self, "q_layernorm", None)
         if norm is not None and not self.config.sequence_parallel:
@@ -246,14 +226,8 @@ class _KnockedLatentAttention(KnockedAttention):
     def prepare_for_absorption(self) -> None:
         """Fold the matrices of keys and values into the up-projection that Megatron absorbs.
 
-        Megatron then splits this projection and deletes it (inference with cached latents only).
-        Queries are still knocked where they are made.
+        Megatron then splits and deletes this projection (only for inference with cached latents).
         """
-        if isinstance(getattr(self, "linear_kv_up_proj", None), LatentUpProjection):
-            raise ConfigError(
-                "cache_mla_latents absorbs the one latent head of MLA, and this is GLA: remove "
-                "--cache-mla-latents"
-            )
         if not hasattr(self, "up_k_weight"):
             nope, value = self.config.qk_head_dim, self.config.v_head_dim
             weight = self.linear_kv_up_proj.weight

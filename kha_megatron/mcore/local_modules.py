@@ -2,7 +2,7 @@
 
 In context parallelism every rank gathers the keys and values of the whole sequence and attends with
 its own queries. That costs the memory that context parallelism is meant to save, so it is a
-correctness device for machines without Transformer Engine (``kha_megatron.cpu``), whose ring
+correctness device for machines without Transformer Engine (``kha_megatron.mcore.cpu``), whose ring
 attention replaces it on a GPU. The split of the sequence is Megatron's: of ``2 * cp`` equal chunks,
 rank ``i`` holds chunks ``i`` and ``2 * cp - 1 - i``.
 """

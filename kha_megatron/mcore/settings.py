@@ -1,14 +1,12 @@
-"""What a spec that was chosen by its name knocks, in a script that knows nothing of KHA.
+"""Read the configuration of a spec that a stock Megatron script chooses by name.
 
-A name carries the variants. What it cannot carry comes from the environment variable
-``KHA_CONFIG``: a JSON object of :class:`~kha_megatron.config.KHAConfig` fields, or the path of a
-file that holds one::
+The name selects the variants. Everything else comes from the environment variable ``KHA_CONFIG``: a
+JSON object of :class:`~kha_megatron.config.KHAConfig` fields, or the path of a file with one::
 
     KHA_CONFIG='{"value": "mlp", "init_seed": 5}' ... --spec kha_megatron.mcore.specs kha
     KHA_CONFIG=/shared/kha.json ...                   --spec kha_megatron.mcore.specs kha_mlp
 
-The spec ``kha`` takes all of it. A preset's name takes the rest (``init``, ``init_seed``,
-``attention``, ``latent_heads``, ``fold``), and refuses variants that contradict it.
+The spec ``kha`` reads all fields. With a preset's name, the variable may not contradict the preset.
 """
 
 import functools
@@ -33,14 +31,11 @@ FROM_ENVIRONMENT = "kha"
 
 
 def named_config(name: str) -> KHAConfig:
-    """What the spec of this name knocks, ``KHA_CONFIG`` included.
-
-    Args:
-        name: a preset, or ``kha``.
+    """Return the configuration of the spec ``name`` (a preset, or ``kha``) and ``KHA_CONFIG``.
 
     Raises:
-        ConfigError: ``KHA_CONFIG`` cannot be read, has an unknown key or value, contradicts the
-            preset, or says nothing of the variants that ``kha`` needs.
+        ConfigError: ``KHA_CONFIG`` is invalid, contradicts the preset, or names no variant for
+            ``kha``.
     """
     text = os.environ.get(CONFIG_VARIABLE, "")
     given = _read(text) if text else {}
@@ -69,22 +64,16 @@ def named_config(name: str) -> KHAConfig:
 
 @functools.cache  # every layer asks
 def _read(text: str) -> dict[str, Any]:
-    """The fields that the variable, or the file that it names, holds."""
-    source = CONFIG_VARIABLE
-    if not text.lstrip().startswith("{"):
-        source = f"{CONFIG_VARIABLE}={text}"
-        try:
-            text = Path(text).read_text()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{source} is neither a JSON object nor a file that can be read: {error}"
-            ) from error
+    """Parse the value of ``KHA_CONFIG``: a JSON object, or the path of a file with one."""
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{source} holds {given!r} instead of a JSON object of KHA settings")
+        given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_bytes())
+        if not isinstance(given, dict):
+            raise ValueError(f"found {given!r}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{CONFIG_VARIABLE}={text}: expected a JSON object, or the path of a file with one: "
+            f"{error}"
+        ) from error
     # null and "none" both leave a projection alone
     return {key: None if value == "none" else value for key, value in given.items()}
 
@@ -97,33 +86,32 @@ def publish(
     multi_latent: bool = False,
     speak: bool,
 ) -> None:
-    """Check a named spec's configuration against the other ranks', store it, and print it.
+    """Compare a named spec's configuration with the other ranks, store it, and log it.
 
-    It is stored among the arguments of Megatron's training loop, if that is what runs, so that
-    they carry it into every checkpoint.
+    It is stored in the arguments of Megatron's training loop, which writes them to checkpoints.
 
     Args:
-        groups: of the model being built.
-        multi_latent: whether its attention is.
-        speak: whether this pipeline stage prints; its first rank does.
+        groups: process groups of the model.
+        multi_latent: whether the model has multi-latent attention.
+        speak: whether the first rank of this pipeline stage logs.
 
     Raises:
-        ConfigError: another rank has another configuration.
+        ConfigError: another rank has a different configuration.
     """
     _check_same_everywhere(name, kha)
     for argument, value in kha.recording(multi_latent=multi_latent).items():
         setattr(training_arguments(), argument, value)
     if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
-        # Megatron answers a --spec that it cannot import with plain attention, so this one speaks
+        # Megatron trains plain attention if it cannot import a --spec, so a success is logged
         announce(f"spec {name} knocks {kha}")
 
 
 def training_arguments() -> Any:
-    """The arguments of Megatron's training loop; a stand-in where it does not run."""
+    """Return the arguments of Megatron's training loop, or a namespace if it does not run."""
     training = sys.modules.get("megatron.training.global_vars")
     try:
         return training.get_args() if training else SimpleNamespace()
-    except AssertionError:  # Megatron's answer before it has any
+    except AssertionError:  # not parsed yet
         return SimpleNamespace()
 
 

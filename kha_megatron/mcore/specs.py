@@ -145,7 +145,7 @@ def kha_layer_spec(
     Raises:
         ConfigError: the model cannot carry KHA as configured; the message says why.
     """
-    transformer: TransformerConfig = getattr(config, "transformer", config)
+    transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
     if transformer.heterogeneous_block_specs and any(m.adds_loss for m in kha.mechanisms):
         raise ConfigError(
@@ -176,7 +176,7 @@ def _stock_spec(
         ("heterogeneous_block_specs", True),
         ("use_transformer_engine_op_fuser", fused_mlp),
     ):
-        if applies and getattr(transformer, option, False):
+        if applies and getattr(transformer, option):
             raise ConfigError(
                 f"{option}=True asks for layers that a TransformerConfig does not describe: leave "
                 "it out, or train a GPT model with `-m kha_megatron.training` and "

@@ -51,7 +51,7 @@ class TalkingAttention(GatheredDotProductAttention):
             ("fp8_dot_product_attention", False, "--fp8-dot-product-attention"),
             ("fp8_multi_head_attention", False, "--fp8-multi-head-attention"),
         ):
-            if (found := getattr(config, option, plain)) not in (plain, False):
+            if (found := getattr(config, option)) not in (plain, False):
                 raise ConfigError(
                     f"{option}={found} with talking heads, whose attention has no {option}: "
                     f"remove {flag}"

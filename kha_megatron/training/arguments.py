@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
 from kha_megatron.data.paths import check_data
@@ -15,12 +14,13 @@ from kha_megatron.errors import ConfigError, KHAError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
+from kha_megatron.mcore import cpu
+from kha_megatron.mcore.compat import lacks_te_extension
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import kha_asked
 from kha_megatron.model.training import Heads
-from kha_megatron.te_extension import is_missing
 
 DEVICES = ("cuda", "cpu")
 
@@ -166,7 +166,7 @@ def choose_device(argv: list[str]) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("no CUDA device found: add --device cpu to train on the CPU")
-        if layers in (None, "transformer_engine") and is_missing():
+        if layers in (None, "transformer_engine") and lacks_te_extension():
             raise ConfigError(
                 "Transformer Engine is installed without its compiled extension: run `pip install "
                 "--no-build-isolation 'kha-megatron[te]'`, or add --transformer-impl local"

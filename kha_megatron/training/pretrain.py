@@ -28,18 +28,16 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.config import KHAConfig
 from kha_megatron.history.writing import write_scalars
-from kha_megatron.mcore import compat
+from kha_megatron.mcore import compat, cpu
 from kha_megatron.mcore.attention import describe_model
 from kha_megatron.mcore.backends import load_from_either
 from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
-from kha_megatron.mcore.hybrid import check_pattern
 from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import HeadWeight
 from kha_megatron.model.rules import check_attention
@@ -98,14 +96,6 @@ def run(program_start: float) -> None:
     warn_of_a_new_start(early)
     kha = restored_kha(early) or kha_from_args(early)
     check_attention(vars(early), kha)
-    if pattern := early.hybrid_layer_pattern or early.hybrid_override_pattern:
-        check_pattern(
-            pattern,
-            kha,
-            transformer_impl=early.transformer_impl,
-            num_experts=early.num_experts,
-            stages=early.pipeline_model_parallel_size,
-        )
     upcycled = checkpoint_to_upcycle(early, kha)
     if upcycled is None:
         check_same_kha(early, kha)

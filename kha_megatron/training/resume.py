@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kha_megatron import cpu
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
@@ -23,7 +22,7 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.mcore import compat
+from kha_megatron.mcore import compat, cpu
 from kha_megatron.model.recorded import check_same_heads, kha_of
 from kha_megatron.model.run import kha_asked
 

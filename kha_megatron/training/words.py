@@ -4,7 +4,7 @@ Megatron's parser is made by importing Megatron, which takes seconds and much me
 that lives as long as its ranks asks a process of its own, which ends with 2 and a line if not.
 """
 
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 from kha_megatron.training.arguments import add_kha_arguments
 
 

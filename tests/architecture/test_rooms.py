@@ -13,12 +13,12 @@ import kha_megatron
 from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors", "heads", "announcements", "versions", "te_extension"}
+EVERYONE = {"config", "errors", "heads", "announcements"}
 KNOWS_NO_MODEL = {room: {"errors", "announcements"} for room in ("checkpoint", "history")}
 """Files on disk are what they are, whatever the heads of a model do."""
 FREE = {
     "heads",
-    *("ops", "model", "checkpoint", "history", "mcore", "cpu", "data", "training", "hf"),
+    *("ops", "model", "checkpoint", "history", "mcore", "data", "training", "hf"),
     *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli"),
 }
 ARROWS = {
@@ -27,19 +27,16 @@ ARROWS = {
     "config": set(),
     "errors": set(),
     "announcements": set(),
-    "versions": set(),
-    "te_extension": set(),
     "heads": set(),
     "ops": set(),
     "model": set(),
     "checkpoint": set(),
     "history": set(),
     "mcore": {"ops", "model", "checkpoint"},
-    "cpu": set(),
     "data": {"checkpoint"},
-    "training": {"mcore", "model", "checkpoint", "history", "data", "cpu"},
+    "training": {"mcore", "model", "checkpoint", "history", "data"},
     "hf": {"ops"},
-    "conversion": {"hf", "mcore", "ops", "model", "checkpoint", "data", "cpu"},
+    "conversion": {"hf", "mcore", "ops", "model", "checkpoint", "data"},
     "recipes": {"model", "checkpoint", "history", "data"},
     "plan": {"model"},
     "compare": {"recipes", "plan", "model", "checkpoint", "history", "mcore", "ops"},
@@ -52,14 +49,11 @@ OUTSIDE = {
     "config": set(),
     "errors": set(),
     "announcements": set(),
-    "versions": set(),
-    "te_extension": set(),
     "heads": set(),
     "ops": {"torch", "triton"},
     "model": set(),
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
     "history": {"tensorboard"},
-    "cpu": {"torch", "transformer_engine"},
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run"},
     "plan": set(),
@@ -177,29 +171,20 @@ def test_a_server_needs_no_megatron(tmp_path):
 
 
 A_VERSION = re.compile(
-    r"((importlib\.metadata|packaging|pkg_resources|kha_megatron\.versions|.*\bpackage_info)(\..*)?"
+    r"((importlib\.metadata|packaging|pkg_resources|.*\bpackage_info)(\..*)?"
     r"|(.*\.)?(__version__|is_\w*_min_version|is_version_at_least"
     r"|(get_\w+|megatron|installed)_version))"
 )
-RECORD = r"kha_megatron\.versions.*"
 MAY_READ = {
     "mcore/compat.py": ".*",
-    "versions.py": r"importlib\.metadata",
     "ops/fused.py": r"__version__",  # Triton's
-    "ops/verdicts.py": r"__version__",  # Triton's and torch's: what a verdict holds for
-    # the rest writes versions down or holds them against what is supported
-    "mcore/patching.py": r".*\bmegatron_version",
-    "cli/installation.py": rf"{RECORD}|packaging.*|importlib\.metadata",
-    "cli/doctor.py": rf"{RECORD}|.*\bmegatron_version",
-    **dict.fromkeys(
-        (
-            *("bridge/imports.py", "compare/report.py"),
-            *("cpu/engine.py", "data/prepare.py"),
-        ),
-        RECORD,
-    ),
+    "ops/verdicts.py": r"__version__",  # Triton's and torch's
+    # these report versions
+    "cli/installation.py": r"packaging.*|importlib\.metadata",
+    "cli/doctor.py": r".*\bmegatron_version",
+    "data/prepare.py": r"importlib\.metadata",
 }
-"""Which modules may learn what version something is, and by which words."""
+"""Modules other than compat.py that may read a version, and the names that they may use."""
 
 
 def version_reads(source):
@@ -239,7 +224,6 @@ def test_versions_are_read_in_compat_only():
         "from importlib import metadata\nmetadata.version('megatron-core')",
         "from packaging.version import Version",
         "import packaging.version as v",
-        "from kha_megatron.versions import version_of",
         "from megatron.core.utils import is_te_min_version",
         "from megatron.core import utils\nutils.is_torch_min_version('2.6')",
         "from kha_megatron.mcore.compat import installed_version",
@@ -250,6 +234,27 @@ def test_a_version_if_anywhere_else_is_found(mutation):
     source = (PACKAGE / "mcore" / "attention.py").read_text()
     assert not version_reads(source)
     assert version_reads(f"{source}\n{mutation}")
+
+
+def defaulted_options(source):
+    """Return the calls ``getattr(config, name, default)`` in a source text."""
+    calls = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[ast.Name(id=name) | ast.Attribute(attr=name), _, _],
+            ) if name in ("config", "transformer"):
+                calls.append(ast.unparse(node))
+    return calls
+
+
+def test_options_of_megatrons_config_have_no_default():
+    """A default would hide that a supported Megatron-Core lacks the option."""
+    for path in (PACKAGE / "mcore").rglob("*.py"):
+        if path.name not in ("compat.py", "folding.py", "fused_forward.py"):
+            assert not defaulted_options(path.read_text()), path
+    assert defaulted_options("getattr(self.config, 'cuda_graph_impl', 'none')")
 
 
 def test_presets_build():

@@ -33,7 +33,7 @@ class RankPool:
     Args:
         device: ``cpu``, or ``cuda`` for one GPU and NCCL a rank.
         prepare: what every worker calls before it imports torch; of a module that does not either.
-        install: function that installs the CPU runtime, if not ``kha_megatron.cpu.install``.
+        install: function that installs the CPU runtime, if not ``kha_megatron.mcore.cpu.install``.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def _worker(
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
     if device == "cpu":
-        from kha_megatron import cpu
+        from kha_megatron.mcore import cpu
 
         if install:
             install()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron import te_extension
+from kha_megatron.mcore import compat
 from tests.distributed.launcher import RankPool
 
 
@@ -21,7 +21,7 @@ def gpu_rank():
 @pytest.fixture(scope="session")
 def gpu_engine(engine) -> None:
     """Skips where Transformer Engine is not there whole, as it must be for a GPU."""
-    if te_extension.is_missing():
+    if compat.lacks_te_extension():
         pytest.skip(
             "NOT TESTED: Transformer Engine's extension is not installed "
             "(pip install 'kha-megatron[te]' with a CUDA toolkit)"

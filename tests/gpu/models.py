@@ -16,8 +16,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 
-from kha_megatron import cpu
 from kha_megatron.config import KHAConfig
+from kha_megatron.mcore import cpu
 from kha_megatron.mcore.fused_forward import FusedPrologue
 from kha_megatron.mcore.specs import kha_layer_spec
 from kha_megatron.ops import fused

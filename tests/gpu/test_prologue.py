@@ -37,7 +37,7 @@ def errors(kha, dtype, length, batch, rotary=1.0):
     """Relative errors of what core attention gets, of its gradients and of all others, by name."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from kha_megatron import cpu
+    from kha_megatron.mcore import cpu
     from kha_megatron.mcore.fused_forward import FusedPrologue
     from tests.distributed import models
     from tests.gpu.models import device

@@ -11,7 +11,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
-from tests.versions import needs_added_losses, needs_hybrid_models
 
 TOLERANCE = 1e-5
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
@@ -20,10 +19,8 @@ TP = {"tensor_model_parallel_size": 2}
 LAYERS = 3
 
 CASES = {
-    "dense": (1, {}, {}, "*-*-*-"),
     "dense without QK-norm": (1, {}, {"qk_layernorm": False}, "*-*-*-"),
     "experts after a dense layer": (1, {}, MOE | {"moe_layer_freq": [0, 1, 1]}, "*-*E*E"),
-    "tensor parallel": (2, TP, TP, "*-*-*-"),
     "sequence parallel": (2, TP, TP | {"sequence_parallel": True}, "*-*-*-"),
     "experts and sequence parallel": (
         2,
@@ -35,11 +32,6 @@ CASES = {
         "*E*E*E",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _where_there_are_hybrid_models():
-    needs_hybrid_models()
 
 
 def hybrid_model(models, config, spec, pattern, **overrides):
@@ -118,9 +110,9 @@ def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case):
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 
+@pytest.mark.whole
 def test_heads_are_mixed_in_attention_layers_alone(ranks):
     """The loss of ``code`` is a mean over all layers, of which a hybrid model has more."""
-    needs_added_losses()
     mixture = MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
     kha = KHAConfig(value="mlp", moh=mixture)
     n, *settings = CASES["sequence parallel"]
@@ -129,6 +121,7 @@ def test_heads_are_mixed_in_attention_layers_alone(ranks):
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 
+@pytest.mark.whole
 def test_attention_layers_have_gates(ranks):
     kha = KHAConfig(value="mlp", gate=Gate(output="head", key="shared", dense="element"))
     n, *settings = CASES["sequence parallel"]
@@ -207,71 +200,37 @@ def test_a_named_stack_builds_its_preset(ranks, preset):
     assert ranks(named_stack, 1, preset)[0] == KHAConfig.from_preset(preset)
 
 
-def refusals(cases):
-    """What each pattern, described as the entry point does, is refused with."""
-    from kha_megatron.mcore.hybrid import check_pattern
-
-    def one(pattern, settings):
-        try:
-            check_pattern(
-                pattern,
-                **{"kha": MIXED, "transformer_impl": "local", "num_experts": None, "stages": 2}
-                | settings,
-            )
-        except ConfigError as error:
-            return str(error)
-        return None
-
-    return [one(*case) for case in cases]
-
-
-TE = {"transformer_impl": "transformer_engine"}
-
-
-def test_patterns_that_cannot_be_built_are_refused(ranks):
-    cases = [
-        ("*-*-", {}, None),
-        ("*-|*E", {"num_experts": 4}, None),
-        ("M-M-", {"kha": KHAConfig()} | TE, "need mamba_ssm, which is not installed"),
-        ("*-*E", {}, "has MoE layers (E): give --num-experts"),
-        ("*-*-/*-", {}, "no multi-token prediction layers: remove / and what follows"),
-        ("*|-|*|-", {}, "4 sections for 2 pipeline stages, and Megatron documents virtual"),
-        ("*-x-", {}, "'x' is not a valid layer symbol"),
-        ("-|-", {}, "has no attention layer (*) for KHA on query=linear"),
-        ("-|-", {"kha": KHAConfig()}, None),
-        ("M*M-", {}, "layers M exist as Transformer Engine modules only"),
-        ("G*", TE, "need fla, which is not installed"),
-        ("D-D-", TE | {"kha": KHAConfig(value="mlp")}, "no attention layer"),
-        ("D-D-", TE | {"stages": None}, "multi-latent attention"),
-        ("D-D-", TE | {"kha": KHAConfig()}, "latent attention (+, D) is not available"),
-    ]
-    answers = ranks(refusals, 1, [case[:2] for case in cases])[0]
-    for (*case, expected), answer in zip(cases, answers, strict=True):
-        assert (answer is None) == (expected is None), f"{case}: {answer}"
-        assert expected is None or expected in answer
-
-
-def refused_stacks():
+def refuse_stacks():
     from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
 
     models.initialize()
-    answers = []
-    for overrides in ({"mtp_num_layers": 1}, {"virtual_pipeline_model_parallel_size": 2}):
+    messages = []
+    for overrides, kha, pattern in (
+        ({"mtp_num_layers": 1}, MIXED, "*-"),
+        ({"virtual_pipeline_model_parallel_size": 2}, MIXED, "*-"),
+        ({}, KHAConfig(attention="gta"), "*-"),
+        ({}, MIXED, "D-"),
+        ({}, MIXED, "*E"),
+        ({}, MIXED, "M*"),
+    ):
         config = models.transformer_config(num_layers=2)
         for name, value in overrides.items():
             setattr(config, name, value)
-        try:
-            hybrid_model(models, config, kha_hybrid_stack_spec(MIXED), "*-")
-        except ConfigError as error:
-            answers.append(str(error))
-    return answers
+        with pytest.raises(ConfigError) as caught:
+            hybrid_model(models, config, kha_hybrid_stack_spec(kha), pattern)
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_a_stock_script_meets_the_same_refusals(ranks):
-    prediction, virtual = ranks(refused_stacks, 1)[0]
-    assert "mtp_num_layers=1: a hybrid model with KHA has no multi-token" in prediction
-    assert "virtual_pipeline_model_parallel_size=2: Megatron documents" in virtual
+def test_stacks_that_cannot_be_built_are_refused(ranks):
+    prediction, virtual, tied, latent, experts, mamba = ranks(refuse_stacks, 1)[0]
+    assert "mtp_num_layers=1" in prediction
+    assert "virtual_pipeline_model_parallel_size=2" in virtual
+    assert "attention=gta is not available in hybrid models" in tied
+    assert "Latent attention (+, D) is not available" in latent
+    assert "add --num-experts" in experts
+    assert "Layers M exist in Transformer Engine only" in mamba
 
 
 def described(asked, built, pattern):

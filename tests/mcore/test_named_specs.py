@@ -4,21 +4,18 @@ The builder of Megatron-Core 0.19 (``GPTModelBuilder``) and the older ``gpt_buil
 hands the object to ``GPTModel`` as it is, must both make what :func:`kha_layer_spec` makes.
 """
 
-import builtins
 import contextlib
 import io
 import os
-import sys
 from unittest import mock
 
 import pytest
 import torch
 
 from kha_megatron.config import PRESETS, KHAConfig
-from kha_megatron.errors import ConfigError, VersionError
+from kha_megatron.errors import ConfigError
 
 SPECS = "kha_megatron.mcore.specs"
-"""Why this Megatron has no GPTModelBuilder; None if it has."""
 FUSED = {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True}
 MOE = {"num_layers": 4, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 0]}
 LAYOUTS = {
@@ -185,8 +182,6 @@ def test_settings_from_the_environment(ranks, tmp_path):
 def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
     broken = tmp_path / "kha.json"
     broken.write_text("{")
-    pipe = tmp_path / "pipe.json"
-    os.mkfifo(pipe)
     cases = [
         ("kha", None, {}, "KHA_CONFIG, which is not set"),
         ("kha", '{"init_seed": 5}', {}, "names none of query, key, value"),
@@ -195,11 +190,9 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
         ("kha", '{"value": "mpl"}', {}, "unknown KHA variant 'mpl'"),
         ("kha", '{"value": ["mlp"]}', {}, "unknown KHA variant"),
         ("kha", '{"value": "mlp", "init_seed": "5"}', {}, "init_seed '5' is not a whole number"),
-        ("kha", "[1]", {}, "neither a JSON object nor a file"),
-        ("kha", str(tmp_path / "none.json"), {}, "neither a JSON object nor a file"),
-        ("kha", str(broken), {}, "is not JSON"),
-        ("kha", '{"value":' + "[" * 100_000, {}, "is not JSON"),
-        ("kha", str(pipe), {}, "a FIFO"),
+        ("kha", "[1]", {}, "expected a JSON object"),
+        ("kha", str(tmp_path / "none.json"), {}, "expected a JSON object"),
+        ("kha", str(broken), {}, "expected a JSON object"),
         ("kha_mlp", '{"value": "gate"}', {}, "kha_mlp knocks value=mlp, and KHA_CONFIG says gate"),
         ("kha_mlp", '{"query": "mlp"}', {}, "knocks query=none, and KHA_CONFIG says mlp"),
         ("kha_mlp", None, {"mtp_num_layers": 1}, "remove --mtp-num-layers"),
@@ -214,48 +207,6 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
         assert isinstance(answer, kind), f"{case}: {answer!r}"
         assert expected in str(answer)
         assert "\n" not in str(answer)
-
-
-def broken_installations():
-    """What Megatron's own ``import_module`` makes of an installation that misfits."""
-    from megatron.core.transformer.spec_utils import import_module
-
-    from kha_megatron.mcore import compat
-
-    genuine = builtins.__import__
-
-    def lacking(name, *args, **kwargs):
-        if name == "megatron.core.models.gpt.gpt_layer_specs":
-            raise ImportError("cannot import name 'get_gpt_decoder_block_spec'")
-        return genuine(name, *args, **kwargs)
-
-    answers = []
-    loaded = sys.modules.pop(SPECS)
-    try:
-        for misfit in (
-            mock.patch.object(builtins, "__import__", lacking),
-            mock.patch.object(compat, "installed_version", return_value="0.7.0"),
-        ):
-            compat.check_version.cache_clear()
-            with misfit:
-                try:
-                    answers.append(import_module((SPECS, "kha_mlp")))
-                except VersionError as error:
-                    answers.append(error)
-    finally:
-        sys.modules[SPECS] = loaded
-        compat.check_version.cache_clear()
-    return answers
-
-
-def test_an_installation_that_misfits_stops_the_run(ranks):
-    """Megatron answers an ImportError with plain attention: a misfit must not be one."""
-    symbol, version = ranks(broken_installations, 1)[0]
-    assert "get_gpt_decoder_block_spec" in str(symbol)
-    assert "0.7.0 is installed" in str(version)
-    for answer in (symbol, version):
-        assert isinstance(answer, VersionError)
-        assert not isinstance(answer, ImportError)
 
 
 def differing_nodes(layout):

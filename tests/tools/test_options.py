@@ -51,7 +51,7 @@ def test_unknown_variants_are_named(tool, capsys, name):
 def test_a_transformer_engine_that_is_not_whole_is_none(tool, monkeypatch):
     """As the extra ``te-cpu`` installs it, it cannot be measured on a GPU."""
     shapes = tool("shapes")
-    monkeypatch.setattr(shapes.te_extension, "is_missing", lambda: True)
+    monkeypatch.setattr(shapes.compat, "lacks_te_extension", lambda: True)
     assert not shapes.has("transformer_engine")
     assert shapes.has("torch")
 

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from kha_megatron import cpu
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError, KHAError
+from kha_megatron.mcore import cpu
 from kha_megatron.training.arguments import choose_device
 from tests.training.conftest import MODEL, TRAINING, start, started_anew
 

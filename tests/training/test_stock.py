@@ -22,7 +22,7 @@ HEADS, GROUPS, SEQUENCE, MICROBATCH, BATCH = 8, 2, 28, 3, 6  # of MODEL and TRAI
 STOCK = """
 import argparse, copy, json, os, sys
 from pathlib import Path
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 cpu.install(despite_cuda=True)
 sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]
 import megatron.core.distributed

@@ -22,7 +22,7 @@ from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, s
 
 STOCK = """
 import os, sys, time
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 os.environ.update(cpu.ENVIRONMENT)
 cpu.install(despite_cuda=True)
 sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]

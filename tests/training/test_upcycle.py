@@ -19,7 +19,7 @@ KHA = KHAConfig(value="mlp")
 
 PLAIN_MEGATRON = """
 import sys
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 cpu.install(quiet=True)
 for name, value in cpu.MEGATRON_FLAGS.items():
     sys.argv += [name] if value is None else [name, value]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kha_megatron import cpu
+from kha_megatron.mcore import cpu
 from tests.transformer_engine import bindings
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

@@ -6,7 +6,7 @@ import sysconfig
 
 import pytest
 
-from kha_megatron import te_extension
+from kha_megatron.mcore import compat
 
 EXTENSION = "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so"
 
@@ -28,8 +28,8 @@ def folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", [".", "transformer_engine", "transformer_engine/wheel_lib"])
 @pytest.mark.parametrize("where", [0, 1], ids=["beside its Python", "where pip installs"])
 def test_the_extension_is_found_where_transformer_engine_finds_it(folders, where, place):
-    assert te_extension.is_missing()
+    assert compat.lacks_te_extension()
     folder = folders[where] / place
     folder.mkdir(exist_ok=True)
     (folder / EXTENSION).touch()
-    assert not te_extension.is_missing()
+    assert not compat.lacks_te_extension()

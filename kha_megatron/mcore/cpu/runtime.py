@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from kha_megatron.announcements import announce
-from kha_megatron.cpu import collectives
 from kha_megatron.errors import ConfigError
+from kha_megatron.mcore.cpu import collectives
 
 _CPU = torch.device("cpu")
 _HIDDEN = ("apex", "flash_attn", "transformer_engine")
@@ -61,11 +61,11 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
         return
     if torch.cuda.is_available() and not despite_cuda:
         raise ConfigError(
-            f"kha_megatron.cpu was asked for on a machine with {torch.cuda.device_count()} CUDA "
-            "device(s): use --device cuda, or cpu.install(despite_cuda=True) to mean it"
+            f"The CPU runtime was requested on a machine with {torch.cuda.device_count()} CUDA "
+            "device(s): use --device cuda, or cpu.install(despite_cuda=True)"
         )
     if "megatron.core" in sys.modules:
-        raise ConfigError("kha_megatron.cpu.install() must run before the first `import megatron`")
+        raise ConfigError("cpu.install() must be called before the first `import megatron`")
     if not quiet:
         announce("Megatron-Core runs on the CPU with gloo: a correctness device, not a fast one")
     modules: dict[str, Any] = sys.modules

@@ -156,7 +156,7 @@ def test_installation_refuses_before_it_changes_anything_and_happens_once():
     program = """
         import sys, types
         import torch
-        from kha_megatron import cpu
+        from kha_megatron.mcore import cpu
         from kha_megatron.errors import ConfigError
 
         def refusal():
@@ -192,12 +192,12 @@ def test_installation_refuses_before_it_changes_anything_and_happens_once():
     assert done.returncode == 0, done.stderr
     on_a_gpu_machine, too_late = done.stdout.splitlines()
     assert "on a machine with 3 CUDA device(s): use --device cuda" in on_a_gpu_machine
-    assert "must run before the first `import megatron`" in too_late
+    assert "must be called before the first `import megatron`" in too_late
     assert done.stderr.count("a correctness device, not a fast one") == 1
 
 
 def test_pytest_itself_runs_without_it():
-    from kha_megatron import cpu
+    from kha_megatron.mcore import cpu
 
     assert not cpu.is_installed()
     assert torch.ones(1).type() == "torch.FloatTensor"

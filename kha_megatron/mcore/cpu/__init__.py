@@ -4,13 +4,13 @@ Megatron-Core names CUDA devices throughout. :func:`install` makes "cuda" mean t
 whole process, so that the very code that trains on GPUs runs here, all its parallelisms included.
 It is a correctness device, not a fast one: call it before ``import megatron``, once per process::
 
-    from kha_megatron import cpu
+    from kha_megatron.mcore import cpu
 
     cpu.install()
     from megatron.core.models.gpt import GPTModel
 """
 
-from kha_megatron.cpu.runtime import install, is_installed
+from kha_megatron.mcore.cpu.runtime import install, is_installed
 
 __all__ = ["ENVIRONMENT", "MEGATRON_FLAGS", "install", "is_installed"]
 

@@ -118,7 +118,7 @@ def _even(tensors: list[Tensor], async_op: bool) -> bool:
         return True
     if async_op:
         raise NotImplementedError(
-            "kha_megatron.cpu gathers tensors of unequal sizes synchronously only: "
+            "kha_megatron.mcore.cpu gathers tensors of unequal sizes synchronously only: "
             f"{[tuple(tensor.shape) for tensor in tensors]}"
         )
     return False
