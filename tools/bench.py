@@ -23,7 +23,6 @@ from kha_megatron.mcore import compat, cpu
 
 BENCHMARKS = {
     "kernels": "the fused kernels, plain and compiled torch, cuBLAS, Transformer Engine, a copy",
-    "prologue": "split, knock, QK-norm and RoPE: fused, plain and compiled, Megatron's own, a copy",
     "layer": "a transformer layer, forward and backward: Megatron's stock layer beside ours",
     "memory": "what a layer keeps for its backward pass: stock beside ours",
     "step": "whole training steps of the real entry point: stock layers beside ours",

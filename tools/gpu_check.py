@@ -61,7 +61,6 @@ _MOE = ["--shapes", "moe"]
 _SHORT = ["mlp/kernels", "linear/folded+kernels"]
 BENCHMARKS: dict[str, tuple[list[str], list[str] | None]] = {
     "kernels": (["--variants", "mlp", "linear", "--repetitions", "20"], _ONCE),
-    "prologue": (["--repetitions", "20"], _ONCE),
     "layer": (
         [*_MOE, "--precisions", "bf16", "--repetitions", "10", "--microbatches", "2"],
         [*_ONCE, "--variants", *_SHORT],

@@ -23,7 +23,7 @@ class Variant:
     """A key of ``kha_megatron.config.PRESETS``; None is Megatron's own layer, nothing of ours."""
 
     kernels: bool = False
-    """Triton kernels, the fused prologue included, or an error; otherwise plain torch always."""
+    """Use the Triton kernels or raise an error; otherwise always torch."""
 
     folded: bool = False
     """Linear matrices go into the QKV weight of every microbatch; otherwise never."""

@@ -23,7 +23,6 @@ from kha_megatron.heads import HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage
 from kha_megatron.mcore.folding import Folding
-from kha_megatron.mcore.fused_forward import FusedPrologue
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks
 from kha_megatron.mcore.hooks import PlacedHook
@@ -176,7 +175,7 @@ def _left_to_us(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
     return kha.without_output_gate() if config.attention_output_gate else kha
 
 
-class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
+class KHASelfAttention(KnockedAttention, SelfAttention):
     """Self-attention whose heads knock on each other before the scaled dot product.
 
     Takes and returns what Megatron's ``SelfAttention`` does (``[s, b, h]``).
@@ -229,11 +228,7 @@ class KHASelfAttention(KnockedAttention, FusedPrologue, SelfAttention):
             raise ConfigError(UNSPLIT)
         with self.folding(hidden_states):
             mixed, _ = self.linear_qkv(hidden_states)
-            groups = self.split.groups(mixed)
-            if self.is_fused:
-                self._read_input(hidden_states, {})
-                return self._apart(*self.run_fused(groups))
-            parts = self.split(groups)
+            parts = self.split(self.split.groups(mixed))
             layout = self.split.layout
             self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
             parts |= self._made(parts["value"].shape[2])

@@ -1,4 +1,4 @@
-"""The maths of Knocking-Heads Attention, free of any parallelism."""
+"""The computation of Knocking-Heads Attention on plain tensors, without parallelism."""
 
 from kha_megatron.ops.fused import knock
 from kha_megatron.ops.heads import initial_weight

@@ -178,7 +178,6 @@ A_VERSION = re.compile(
 MAY_READ = {
     "mcore/compat.py": ".*",
     "ops/fused.py": r"__version__",  # Triton's
-    "ops/verdicts.py": r"__version__",  # Triton's and torch's
     # these report versions
     "cli/installation.py": r"packaging.*|importlib\.metadata",
     "cli/doctor.py": r".*\bmegatron_version",

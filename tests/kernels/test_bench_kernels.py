@@ -76,21 +76,6 @@ def test_compares_the_kernels_with_everything_else(interpreter, tmp_path):
         assert 0 < found["relative_errors"]["dx"] < 1e-2
 
 
-@pytest.mark.parametrize("variant", ["none", "mlp"])
-def test_compares_the_prologue_with_everything_else(interpreter, tmp_path, variant):
-    path = tmp_path / "prologue.json"
-    words = ["--variants", variant, "--repetitions", "2", "--json", str(path)]
-    assert "| kernels |" in interpreter(run_here, [*SMALL, *words], "prologue")
-    results = json.loads(path.read_text())["results"]
-    assert [found["work"] for found in results] == ["forward", "forward + all gradients"]
-    for found in results:
-        assert set(found["kernels_over"]) == {"kernels", "eager", "copy"}
-        errors = found["relative_errors"]
-        assert {"query", "value", "d qkv", "d key norm"} <= errors.keys()
-        assert all(0 <= error < 1e-2 for error in errors.values())
-    assert results[0]["bytes"] == 2 * 5 * 3 * 10 * 64 * 2
-
-
 def test_every_case_is_compiled_for_its_sizes(measuring, monkeypatch):
     """Eager torch under the name of compiled one would be beaten by anything."""
     tool, graphs, compile_ = importlib.import_module("bench_kernels"), [], torch.compile

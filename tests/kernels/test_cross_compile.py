@@ -1,13 +1,18 @@
-"""Every kernel that Hopper would be asked to compile, within its bounds, without a Hopper."""
+"""Every kernel compiles for Hopper within its bounds; no Hopper is needed."""
 
 import sys
-from uuid import uuid4
+from pathlib import Path
 
 import pytest
+import roofline
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from kha_megatron.heads.knock import MATRICES
+from kha_megatron.ops.heads.knock import knock
 from kha_megatron.ops.kernels import tilings
-from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
+from kha_megatron.ops.kernels.tilings import DTYPES
+from tests.kernels.cases import weight_of
 from tools.cross_compile import (
     Launch,
     Report,
@@ -15,79 +20,49 @@ from tools.cross_compile import (
     compile_launch,
     compile_reduction,
     complaints,
-    fingerprint,
     launches,
 )
 
 pytestmark = pytest.mark.usefixtures("usable_triton")
-
-if sys.platform != "linux":
-    pytest.skip("Triton brings ptxas on Linux only", allow_module_level=True)
+compiles = pytest.mark.skipif(sys.platform != "linux", reason="Triton has ptxas on Linux only")
 
 
-QUICK = (128, 256)
-"""Head dims that ``make test`` compiles: the paper's, and the largest."""
-
-
-def held_to_their_bounds(reports, dtypes, head_dims=HEAD_DIMS):
-    chosen = [launch for launch in launches(dtypes) if launch.head_dim in head_dims]
-    found = reports(chosen, compile_all)
-    found = {str(launch): complaints(launch, report) for launch, report in found.items()}
-    return {name: why for name, why in found.items() if why}
-
-
-@pytest.mark.timeout(1800)  # 42 compilations, of a second each where nothing else runs
-def test_common_launches_fit_hopper(reports):
-    assert held_to_their_bounds(reports, (torch.bfloat16,), QUICK) == {}
-    assert held_to_their_bounds(reports, (torch.float32,), QUICK[:1]) == {}
-
-
+@compiles
 @pytest.mark.whole
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_launch_fits_hopper(reports, dtype):
-    assert held_to_their_bounds(reports, (dtype,)) == {}
+def test_every_launch_stays_within_its_bounds(dtype):
+    chosen = launches((dtype,))
+    # 3 kernels, 3 variants, 5 head dims; through descriptors if columns are not cut
+    assert len(chosen) == (45 if dtype == torch.float32 else 45 + 45 - 2 * 3)
+    found = compile_all(chosen)
+    assert {str(x): why for x, report in found.items() if (why := complaints(x, report))} == {}
+    for launch, report in found.items():
+        if launch.head_dim == 128 and launch.tma and dtype == torch.bfloat16:
+            # instructions of one warp would leave half of the tensor cores idle
+            assert "HMMA" not in report.instructions
 
 
-def test_the_reduction_compiles():
+@compiles
+@pytest.mark.whole
+def test_the_reduction_does_not_spill():
     assert compile_reduction().spilled == 0
 
 
-def test_only_what_has_not_changed_is_not_compiled_again(reports, monkeypatch):
-    asked, thing, another = [], f"a thing {uuid4()}", f"another {uuid4()}"
-
-    def once(things):
-        asked.append(things)
-        return dict.fromkeys(things, Report(1, 2, 3, 4, {}))
-
-    for _ in range(2):
-        assert reports([thing], once) == {thing: Report(1, 2, 3, 4, {})}
-    assert reports([thing, another], once)[another].spilled == 2
-    assert asked == [[thing], [another]]
-    before = fingerprint()
-    monkeypatch.setattr("triton.__version__", "another")
-    assert fingerprint() != before
+@compiles
+@pytest.mark.whole
+def test_the_page_is_the_output_of_its_program():
+    page = roofline.page(compile_all(roofline.all_launches()))
+    again = "run python tools/roofline.py > benchmarks/roofline.md"
+    assert (Path(roofline.__file__).parents[1] / "benchmarks/roofline.md").read_text() == page, (
+        again
+    )
 
 
-def test_the_papers_products_are_a_warpgroups_wide(reports):
-    """No product of one warp, whose instructions keep Hopper's tensor cores half idle."""
-    chosen = [
-        launch for launch in launches((torch.bfloat16,)) if launch.head_dim == 128 and launch.tma
-    ]
-    assert len(chosen) == 9  # 3 kernels, 3 variants
-    found = reports(chosen, compile_all)
-    assert {str(launch) for launch, r in found.items() if "HMMA" in r.instructions} == set()
-
-
-def test_covers_what_is_launched():
-    # 3 kernels, 3 variants, 5 head dims; through descriptors where columns are not cut
-    assert len(launches((torch.bfloat16,))) == 45 + 45 - 2 * 3
-    assert len(launches((torch.float32,))) == 45
-
-
+@compiles
 def test_a_spilling_tiling_is_found(monkeypatch):
-    rows = {("mlp", 128): tilings.Tiling(128, 128, 8, 1)}
-    monkeypatch.setitem(tilings._TWO_BYTES["sm_90"], "backward_input", rows)
+    spilling = tilings.Tiling(128, 128, 8, 1)
+    monkeypatch.setitem(tilings.TILINGS, ("backward_input", "mlp", 128), spilling)
     launch = Launch("backward_input", "mlp", 128, torch.bfloat16, False)
     assert "bytes spilled, bound 0" in complaints(launch, compile_launch(launch))[0]
 
@@ -97,3 +72,30 @@ def test_too_much_shared_memory_is_found():
     report = Report(200, 0, 227 * 1024, 256, {"HGMMA": 24})
     assert complaints(launch, report) == []
     assert "shared memory" in complaints(launch, report._replace(shared=227 * 1024 + 1))[0]
+
+
+def test_programs_that_fit_on_a_multiprocessor():
+    report = Report(registers=96, spilled=0, shared=8 * 1024, threads=128, instructions={})
+    assert report.programs == 5
+    assert report._replace(registers=97).programs == 4  # registers are allocated in eights
+    assert report._replace(registers=255, threads=256).programs == 1
+    assert report._replace(shared=113 * 1024).programs == 2
+    assert report._replace(registers=16).programs == 16  # limited by threads
+
+
+@pytest.mark.parametrize("variant", MATRICES)
+def test_the_roofline_counts_what_torch_counts(variant):
+    heads = roofline.Heads(tokens=7, groups=3, queries=6, dim=64)
+    forward, d_input, d_weight = roofline.knocks(heads, variant)
+    x = torch.randn(7, 3, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = weight_of(variant, 64, torch.bfloat16).requires_grad_()
+    with FlopCounterMode(display=False) as counted:
+        y = knock(x, weight, variant)
+    assert forward.products == counted.get_total_flops()
+    assert forward.memory == x.nbytes + y.nbytes
+    with FlopCounterMode(display=False) as counted:
+        torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    # the kernels save nothing: each recomputes the products that both gradients need, and the
+    # gradient of mlp's hidden features is one of those that torch counts
+    recomputed = {"mlp": 5, "gate": 2, "linear": 0}[variant] * 2 * 7 * 3 * 64**2
+    assert d_input.products + d_weight.products == counted.get_total_flops() + recomputed

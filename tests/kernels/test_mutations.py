@@ -1,150 +1,211 @@
-"""That the comparison with float64 can fail: it does, for each of these mistakes in the kernels."""
+"""Every mistake in the kernels is noticed, by the comparison of the tests and by the self-check.
 
+Each mistake is made in a copy of the package, which runs in Triton's interpreter. The self-check
+must choose torch and log a warning, so that the results stay right.
+"""
+
+import re
 import shutil
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import kha_megatron
-from tests.kernels import cases, prologue_cases
+from kha_megatron import announcements
+from kha_megatron.ops import verification
+from tests.kernels import cases
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.test_interpreted import TOLERANCE
 
 PACKAGE = Path(kha_megatron.__file__).parent
 
+
+class Mistake(NamedTuple):
+    """A text of a file in ``ops/kernels`` that is replaced by another."""
+
+    file: str
+    right: str
+    wrong: str
+    noticed: set[str]
+    """Errors of :func:`tests.kernels.cases.errors_of` that must be too large."""
+    said: str
+    """What the self-check says, as a regular expression."""
+    variant: str = "gate"
+
+
+RESULT, INPUT, MATRICES = (
+    f"the {name} has a relative error of "
+    for name in ("result", "input gradient", "gradient of the matrices")
+)
+LAUNCH_WEIGHT = '_launch("backward_weight", variant, weight, x, dy)'
 MISTAKES = {
-    "a row beyond the last is read": (
-        "tiles.py",
-        "inside = (rows < count)[:, None]",
-        "inside = (rows < count + 1)[:, None]",
-        {"d_gate"},
+    "the result is scaled": Mistake(
+        "knock_kernels.py", "store_rows(Y, y_j,", "store_rows(Y, 0.9 * y_j,", {"y"}, RESULT + "0.1"
     ),
-    "the last tile is left out": (
-        "knock_kernels.py",
-        "tl.cdiv(R, M)",
-        "R // M",
-        {"y"},
+    "the input gradient is scaled": Mistake(
+        "knock_kernels.py", "write_tile(DX, dx,", "write_tile(DX, 0.9 * dx,", {"dx"}, INPUT + "0.1"
     ),
-    "the last split is not summed": (
-        "knock_kernels.py",
-        "(s < S)[:, None]",
-        "(s < S - 1)[:, None]",
-        {"d_gate"},
+    "the matrices' gradient is scaled": Mistake(
+        "knock_launch.py", "return gradient\n", "return 0.9 * gradient\n", {"d_gate"}, MATRICES
     ),
-    "the sigmoid's slope lacks a factor": (
+    "the gate's slope lacks a factor": Mistake(
         "tiles.py",
         "* x_j.to(tl.float32) * (1.0 - 0.5 * factor)",
         "* x_j.to(tl.float32)",
         {"dx", "d_gate"},
+        INPUT,
     ),
-    "heads are taken for tokens": (
+    "the mlp's slope lacks a factor": Mistake(
         "tiles.py",
-        "(rows % heads).to(tl.int64) * head_stride",
-        "(rows % heads).to(tl.int64) * token_stride",
+        "d_gate = d_up * hidden * (1.0 - 0.5 * factor)",
+        "d_gate = d_up * hidden",
+        {"dx", "d_gate"},
+        INPUT,
+        "mlp",
+    ),
+    "mlp's down gradient lacks the sigmoid": Mistake(
+        "tiles.py",
+        "(hidden * factor).to(x.dtype)",
+        "hidden.to(x.dtype)",
+        {"d_down"},
+        MATRICES,
+        "mlp",
+    ),
+    "linear's input gradient is that of the last block": Mistake(
+        "tiles.py",
+        "    else:\n        return dot_add(gradients[0], tl.trans(weights[0]), dx)",
+        "    else:\n        return dot_add(gradients[0], tl.trans(weights[0]), 0.0 * dx)",
+        {"dx"},
+        INPUT,
+        "linear",
+    ),
+    "a row beyond the last is read": Mistake(
+        "tiles.py",
+        "(columns < D)[None, :]\n    return tl.load(X",
+        "(columns < D)[None, :]\n    inside = (rows < count + 1)[:, None]\n    return tl.load(X",
+        {"d_gate"},
+        MATRICES,
+    ),
+    "the last row is not stored": Mistake(
+        "tiles.py",
+        "tl.store(to, tile.to(X.dtype.element_ty), mask=inside)",
+        "tl.store(to, tile.to(X.dtype.element_ty), mask=inside & (rows < count - 1)[:, None])",
+        {"y"},
+        RESULT + "inf",
+    ),
+    "the last tile is left out": Mistake(
+        "knock_kernels.py", "tl.cdiv(R, M)", "R // M", {"y"}, RESULT + "inf"
+    ),
+    "only the first turn of the loop runs": Mistake(
+        "knock_kernels.py",
+        "tl.cdiv(R, M), tl.num_programs(0)",
+        "tl.minimum(tl.cdiv(R, M), tl.num_programs(0)), tl.num_programs(0)",
+        set(),
+        RESULT + "inf",
+    ),
+    "only the first turn is summed": Mistake(
+        "knock_launch.py",
+        LAUNCH_WEIGHT,
+        LAUNCH_WEIGHT.replace("x, dy", "x[:16], dy[:16]"),
+        set(),
+        MATRICES,
+    ),
+    "the ragged end is not summed": Mistake(
+        "knock_launch.py",
+        LAUNCH_WEIGHT,
+        LAUNCH_WEIGHT.replace("x, dy", "x[:-1], dy[:-1]"),
+        {"d_gate"},
+        MATRICES,
+    ),
+    "the last split is not summed": Mistake(
+        "knock_kernels.py", "(s < S)[:, None]", "(s < S - 1)[:, None]", {"d_gate"}, MATRICES
+    ),
+    "heads are taken for tokens": Mistake(
+        "tiles.py",
+        "(rows % heads).to(tl.int64) * head",
+        "(rows % heads).to(tl.int64) * token",
         {"y", "dx", "d_gate"},
+        RESULT,
     ),
-}
-
-IN_THE_PROLOGUE = {
-    "RoPE turns backwards": (
-        "prologue_kernels.py",
-        "x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin",
-        "x[0] * cos + x[1] * sin, x[1] * cos - x[0] * sin",
-        {"query", "key", "d qkv"},
+    "a module is missing": Mistake(
+        "knock_launch.py",
+        "from triton.tools.tensor_descriptor import",
+        "from triton.tools.no_descriptor import",
+        set(),
+        r"the kernels fail \(ModuleNotFoundError: No module named 'triton\.tools\.no_descriptor'\)",
     ),
-    "RoPE's gradient turns forwards": (
-        "prologue_kernels.py",
-        "turned(dy, cos, -sin)",
-        "turned(dy, cos, sin)",
-        {"d qkv", "d query norm", "d key norm"},
-    ),
-    "cosines and sines are 0.5": (
-        "prologue_kernels.py",
-        "    return cos, sin\n",
-        "    return cos * 0.0 + 0.5, sin * 0.0 + 0.5\n",
-        {"query", "key", "d qkv"},
-    ),
-    "gradients of the norms' weights are halved": (
-        "prologue_kernels.py",
-        "d_gains = times(dy, unit)",
-        "d_gains = times((dy[0] * 0.5, dy[1] * 0.5, dy[2] * 0.5), unit)",
-        {"d query norm", "d key norm"},
-    ),
-    "a norm does not see that its scale moves": (
-        "prologue_kernels.py",
-        "along = inner(dy, unit) / D",
-        "along = inner(dy, unit) * 0.0",
-        {"d qkv"},
-    ),
-    "a program stops after its first tile": (
-        "prologue_kernels.py",
-        "tl.cdiv(T, M) * G, tl.num_programs(0)",
-        "tl.num_programs(0), tl.num_programs(0)",
-        {"d qkv", "d query norm", "d key norm"},
-    ),
-    "the ragged end is left out": (
-        "prologue_kernels.py",
-        "tl.cdiv(T, M) * G",
-        "(T // M) * G",
-        {"d qkv", "d query norm", "d key norm"},
-    ),
-    "keys are normalised as queries are": (
-        "prologue_kernels.py",
-        "gains = load_gains(GAIN_K",
-        "gains = load_gains(GAIN_Q",
-        {"key"},
+    "a kernel does not compile": Mistake(
+        "knock_kernels.py",
+        "first = tile * M",
+        "first = tile * no_name",
+        set(),
+        r"the kernels fail \(\w+: .*no_name.*\)",
     ),
 }
 
 
-def errors_of_a_prologue():
-    """Of three tiles of each group, the last one ragged."""
-    return prologue_cases.errors(129, 2, 64, torch.float32)
+def compare(variant, choice):
+    """Knock in a process that has just started.
 
-
-def errors_of_separate_heads():
-    """Of rows at two strides, with NaN after the last one."""
-    x, dy = (torch.full((22, 4, 64), torch.nan)[:21, :3] for _ in range(2))
+    Returns:
+        The errors of :func:`cases.errors_of` with one tile of rows at two strides, NaN after the
+        last row and in all gaps; what was logged; and whether the kernels computed it.
+    """
+    x, dy = (torch.full((8, 4, 64), torch.nan)[:7, :3] for _ in range(2))
     for tensor in (x, dy):
-        tensor.copy_(torch.randn(21, 3, 64))
-    x.requires_grad_()
-    weight = cases.weight_of("gate", 64, torch.float32).requires_grad_()
-    y = cases.knock(x, weight, "gate")
-    dx, dw = torch.autograd.grad(y, (x, weight), dy)
-    want = cases.reference(x, weight, "gate", dy)
-    names = ("y", "dx", "d_gate")
-    return dict(zip(names, map(cases.relative_error, (y, dx, dw), want), strict=True))
+        tensor.copy_(torch.randn(7, 3, 64))
+    weight = cases.weight_of(variant, 64, torch.float32)
+    verification._trusted.clear()
+    announcements.forget()
+    state = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as environment, redirect_stderr(StringIO()) as said:
+        environment.setenv("KHA_KERNELS", choice)
+        try:
+            found = cases.errors_of(x, weight, dy, variant)
+        except Exception as error:
+            found = str(error)
+        way = cases.knock(x.requires_grad_(), weight, variant) if choice == "auto" else None
+    assert torch.equal(state, torch.get_rng_state()), "the global random state was used"
+    return found, said.getvalue(), way is not None and "FusedKnock" in type(way.grad_fn).__name__
 
 
-def wrong(found):
-    """Which are: NaN is."""
-    return {name for name, error in found.items() if not error < TOLERANCE[torch.float32]}
-
-
-EXPERIMENTS = {
-    **dict.fromkeys(MISTAKES, errors_of_separate_heads),
-    **dict.fromkeys(IN_THE_PROLOGUE, errors_of_a_prologue),
-}
-"""By the name of a mistake, what finds it."""
-
-
-@pytest.mark.parametrize("experiment", dict.fromkeys(EXPERIMENTS.values()))
-def test_nothing_is_wrong_without_a_mistake(interpreter, experiment):
-    assert wrong(interpreter(experiment)) == set()
-
-
-@pytest.mark.parametrize("mistake", EXPERIMENTS)
-def test_finds(interpreter, mistake, tmp_path):
-    name, right, mistaken, expected = (MISTAKES | IN_THE_PROLOGUE)[mistake]
-    shutil.copytree(PACKAGE, tmp_path / "kha_megatron", ignore=shutil.ignore_patterns("*.pyc"))
-    path = tmp_path / "kha_megatron" / "ops" / "kernels" / name
+@contextmanager
+def mutated(folder, mistake):
+    """Yield an interpreter of a package in which one text is replaced."""
+    shutil.copytree(PACKAGE, folder / "kha_megatron", ignore=shutil.ignore_patterns("*.pyc"))
+    path = folder / "kha_megatron" / "ops" / "kernels" / mistake.file
     text = path.read_text()
-    assert right in text, "the kernels have changed: write the mistake anew"
-    path.write_text(text.replace(right, mistaken, 1))
-    process = Interpreter(package=tmp_path)
-    try:
-        found = process(EXPERIMENTS[mistake])
-    finally:
-        process.close()
-    assert wrong(found) >= expected, found
+    assert mistake.right in text, "the kernels have changed: write the mistake anew"
+    path.write_text(text.replace(mistake.right, mistake.wrong))
+    process = Interpreter(package=folder)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_noticed(usable_triton, name, tmp_path):
+    mistake = MISTAKES[name]
+    with mutated(tmp_path, mistake) as process:
+        checked, said, fused = process(compare, mistake.variant, "auto")
+        unchecked, *_ = process(compare, mistake.variant, "triton")
+    assert not fused
+    assert max(checked.values()) < 1e-6
+    start = rf"kha_megatron: WARNING: Computing the {mistake.variant} knock .* in torch, because "
+    assert re.search(f"{start}on this device {mistake.said}", said), said
+    if isinstance(unchecked, dict):
+        wrong = {key for key, error in unchecked.items() if not error < TOLERANCE[torch.float32]}
+        assert wrong >= mistake.noticed, unchecked
+    else:
+        assert re.search("no_descriptor|no_name", unchecked)
+
+
+@pytest.mark.parametrize("variant", ["gate", "mlp", "linear"])
+def test_right_kernels_are_used(interpreter, variant):
+    errors, said, fused = interpreter(compare, variant, "auto")
+    assert fused
+    assert max(errors.values()) < TOLERANCE[torch.float32]
+    assert said == "kha_megatron: Knocking in Triton's interpreter\n"

@@ -8,7 +8,7 @@ import torch
 from kha_megatron.config import KHAConfig
 from tests.tools.conftest import run_tool
 
-MODELS = ["layer", "memory", "decode", "step", "kernels", "prologue"]
+MODELS = ["layer", "memory", "decode", "step", "kernels"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,1 +1,1 @@
-"""Triton's kernels of knocking and of the prologue, how they are cut, and what starts them."""
+"""Triton kernels that knock, their tilings and their launchers."""

@@ -1,15 +1,14 @@
 """The Triton kernels that knock activations: forward, input gradient, weight gradients.
 
-Shape legend, besides that of ``tiles``: ``R`` rows, every head of every token; ``n`` matrices
-of the variant; ``S`` splits. A kernel reads ``X``, the rows as they went in, and recomputes what
-its own products need: nothing else is kept from forward to backward.
+Shape legend, in addition to that of ``tiles``: ``R`` rows, every head of every token; ``n``
+matrices of the variant; ``S`` splits. A kernel reads the input rows ``X`` and recomputes what its
+own products need; nothing else is saved between forward and backward.
 
-Each kernel walks over tiles of ``M`` rows with as many programs as the device runs at once, so
-that a program loads the matrices once. Rows come either through pointers (any stride between
-tokens and between heads) or, with ``TMA``, through a descriptor of ``[R, D]`` in blocks ``[M, P]``,
-which needs one stride between all rows and frees the registers that addresses take.
-
-A tile in registers has no columns to take: those of a block (``x_j``) are read once more.
+Each kernel iterates over tiles of ``M`` rows with as many programs as the device runs at once, so
+that a program loads the matrices once. Rows come through pointers (any stride between tokens and
+between heads) or, with ``TMA``, through a descriptor of ``[R, D]`` in blocks ``[M, P]``, which
+needs one stride between all rows and saves address registers. A tile in registers cannot be
+indexed by column, so the columns of a block (``x_j``) are loaded again.
 """
 
 # ruff: noqa: RET505 (Triton compiles what follows an `if` that returned: it needs the `else`)
@@ -30,18 +29,10 @@ from kha_megatron.ops.kernels.tiles import (
 
 @triton.jit
 def read_tile(
-    X,
-    first,
-    R,
-    heads,
-    token,
-    head,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    P: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """``[M, P]`` whole rows from row ``first``."""
+    X, first, R, heads, token, head,
+    D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Load the whole rows ``[M, P]`` from row ``first`` on."""
     if TMA:
         return X.load([first, 0])
     else:
@@ -50,7 +41,7 @@ def read_tile(
 
 @triton.jit
 def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.constexpr):
-    """Write the whole rows ``tile`` ``[M, P]`` from row ``first`` on, in the dtype of ``X``."""
+    """Store the whole rows ``tile`` ``[M, P]`` from row ``first`` on, in the dtype of ``X``."""
     if TMA:
         X.store([first, 0], tile.to(X.dtype))
     else:
@@ -66,13 +57,13 @@ def knock_forward(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``Y = knock(X)``.
+    """Compute ``Y = knock(X)``.
 
     Args:
-        X: the rows, with ``x_heads`` heads a token and strides in elements; likewise ``Y``.
+        X: the rows, with ``x_heads`` heads per token and strides in elements; likewise ``Y``.
         W: ``[n, D, D]``, contiguous.
-        R: rows.
-        VARIANT: which equation.
+        R: number of rows.
+        VARIANT: the equation.
         D, P, M, J: sizes of the tile, see ``tiles``.
         TMA: whether ``X`` and ``Y`` are descriptors.
     """
@@ -106,14 +97,14 @@ def knock_backward_input(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """``DX``, the gradient of ``X`` when ``DY`` is that of ``Y``. Arguments as in forward."""
+    """Compute ``DX``, the gradient of ``X``, from ``DY``, the gradient of ``Y``."""
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
     for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
         first = tile * M
         dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
         if VARIANT == "linear":
-            x = dy  # not read
+            x = dy  # unused
         else:
             x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
         dx = tl.zeros((M, P), tl.float32)
@@ -135,7 +126,7 @@ def knock_backward_input(
 
 @triton.jit
 def store_matrix(W, rows, columns, value, D: tl.constexpr):
-    """``W[rows, columns] = value`` in a contiguous ``[D, D]`` matrix."""
+    """Store ``W[rows, columns] = value`` in a contiguous ``[D, D]`` matrix."""
     inside = (rows < D)[:, None] & (columns < D)[None, :]
     tl.store(W + rows[:, None] * D + columns[None, :], value, mask=inside)
 
@@ -150,13 +141,13 @@ def knock_backward_weight(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the matrices, one partial sum for each split of the rows.
+    """Compute the gradients of the matrices, one partial sum per split of the rows.
 
-    The grid is ``(S, blocks)``: a program owns ``J`` columns of every matrix (of ``down``, rows),
-    so that its accumulators stay in registers and no product is computed twice.
+    The grid is ``(S, blocks)``. A program owns ``J`` columns of every matrix (rows of ``down``), so
+    that its accumulators stay in registers and no product is computed twice.
 
     Args:
-        PARTIAL: ``[S, n, D, D]`` float32, every element of which is written.
+        PARTIAL: ``[S, n, D, D]`` float32; every element is written.
     """
     j = tl.program_id(1) * J
     every = tl.arange(0, P)
@@ -165,7 +156,7 @@ def knock_backward_weight(
     d_first = tl.zeros((P, J), tl.float32)
     if VARIANT == "mlp":
         d_gate = tl.zeros((P, J), tl.float32)
-        d_down = tl.zeros((P, J), tl.float32)  # transposed: tensor cores take 64 rows or more
+        d_down = tl.zeros((P, J), tl.float32)  # transposed: tensor cores need 64 rows
     for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
         first = tile * M
         x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
@@ -192,14 +183,12 @@ def knock_backward_weight(
 
 @triton.jit(do_not_specialize=["S", "N"])
 def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """``DW[i]`` is the sum of ``PARTIAL[s, i]`` over ``s`` in float32, in a fixed order.
-
-    Many splits are on their way at once: one after another, each would wait for its memory.
+    """Sum ``PARTIAL`` ``[S, N]`` (float32) over ``S`` into ``DW`` ``[N]``, in a fixed order.
 
     Args:
         PARTIAL: ``[S, N]`` float32.
         DW: ``[N]``, any floating dtype.
-        SPLITS: how many at once.
+        SPLITS: splits that are loaded together, to hide the latency of the memory.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

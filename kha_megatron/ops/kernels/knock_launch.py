@@ -1,4 +1,4 @@
-"""Starting the kernels: what is launched over a tensor's rows, and autograd.
+"""Launch the knock kernels over the rows of a tensor, and the autograd function.
 
 Needs Triton, and a CUDA device or Triton's interpreter (``TRITON_INTERPRET=1``). Shape legend:
 ``...`` any leading dimensions, ``R`` their product; ``D`` head dim; ``n`` matrices of the variant.
@@ -15,52 +15,46 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kha_megatron.heads.knock import Variant
 from kha_megatron.ops.kernels import knock_kernels as kernels
-from kha_megatron.ops.kernels.rows import Rows, rows_of
+from kha_megatron.ops.kernels.rows import Strides, rows_of
 from kha_megatron.ops.kernels.tiles import INTERPRETED
 from kha_megatron.ops.kernels.tilings import Kernel, padded, tiling
 
 PROGRAMS_INTERPRETED = 3
 REDUCTION = {"SPLITS": 16, "BLOCK": 128}
-"""Splits and elements that one program sums at once."""
+"""Splits and elements that one program of ``sum_partials`` sums at once."""
 
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """``ops.heads.knock.knock``: contiguous ``[..., D]``."""
+    """Return what ``ops.heads.knock.knock`` returns, as a contiguous ``[..., D]``."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch("forward", variant, weight, [x], [y])
+    _launch("forward", variant, weight, x, y)
     return y
 
 
-def knock_backward_input(
-    x: Tensor, dy: Tensor, weight: Tensor, variant: Variant, out: Tensor | None = None
-) -> Tensor:
-    """The gradient of ``x``.
+def knock_backward_input(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+    """Return the gradient of ``x``.
 
     Args:
-        x: ``[..., D]``, what was knocked.
+        x: ``[..., D]``, the input of the forward pass.
         dy: same shape and dtype, the gradient of the result.
         weight: ``[n, D, D]``, contiguous, same dtype.
-        variant: which equation.
-        out: where to write, e.g. a view of the gradient of the whole QKV buffer; two strides must
-            say where its rows are. None makes a contiguous tensor.
+        variant: the equation.
     """
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    if rows_of(dx).tensor is not dx:
-        raise ValueError(f"the rows of `out` do not lie at two strides: {dx.stride()}")
-    _launch("backward_input", variant, weight, [x, dy], [dx])
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch("backward_input", variant, weight, x, dy, dx)
     return dx
 
 
 def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """The gradients of the matrices ``[n, D, D]``; arguments as in :func:`knock_backward_input`.
+    """Return the gradient ``[n, D, D]`` of the matrices; arguments of :func:`knock_backward_input`.
 
-    Summed over rows in float32 in a fixed order: splits of the rows first, then the splits. The
-    partial sums take ``4 n D^2`` bytes for each split while this runs.
+    Rows are summed in float32 in a fixed order: first within each split, then over the splits. The
+    partial sums use ``4 n D^2`` bytes per split during the call.
     """
     if x.numel() == 0:
         return torch.zeros_like(weight)
-    partials = _launch("backward_weight", variant, weight, [x, dy], [])
-    assert partials is not None  # there are rows
+    partials = _launch("backward_weight", variant, weight, x, dy)
+    assert partials is not None
     gradient, count = torch.empty_like(weight), weight.numel()
     grid = (triton.cdiv(count, REDUCTION["BLOCK"]),)
     with torch.cuda.device_of(weight):
@@ -69,7 +63,7 @@ def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Varian
 
 
 class FusedKnock(torch.autograd.Function):
-    """Keeps ``x``, a view of the QKV buffer in Megatron, and the weight; recomputes the rest."""
+    """Save only ``x`` (in Megatron a view of the QKV buffer) and the weight; recompute the rest."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
@@ -82,32 +76,37 @@ class FusedKnock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Gradients of ``x`` and the weight, where they are asked for."""
+        """Return the gradients of ``x`` and the weight that autograd needs."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        dy = dy.contiguous()  # the layout that is compared with torch (ops/verification.py)
+        dy = dy.contiguous()  # the layout that the self-check compares with torch
         dx = knock_backward_input(x, dy, weight, ctx.variant) if needs_x else None
         dw = knock_backward_weight(x, dy, weight, ctx.variant) if needs_weight else None
         return dx, dw, None
 
 
-def _launch(
-    kernel: Kernel,
-    variant: Variant,
-    weight: Tensor,
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-) -> Tensor | None:
-    """Run one kernel over all rows; the weight gradients' partial sums ``[S, n, D, D]``."""
-    count, head_dim = inputs[0].shape[:-1].numel(), weight.shape[-1]
+def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) -> Tensor | None:
+    """Run one kernel over all rows.
+
+    Args:
+        kernel: name of the kernel.
+        variant: the equation.
+        weight: ``[n, D, D]``, contiguous.
+        tensors: ``[..., D]`` each; the last one is the output, except for ``backward_weight``.
+
+    Returns:
+        For ``backward_weight`` the partial sums ``[S, n, D, D]`` in float32, otherwise None.
+    """
+    count, head_dim = tensors[0].shape[:-1].numel(), weight.shape[-1]
     if count == 0:
         return None
     sizes = tiling(kernel, variant, head_dim, weight.dtype)
-    rows = [rows_of(t) for t in (*inputs, *outputs)]
+    rows = [rows_of(t) for t in tensors]
     tma = sizes.allows_descriptors(variant, head_dim, weight.dtype)
-    tma = tma and all(r.fit_a_descriptor for r in rows)
-    arguments = [_arguments(r, count, sizes.rows, tma) for r in rows]
+    tma = tma and all(_fits_a_descriptor(*r) for r in rows)
+    arguments = [_arguments(*r, count, sizes.rows, tma) for r in rows]
     options = sizes.options(variant, head_dim) | {"TMA": tma}
+    function = getattr(kernels, f"knock_{kernel}")
     programs = min(triton.cdiv(count, sizes.rows), processors(weight.device) * sizes.per_processor)
     with torch.cuda.device_of(weight):
         if kernel == "backward_weight":
@@ -115,30 +114,34 @@ def _launch(
             splits = min(programs, max(1, processors(weight.device) // blocks))
             partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
             x, dy = arguments
-            kernels.knock_backward_weight[(splits, blocks)](
-                *x, *dy, weight, partials, count, **options
-            )
+            function[(splits, blocks)](*x, *dy, weight, partials, count, **options)
             return partials
         *sources, target = arguments
         flat = [value for source in sources for value in source]
-        function = getattr(kernels, f"knock_{kernel}")
         function[(programs,)](*flat, weight, *target, count, **options)
     return None
 
 
-def _arguments(rows: Rows, count: int, block: int, tma: bool) -> tuple[Any, ...]:
-    """What a kernel takes for one tensor."""
-    tensor, *steps = rows
+def _fits_a_descriptor(tensor: Tensor, strides: Strides) -> bool:
+    """Return whether the tensor memory accelerator can address the rows: multiples of 16 bytes."""
+    step = strides.token * tensor.element_size()
+    return strides.heads == 1 and step > 0 and not (step | tensor.data_ptr()) % 16
+
+
+def _arguments(
+    tensor: Tensor, strides: Strides, count: int, block: int, tma: bool
+) -> tuple[Any, ...]:
+    """Return the kernel arguments of a tensor of ``count`` rows: pointer or descriptor, strides."""
     if not tma:
-        return (tensor, *steps)
+        return tensor, *strides
     width = tensor.shape[-1]
-    shape, strides = [count, width], [rows.token_stride, 1]
-    return (TensorDescriptor(tensor, shape, strides, [block, padded(width)]), *steps)
+    shape, steps = [count, width], [strides.token, 1]
+    return TensorDescriptor(tensor, shape, steps, [block, padded(width)]), *strides
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Programs that run at once: one for each multiprocessor."""
+    """Return the number of programs that run at once, one per multiprocessor."""
     if INTERPRETED:
         return PROGRAMS_INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Where the rows of a tensor lie, as kernels address them. Needs no Triton.
+"""Strides of head rows, as the kernels address them. Does not import Triton.
 
 Shape legend: ``...`` any leading dimensions; ``D`` features of a row.
 """
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Strides(NamedTuple):
-    """In elements: row ``r`` is head ``r % heads`` of token ``r // heads``.
+    """Strides in elements: row ``r`` is head ``r % heads`` of token ``r // heads``.
 
-    With one stride between all rows there is one head a token.
+    If one stride separates all rows, ``heads`` is 1.
     """
 
     heads: int
@@ -19,23 +19,8 @@ class Strides(NamedTuple):
     head: int
 
 
-class Rows(NamedTuple):
-    """The rows of ``[..., D]`` as a kernel addresses them."""
-
-    tensor: Tensor
-    heads: int
-    token_stride: int
-    head_stride: int
-
-    @property
-    def fit_a_descriptor(self) -> bool:
-        """Whether the tensor memory accelerator can read them: multiples of 16 bytes."""
-        step = self.token_stride * self.tensor.element_size()
-        return self.heads == 1 and step > 0 and not (step | self.tensor.data_ptr()) % 16
-
-
 def strides_of(x: Tensor) -> Strides | None:
-    """How the rows of ``x`` ``[..., D]`` lie, or None where two strides do not say it."""
+    """Return the strides of the rows of ``x`` ``[..., D]``, or None if two do not describe them."""
     steps: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
@@ -51,7 +36,7 @@ def strides_of(x: Tensor) -> Strides | None:
     return Strides(1, steps[0][1] if steps else x.shape[-1], 0)
 
 
-def rows_of(x: Tensor) -> Rows:
-    """Where the rows of ``x`` ``[..., D]`` lie, copied only if two strides do not say it."""
+def rows_of(x: Tensor) -> tuple[Tensor, Strides]:
+    """Return ``x`` ``[..., D]`` and its strides; copy ``x`` if two strides do not describe it."""
     strides = strides_of(x)
-    return rows_of(x.contiguous()) if strides is None else Rows(x, *strides)
+    return rows_of(x.contiguous()) if strides is None else (x, strides)

@@ -1,27 +1,15 @@
-"""Device functions that knock one tile of head rows, for any Triton kernel to build on.
+"""Device functions that knock one tile of head rows.
 
-Shape legend: ``M`` rows of a tile, a row being one head of one token; ``D`` head dim; ``P`` the
-power of two from ``D`` up, since Triton's tiles have no other sizes; ``J`` columns of the block
-that a product works on. Columns from ``D`` up to ``P`` are zero in every tile and matrix: a caller
-loads its rows that way, and stores ``D`` columns.
+Shape legend: ``M`` rows of a tile, one head of one token each; ``D`` head dim; ``P`` the power of
+two from ``D`` up, because Triton's tiles have no other sizes; ``J`` columns of the block that a
+product works on. Columns from ``D`` to ``P`` are zero in every tile and matrix.
 
-A head's row goes through matrices that all heads share, so a kernel loads them once and then passes
-tile after tile::
+All heads share the matrices, so a kernel loads them once and passes tile after tile through them.
+If they do not fit into shared memory, a kernel processes ``J < P`` columns at a time: hidden
+features for ``mlp``, whose blocks each add to all of ``y``; output features for ``gate`` and
+``linear``, whose blocks are columns of ``y``.
 
-    weights = load_weights(W, 0, VARIANT, D, P, P)
-    for ...:
-        x = ...                                        # [M, P], the dtype of W
-        y = knock_tile(x, x, weights, VARIANT)         # [M, P], float32
-
-Where they do not fit into shared memory, a kernel takes ``J < P`` columns after another: the
-hidden features of ``mlp``, whose blocks give sums over all of ``y``; the output features of
-``gate`` and ``linear``, whose blocks give columns of ``y``::
-
-    for j in tl.static_range(0, D, J):
-        weights = load_weights(W, j, VARIANT, D, P, J)
-        part = knock_tile(x, x_j, weights, VARIANT)    # mlp: y += part; else y[:, j:j+J] = part
-
-Products accumulate in float32. What one product hands to the next is rounded to the dtype of the
+Products accumulate in float32. What one product passes to the next is rounded to the dtype of the
 weights, as cuBLAS would store it.
 """
 
@@ -33,12 +21,12 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-"""Whether kernels run in Triton's interpreter, which multiplies bfloat16 as if it were integers."""
+"""Whether kernels run in Triton's interpreter, which cannot multiply bfloat16."""
 
 
 @triton.jit
 def dot(a, b):
-    """``a @ b`` in float32; float32 factors are not rounded to TF32."""
+    """Return ``a @ b`` in float32, without TF32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -47,7 +35,7 @@ def dot(a, b):
 
 @triton.jit
 def dot_add(a, b, total):
-    """``total + a @ b`` in float32."""
+    """Return ``total + a @ b`` in float32, without TF32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -56,11 +44,10 @@ def dot_add(a, b, total):
 
 @triton.jit
 def doubled_sigmoid(x, dtype: tl.constexpr):
-    """``2 * sigmoid(x)`` of float32, which is exactly 1 at 0.
+    """Return ``2 * sigmoid(x)`` of a float32 ``x``; exactly 1 at 0.
 
-    As accurate as float32, but for products of bfloat16. These take ``1 + tanh(x / 2)`` by the one
-    instruction ``tanh.approx.f32``, whose relative error PTX bounds by 2**-11: at most an eighth of
-    what rounding the factor to bfloat16 would do. The interpreter then errs by all of that bound.
+    For bfloat16 products it is ``1 + tanh(x / 2)`` by ``tanh.approx.f32``, whose relative error is
+    at most 2**-11 (PTX), an eighth of bfloat16's rounding. The interpreter applies all of it.
     """
     if dtype != tl.bfloat16:
         return 2.0 * tl.sigmoid(x)
@@ -74,71 +61,50 @@ def doubled_sigmoid(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    X,
-    first,
-    count,
-    j,
-    heads,
-    token_stride,
-    head_stride,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    J: tl.constexpr,
-):
-    """Columns ``j`` to ``j + J`` of ``M`` rows, zero beyond the last row and column.
+def offsets(rows, columns, heads, token, head):
+    """Return the offsets in elements of ``columns`` in ``rows``.
 
-    Row ``r`` is head ``r % heads`` of token ``r // heads``. ``first`` and the numbers after it
-    count rows and elements; ``X`` points to the first row.
+    Row ``r`` is head ``r % heads`` of token ``r // heads``; ``token`` and ``head`` are strides.
     """
-    rows = first + tl.arange(0, M)
-    columns = j + tl.arange(0, J)
-    inside = (rows < count)[:, None] & (columns < D)[None, :]
-    starts = (rows // heads).to(tl.int64) * token_stride + (rows % heads).to(tl.int64) * head_stride
-    return tl.load(X + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    starts = (rows // heads).to(tl.int64) * token + (rows % heads).to(tl.int64) * head
+    return starts[:, None] + columns[None, :]
 
 
 @triton.jit
-def store_rows(
-    X,
-    tile,
-    first,
-    count,
-    j,
-    heads,
-    token_stride,
-    head_stride,
-    D: tl.constexpr,
+def load_rows(
+    X, first, count, j, heads, token, head, D: tl.constexpr, M: tl.constexpr, J: tl.constexpr
 ):
-    """Write ``tile`` ``[M, J]``, rounded to the dtype of ``X``, to where :func:`load_rows` reads.
-
-    What lies beyond the last row and column is not written.
-    """
-    M: tl.constexpr = tile.shape[0]
-    J: tl.constexpr = tile.shape[1]
+    """Load columns ``j`` to ``j + J`` of ``M`` rows from ``first`` on; zero from ``count`` on."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
-    starts = (rows // heads).to(tl.int64) * token_stride + (rows % heads).to(tl.int64) * head_stride
-    to = X + starts[:, None] + columns[None, :]
+    return tl.load(X + offsets(rows, columns, heads, token, head), mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
+    """Store ``tile`` ``[M, J]`` where :func:`load_rows` loads it, in the dtype of ``X``."""
+    rows = first + tl.arange(0, tile.shape[0])
+    columns = j + tl.arange(0, tile.shape[1])
+    inside = (rows < count)[:, None] & (columns < D)[None, :]
+    to = X + offsets(rows, columns, heads, token, head)
     tl.store(to, tile.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_matrix(W, rows, columns, D: tl.constexpr):
-    """``W[rows, columns]`` of a contiguous ``[D, D]`` matrix, zero beyond ``D``."""
+    """Load ``W[rows, columns]`` of a contiguous ``[D, D]`` matrix; zero beyond ``D``."""
     inside = (rows < D)[:, None] & (columns < D)[None, :]
     return tl.load(W + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, J: tl.constexpr):
-    """The block from column ``j`` of each matrix of the variant, as a tuple.
+    """Load the block from column ``j`` of each matrix of the variant.
 
     Args:
-        W: pointer to the stacked weight, contiguous ``[n, D, D]``, in the order of
-            ``kha_megatron.heads.knock.MATRICES``.
-        j: the block's first column, a multiple of ``J``.
+        W: the stacked weight, contiguous ``[n, D, D]``, in the order of ``heads.knock.MATRICES``.
+        j: first column of the block, a multiple of ``J``.
 
     Returns:
         ``mlp``: up ``[P, J]``, gate ``[P, J]`` and rows of down ``[J, P]``. ``gate`` and
@@ -161,13 +127,12 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
 
     Args:
         x: ``[M, P]``, in the dtype of the weights.
-        x_j: ``[M, J]``, the block's columns of ``x``; ``x`` itself where ``J == P``. Only ``gate``
-            reads it.
-        weights: what :func:`load_weights` gave.
+        x_j: ``[M, J]``, the block's columns of ``x``, only read by ``gate``; ``x`` if ``J == P``.
+        weights: result of :func:`load_weights`.
 
     Returns:
-        float32. ``mlp``: ``[M, P]``, the block's part of the sum that is ``y``. ``gate`` and
-        ``linear``: ``[M, J]``, the block's columns of ``y``.
+        float32. ``mlp``: ``[M, P]``, the block's summand of ``y``. ``gate`` and ``linear``:
+        ``[M, J]``, the block's columns of ``y``.
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -181,18 +146,18 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
 
 @triton.jit
 def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
-    """What both the input gradient and the weight gradients are products of, recomputed from ``x``.
+    """Recompute the gradients before the last product of the input and weight gradients.
 
     Args:
         x: ``[M, P]``, in the dtype of the weights; ``x_j`` ``[M, J]`` as in :func:`knock_tile`.
-        dy: ``[M, P]``, gradient of ``y``, same dtype; ``dy_j`` ``[M, J]`` its block's columns.
-            ``mlp`` reads ``dy``, the others ``dy_j``.
-        weights: what :func:`load_weights` gave.
+        dy: ``[M, P]``, gradient of ``y``, same dtype, read by ``mlp``; ``dy_j`` ``[M, J]`` its
+            columns of the block, read by the other variants.
+        weights: result of :func:`load_weights`.
 
     Returns:
-        A tuple of ``[M, J]``, all but the last of ``gate`` in the dtype of ``x``: ``mlp`` the
-        gradients of ``x @ W_up`` and ``x @ W_gate``, and the hidden features; ``gate`` the gradient
-        of ``x @ W_gate``, and that of ``x_j`` as a factor (float32); ``linear`` ``dy_j``.
+        A tuple of ``[M, J]`` in the dtype of ``x``. ``mlp``: the gradients of ``x @ W_up`` and
+        ``x @ W_gate``, and the hidden features. ``gate``: the gradient of ``x @ W_gate``, and that
+        of ``x_j`` as a factor (float32). ``linear``: ``dy_j``.
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -212,13 +177,13 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
 
 @triton.jit
 def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
-    """``dx`` plus the block's part of the gradient of ``x``.
+    """Return ``dx`` ``[M, P]`` (float32) plus the block's summand of the gradient of ``x``.
 
     Args:
-        dx: ``[M, P]`` float32, the sum over the blocks before.
-        gradients: what :func:`hidden_gradients` gave.
-        weights: what :func:`load_weights` gave, for the same block.
-        j: the block's first column.
+        dx: the sum over the earlier blocks.
+        gradients: result of :func:`hidden_gradients`.
+        weights: result of :func:`load_weights` for the same block.
+        j: first column of the block.
     """
     if VARIANT == "mlp":
         dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
@@ -229,14 +194,14 @@ def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
         P: tl.constexpr = dx.shape[1]
         if J == P:
             return dx + gradients[1]
-        else:  # registers have no columns to add to: a block of the identity puts them in place
+        else:  # a tile in registers has no columns: multiply by a block of the identity
             block = (j + tl.arange(0, J))[:, None] == tl.arange(0, P)[None, :]
             place = tl.where(block, 1.0, 0.0).to(weights[0].dtype)
             high = gradients[1].to(place.dtype)
             dx = dot_add(high, place, dx)
             if place.dtype == tl.float32:
                 return dx
-            else:  # the half that two bytes could not hold
+            else:  # the part that two bytes cannot hold
                 return dot_add((gradients[1] - high.to(tl.float32)).to(place.dtype), place, dx)
     else:
         return dot_add(gradients[0], tl.trans(weights[0]), dx)

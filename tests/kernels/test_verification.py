@@ -1,0 +1,98 @@
+"""When the kernels are compared with torch. What the comparison finds is in test_mutations.py."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kha_megatron import announcements
+from kha_megatron.heads.knock import MATRICES
+from kha_megatron.ops import knock, verification
+from kha_megatron.ops.heads import knock as knocking
+from kha_megatron.ops.kernels.tilings import DTYPES
+from kha_megatron.ops.verification import KnockCase, is_trusted
+from tests.kernels import cases
+
+
+@contextmanager
+def started(comparisons):
+    """As a process that has just started, with ``KHA_KERNELS=auto``; list the comparisons."""
+    verification._trusted.clear()
+    announcements.forget()
+    find_error = KnockCase.find_error
+
+    def watched(case):
+        comparisons.append(case)
+        return find_error(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KHA_KERNELS", "auto")
+        patch.setattr(KnockCase, "find_error", watched)
+        yield
+
+
+def compared_under_modes():
+    """Return what the first calls compute while something watches or traces them."""
+    found, compared = {}, []
+    with started(compared):
+        found["saved under hooks"] = cases.kept_for_backward("gate") == 0
+    with started(compared):
+        found["every way of calling"] = set(cases.ways_of_calling("linear").values()) == {0.0}
+    x, weight = torch.randn(7, 64), cases.weight_of("gate", 64, torch.float32)
+    want = knocking.knock(x, weight, "gate")
+    with started(compared), torch.inference_mode():
+        found["inference"] = cases.relative_error(knock(x, weight, "gate"), want.double()) < 1e-6
+
+    def in_backward(gradient):
+        found["backward"] = cases.relative_error(knock(x, weight, "gate"), want.double()) < 1e-6
+
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(in_backward)
+    with started(compared):
+        leaf.sum().backward()
+    with started([]):
+        knock(x, weight, "gate")
+        knock(2 * x, weight, "gate")
+        found["same layout once"] = len(verification._trusted) == 1
+        knock(x.repeat(1, 2)[:, 64:], weight, "gate")
+        found["other strides again"] = len(verification._trusted) == 2
+    return found, len(compared)
+
+
+def test_the_first_call_compares_under_every_mode(interpreter):
+    found, comparisons = interpreter(compared_under_modes)
+    assert len(found) == 6
+    assert all(found.values()), found
+    assert comparisons >= 4
+
+
+def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch, capsys):
+    case = KnockCase.of(torch.randn(7, 64, device="meta"), "gate")
+    object.__setattr__(case, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(KnockCase, "find_error", lambda case: pytest.fail("compared"))
+    announcements.forget()
+    assert not is_trusted(case)
+    assert "because a CUDA graph is being captured" in capsys.readouterr().err
+    monkeypatch.setitem(verification._trusted, case, True)
+    assert is_trusted(case)
+
+
+@pytest.mark.parametrize("variant", MATRICES)
+def test_gradients_without_autograd_equal_autograd(variant):
+    x, dy = (torch.randn(7, 3, 10, dtype=torch.float64) for _ in range(2))
+    weight = cases.weight_of(variant, 10, torch.float64)
+    _, *want = cases.reference(x, weight, variant, dy)
+    torch.testing.assert_close(knocking.gradients(x, dy, weight, variant), tuple(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", MATRICES)
+def test_auto_uses_the_kernels_on_a_gpu(gpu, variant, dtype):
+    compared = []
+    with started(compared):
+        x = cases.strided((7, 3), 128, dtype, gpu).requires_grad_()
+        y = knock(x, cases.weight_of(variant, 128, dtype, gpu), variant)
+    assert len(compared) == 1
+    assert "FusedKnock" in type(y.grad_fn).__name__
