@@ -14,9 +14,9 @@ import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a T
 from kha_megatron.mcore.compat import version_of
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
+from tests.interpreting import interpret
 from tests.tables import SECTIONS, TABLES, Tables
 from tests.versions import needs_training_package
-from tools.interpreting import interpret
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 torch.set_num_threads(1)  # as in ranks; more would only wait for one another

@@ -1,8 +1,7 @@
-"""Measure one thing in several ways: ``python tools/bench.py NAME [OPTIONS]``.
+"""Measure one subject with several contenders: ``python tools/bench.py NAME [OPTIONS]``.
 
-Every benchmark is a module ``bench_NAME`` of this folder. All contenders of a comparison take turns
-in one run, in another order each time; a table in Markdown goes to stdout, and with ``--json FILE``
-the figures to a file. `python tools/bench.py NAME --help` says more. They are:
+Each subject is a module ``bench_NAME`` in this directory. A table in Markdown goes to stdout, and
+with ``--json FILE`` all figures to a file. ``python tools/bench.py NAME --help`` lists the options.
 """
 
 import argparse
@@ -10,168 +9,110 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
-from measuring import Spread, describe_machine, markdown_table, publish
+from measuring import describe_machine, machine_line, markdown_table, write_report
 
 from kha_megatron.errors import KHAError
 from kha_megatron.mcore import compat, cpu
 
 BENCHMARKS = {
-    "kernels": "the fused kernels, plain and compiled torch, cuBLAS, Transformer Engine, a copy",
-    "layer": "a transformer layer, forward and backward: Megatron's stock layer beside ours",
-    "memory": "what a layer keeps for its backward pass: stock beside ours",
-    "step": "whole training steps of the real entry point: stock layers beside ours",
-    "decode": "decoding with transformers: exported models beside their baseline",
-    "instruments": "training iterations on the CPU with --kha-log-interval and without",
-    "conversion": "convert to-hf and to-megatron beside copying the same bytes",
-    "fp8": "losses of the quickstart's model in FP8 beside bf16, on the CPU",
-    "cpu": "training the quickstart's model on the CPU, and starting, beside a plain PyTorch loop",
-    "data": "data prepare beside tokenizing the same text with tokenizers alone",
+    "kernels": "the Triton kernels, torch, torch.compile, cuBLAS and a copy of the same bytes",
+    "layer": "time and memory of a transformer layer: Megatron's stock layer and ours",
+    "step": "whole training steps: Megatron's stock layers and ours",
+    "decode": "decoding with transformers: exported models and their baseline",
+    "conversion": "convert to-hf and to-megatron, and copying the same bytes",
+    "fp8": "losses of the quickstart's model in FP8 and in bf16, on the CPU",
 }
-"""The contenders of each, in a line.
+"""Contenders by subject.
 
-A module has ``DEFAULTS`` by device, ``options(add)`` for its arguments, ``results(given, device)``,
-which yields a dict for each comparison, and ``HEADER`` and ``rows(result)`` for the table; where
-there is something to refuse, ``refusal(given)``. A result's ``skipped`` and ``failed`` say why
-contenders are not there; ``cell`` names it in these lines.
+A module has ``DEFAULTS`` by device, ``options(add)`` for its arguments, ``results(given, device)``
+which yields one dictionary per comparison, and ``HEADER`` and ``rows(result)`` for the table. The
+entries ``skipped`` and ``failed`` of a result say why contenders are missing, ``cell`` names it.
 """
 
 
-def cuda_is_here() -> bool:
-    """Whether there is one, the CPU runtime's pretence aside."""
+def cuda_is_available() -> bool:
+    """Return whether there is a CUDA device that is not the CPU runtime's."""
     return not cpu.is_installed() and torch.cuda.is_available()
 
 
 def positive(word: str) -> int:
-    """A whole number from 1 up."""
+    """Parse an integer of at least 1."""
     if (number := int(word)) < 1:
-        raise argparse.ArgumentTypeError(f"{word} is less than 1")
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {word}")
     return number
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of this process. For the CPU, before Megatron is imported, its runtime."""
-    if name == "cuda":
+def prepare_megatron(device: str) -> None:
+    """Prepare the process before Megatron is imported; on the CPU, install its runtime."""
+    if device == "cuda":
         compat.hide_incomplete_te()
-        return torch.device("cuda", torch.cuda.current_device())
+        return
     for variable, value in cpu.ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     cpu.install(despite_cuda=True, quiet=True)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        import interpreting
-
-        interpreting.mend()
-    return torch.device("cpu")
-
-
-def within(limit: float, ratio: Spread) -> dict[str, bool]:
-    """Whether a ratio's median keeps to the limit, and whether its quarters agree about that."""
-    return {"met": ratio.median <= limit, "decided": not ratio.low <= limit < ratio.high}
-
-
-def in_words(target: Mapping[str, Any]) -> str:
-    """``met``, ``MISSED``, and where the spread is too wide to tell, that."""
-    word = "met" if target["met"] else "MISSED"
-    return word if target.get("decided", True) else f"{word}, undecided by the spread"
 
 
 def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
-    """What the user asked for; what was left out is the device's default.
-
-    Refuses with exit code 2, as argparse does.
-    """
+    """Parse the options of a subject. Exit with code 2 on errors, as argparse does."""
     module = _module(name)
     parser = argparse.ArgumentParser(
         prog=f"bench.py {name}",
         description=module.__doc__,
-        epilog=getattr(module, "EXAMPLE", None),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", default="cuda" if cuda_is_here() else "cpu", choices=["cuda", "cpu"])
+    add("--device", default="cuda" if cuda_is_available() else "cpu", choices=["cuda", "cpu"])
     add("--repetitions", type=positive, help="turns of all contenders")
-    add("--json", type=Path, help="write the results there, with the machine's description")
+    add("--json", type=Path, help="write the results and a description of the machine there")
     module.options(add)
     given = parser.parse_args(words)
-    if given.device == "cuda" and not cuda_is_here():
-        parser.error("--device cuda: no CUDA device was found, use --device cpu")
+    if given.device == "cuda" and not cuda_is_available():
+        parser.error("--device cuda needs a CUDA device, and none was found. Use --device cpu.")
     for option, value in module.DEFAULTS[given.device].items():
         if getattr(given, option) is None:
             setattr(given, option, value)
-    if why := getattr(module, "refusal", lambda given: None)(given):
-        parser.error(why)
     return given
-
-
-def add_model_options(
-    add: Callable[..., Any], *, many: bool, variants: Sequence[str] | None = None
-) -> None:
-    """Arguments of the benchmarks that run Megatron's layers."""
-    from shapes import PRECISIONS, SHAPES
-    from variants import VARIANTS
-
-    add("--shapes", nargs="+", choices=list(SHAPES))
-    add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
-    words = "bf16, or an FP8 recipe of Megatron's"
-    if many:
-        add("--precisions", nargs="+", choices=list(PRECISIONS), help=words)
-    else:
-        add("--precision", default="bf16", choices=list(PRECISIONS), help=words)
-    add("--variants", nargs="+", choices=list(VARIANTS), default=variants or list(VARIANTS))
-    words = "one more argument of Megatron's for every layer, as --megatron=--flag=value"
-    add("--megatron", action="append", default=[], metavar="WORD", help=words)
 
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"bench_{name}")
 
 
-def table(name: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """The results in Markdown, and who did not take part, and why."""
-    module = _module(name)
-    absent = {
-        f"- {result['cell']}: {contender} {word}: {why}": None
-        for result in results
-        for word in ("skipped", "failed")
-        for contender, why in result.get(word, {}).items()
-    }
-    rows = [row for result in results for row in module.rows(result)]
-    return "\n".join([markdown_table(module.HEADER, rows), "", *absent])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is asked for and print it; 1 if a contender broke."""
-    name, *words = sys.argv[1:] if argv is None else argv or ["--help"]
+    """Run one benchmark; return 1 if a contender failed and 2 if the subject is unknown."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name not in BENCHMARKS:
         print(__doc__, *(f"  {n:<12} {what}" for n, what in BENCHMARKS.items()), sep="\n")
         return 0 if name in ("--help", "-h") else 2
-    given, module = arguments(name, words), _module(name)
-    start = getattr(module, "start", lambda given: torch.device(given.device))
-    device = start(given)
+    given, module, results = arguments(name, words), _module(name), []
+    device = torch.device(given.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     machine = describe_machine(device)
-    results = []
     for result in module.results(given, device):
         results.append(result)
         gc.collect()
         torch.cuda.empty_cache()
-    publish(table(name, results), machine, given, results)
+    rows = [row for result in results for row in module.rows(result)]
+    print(machine_line(machine), "", markdown_table(module.HEADER, rows), "", sep="\n")
+    for result in results:
+        for word in ("skipped", "failed"):
+            for contender, why in result.get(word, {}).items():
+                print(f"- {result['cell']}: {contender} {word}: {why}")
+    if given.json:
+        write_report(given.json, machine=machine, arguments=vars(given), results=results)
     return int(any(result.get("failed") for result in results))
 
 
-def exit_with(main: Callable[[], int]) -> None:
-    """End the process with what ``main`` returns; what it cannot honour is one line on stderr."""
+if __name__ == "__main__":
     try:
         sys.exit(main())
     except KHAError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    exit_with(main)

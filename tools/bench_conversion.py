@@ -1,12 +1,10 @@
-"""Memory and speed of the converter on a synthetic checkpoint, beside copying the same bytes.
+"""Memory and speed of the converter on a synthetic checkpoint, and of copying the same bytes.
 
     python tools/bench.py conversion --folder /a/disk/with/room
 
-Makes a dense bfloat16 model of the sizes of Qwen3-1.7B with an output layer of its own (4.1 GB),
-then runs, in turn and `--repetitions` times: a copy with fsync of the Megatron checkpoint, `convert
-to-hf`, a copy with fsync of the Hugging Face folder, `convert to-megatron`. Both sources are in the
-page cache for the copy as for the conversion, and both find memory in the same state (`SETTLED`).
-What it makes is deleted.
+Makes a dense bfloat16 model of the sizes of Qwen3-1.7B with an untied output layer (4.1 GB). Each
+repetition then copies the source with fsync and converts it, to Hugging Face and back. Source files
+are in the page cache for both. All files are deleted at the end.
 """
 
 import argparse
@@ -24,57 +22,55 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Spread
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from kha_megatron.checkpoint.staging import flush
 from kha_megatron.checkpoint.tracker import RELEASE
 
-HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCAB = 2048, 6144, 16, 8, 128, 151_936
-WHOLE = 28
-"""Layers, fewer with a smaller --gigabytes."""
+NEEDED = 17_000_000_000
+"""Bytes of free space."""
 
 LIMIT_GB, SHARE = 1.5, 0.6
-"""What the converter must stay below, and the share of the copy's throughput that it must reach."""
+"""Targets: resident memory of the converter, and its share of the copy's throughput."""
 
 SETTLED = 15
-"""Seconds between deleting what was written before and each timed part. Many virtual machines give
-freed memory back to their host within seconds, and writing 4 GB into memory that has to be fetched
-again took twice as long: so that both parts meet the same, each starts from the same deletions."""
-
+"""Seconds between deletions and each timed part. Virtual machines return freed memory to the host,
+and writing into memory that has to be fetched again takes twice as long."""
 
 CONVERT = [sys.executable, "-m", "kha_megatron", "convert"]
+DEFAULTS = {device: {"repetitions": 3} for device in ("cuda", "cpu")}
+HEADER = ["direction", "copy + fsync GB/s", "conversion GB/s", "share", "whole command s"]
+HEADER += ["peak RSS GB", "targets"]
 
 
-def make(folder: Path, layers: int) -> None:
+def make(folder: Path) -> None:
     """Save a stock model with random weights."""
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=HEAD_DIM,
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
         tie_word_embeddings=False,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def run(command: list[str], target: Path) -> dict[str, float]:
-    """Run a command that makes the folder ``target``, and watch it.
+def run(command: list[str], target: Path) -> tuple[float, float, int]:
+    """Run a command that makes the directory ``target``.
 
     Returns:
-        ``seconds`` from its start to its end, ``writing`` from the appearance of the staged folder
-        to its flushed end in the target's place, ``processor`` time; bytes of resident memory,
-        ``peak`` (``ru_maxrss``) and ``anonymous``, which are no file's pages (``RssAnon``).
+        Seconds from start to end, seconds from the first staged file to the renamed directory, and
+        the peak of resident memory in bytes.
     """
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    ended, staged, done, anonymous = 0, 0.0, 0.0, 0
+    ended, staged, done = 0, 0.0, 0.0
     while not ended:
-        # with little work, since the cores are what is measured: one folder, one file of /proc
         time.sleep(0.02)
-        anonymous = max(anonymous, _anonymous(process.pid))
         ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         now, names = time.perf_counter(), os.listdir(target.parent)
         if not staged and any(f".{target.name}.partial-" in name for name in names):
@@ -83,26 +79,12 @@ def run(command: list[str], target: Path) -> dict[str, float]:
             done = now
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return {
-        "seconds": now - start,
-        "writing": done - staged,
-        "processor": usage.ru_utime + usage.ru_stime,
-        "peak": usage.ru_maxrss * 1024,
-        "anonymous": anonymous,
-    }
-
-
-def _anonymous(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0  # it has ended
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+        raise SystemExit(f"error: {' '.join(command)} ended with {process.returncode}")
+    return now - start, done - staged, usage.ru_maxrss * 1024
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds to copy all files of a folder and flush them, one after another."""
+    """Return the seconds to copy all files of a directory and flush them, one after another."""
     start = time.perf_counter()
     target.mkdir()
     for file in sorted(source.iterdir()):
@@ -113,76 +95,59 @@ def copy(source: Path, target: Path) -> float:
     return time.perf_counter() - start
 
 
-def size(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def measure(name: str, source: Path, target: Path, repetitions: int) -> dict[str, Any]:
-    """All runs of one direction; leaves its result at ``target``."""
+    """Measure one direction. The result of the last conversion stays at ``target``."""
     files = source / RELEASE if (source / RELEASE).is_dir() else source
-    copied_to = target.with_name("copy")
-    command = [*CONVERT, name, str(source), str(target), "--no-verify"]
-    runs = []
-    for number in range(1, repetitions + 1):
-        _settle(target, copied_to)
+    size = sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
+    copied_to, runs = target.with_name("copy"), []
+
+    def settle() -> None:
+        for folder in (target, copied_to):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+        time.sleep(SETTLED)
+
+    for _ in range(repetitions):
+        settle()
         copied = copy(files, copied_to)
-        _settle(target, copied_to)
-        done = run(command, target)
-        runs.append({"copied": copied, "share": copied / done["writing"]} | done)
-        print(f"{name} {number}: {runs[-1]}", file=sys.stderr)
-    return {"direction": name, "bytes": size(files), "runs": runs}
-
-
-def _settle(*outputs: Path) -> None:
-    for folder in outputs:
-        shutil.rmtree(folder, ignore_errors=True)
-    os.sync()
-    time.sleep(SETTLED)
-
-
-HEADER = ["direction", "run", "copy + fsync GB/s", "conversion GB/s", "share", "writing s"]
-HEADER += ["whole command s", "its CPU s", "peak RSS GB", "peak RssAnon GB"]
-DEFAULTS = {device: {"repetitions": 3} for device in ("cuda", "cpu")}
+        settle()
+        runs.append((copied, *run([*CONVERT, name, source, target, "--no-verify"], target)))
+        print(f"{name}: {runs[-1]}", file=sys.stderr)
+    return {"cell": name, "bytes": size, "runs": runs}
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """Of the table."""
-    name, gigabytes, runs = result["direction"], result["bytes"] / 1e9, result["runs"]
-    found = []
-    for i, r in enumerate(runs, 1):
-        speeds = [f"{gigabytes / r[key]:.2f}" for key in ("copied", "writing")]
-        times = [f"{r[key]:.1f}" for key in ("writing", "seconds", "processor")]
-        peaks = [f"{r[key] / 1e9:.2f}" for key in ("peak", "anonymous")]
-        found.append([name, str(i), *speeds, f"{r['share']:.0%}", *times, *peaks])
-    share, peak = statistics.median(r["share"] for r in runs), max(r["peak"] for r in runs)
-    met = "met" if peak < LIMIT_GB * 1e9 and share >= SHARE else "MISSED"
-    last = [f"{share:.0%}", "", "", "", f"{peak / 1e9:.2f} (largest)", f"targets {met}"]
-    return [*found, [name, "median", "", "", *last]]
+    """Return the row of the table."""
+    gigabytes, (copied, whole, writing, peaks) = (
+        result["bytes"] / 1e9,
+        zip(*result["runs"], strict=True),
+    )
+    share = statistics.median(c / w for c, w in zip(copied, writing, strict=True))
+    met = "met" if max(peaks) < LIMIT_GB * 1e9 and share >= SHARE else "MISSED"
+    speeds = [Spread.of([gigabytes / s for s in seconds]).text(2) for seconds in (copied, writing)]
+    figures = [*speeds, f"{share:.0%}", f"{statistics.median(whole):.1f}"]
+    return [[result["cell"], *figures, f"{max(peaks) / 1e9:.2f}", met]]
 
 
 def options(add: Callable[..., Any]) -> None:
-    """What the user may ask for."""
+    """Add the options."""
     add("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    add("--gigabytes", type=float, default=4.06, help="at least 1.3")
-    words = "sources as others write them, with nothing to check: half of the hashing"
+    words = "sources without SHA-256 hashes, as other tools write them"
     add("--without-hashes", action="store_true", help=words)
 
 
 def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One for each direction; what they make is deleted."""
-    attention, mlp = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * GROUPS), 3 * FFN * HIDDEN
-    fixed, layer = 2 * VOCAB * HIDDEN * 2, (attention + mlp) * 2
-    layers = max(1, min(WHOLE, round((given.gigabytes * 1e9 - fixed) / layer)))
-    needed = 4 * (fixed + layers * layer)
-    if (free := shutil.disk_usage(given.folder).free) < needed:
-        raise SystemExit(f"{given.folder} has {free:,} bytes free, {needed:,} are needed")
+    """Yield one result per direction."""
+    if (free := shutil.disk_usage(given.folder).free) < NEEDED:
+        raise SystemExit(
+            f"error: {given.folder} needs {NEEDED:,} bytes of free space, has {free:,}"
+        )
     with tempfile.TemporaryDirectory(prefix="kha-benchmark-", dir=given.folder) as made:
         folder = Path(made)
-        # by processes of their own: the peak of one that is started is at least its parent's
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-            apart.submit(make, folder / "stock", layers).result()
-        words = ["to-megatron", str(folder / "stock"), str(folder / "megatron"), "--no-verify"]
+        # a process of its own: the peak of a child process is at least that of its parent
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            pool.submit(make, folder / "stock").result()
+        words = ["to-megatron", folder / "stock", folder / "megatron", "--no-verify"]
         subprocess.run([*CONVERT, *words], check=True, stdout=subprocess.DEVNULL)
         shutil.rmtree(folder / "stock")
         if given.without_hashes:

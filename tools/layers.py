@@ -1,81 +1,181 @@
-"""One of Megatron's transformer layers in one process, with or without KHA, ready to be measured.
+"""Megatron's models with and without KHA, as the benchmarks of layers and steps run them.
 
-The configuration is what ``megatron.training`` makes of a command line, so that a layer is the one
-that training on that command line would have, whatever is switched on by its flags. It runs as in
-training: inside a ``TransformerBlock``, which enters the FP8 contexts, inside Megatron's data
-parallelism, which accumulates weight gradients in float32.
-
-Import only after ``bench.choose_device``.
+The configuration is what ``megatron.training`` makes of a recipe's command line.
 """
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.argument_utils import core_transformer_config_from_args
-from megatron.training.arguments import parse_args, validate_args
-from shapes import arguments_of, has
 from torch import Tensor
-from variants import Variant
 
-from kha_megatron.mcore import cpu
-from kha_megatron.mcore.knocking import KnockingHeads
-from kha_megatron.mcore.specs import kha_layer_spec
-from kha_megatron.model.words import render
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import Fold
+from kha_megatron.mcore import compat, cpu
+from kha_megatron.model.words import Arguments, parse, render
+from kha_megatron.ops.fused import KERNELS_VARIABLE
+from kha_megatron.recipes import get_recipe
 
+SHAPES = {
+    "moe": ("moe-a0.8b-6.6b", []),
+    "dense": ("dense-3.9b", []),
+    "tiny": ("quickstart", ["--kv-channels", "64"]),  # a head dim that the kernels support
+}
+"""By name: the recipe with the sizes, and changes to it."""
+
+PRECISIONS = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "delayed": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"],
+    "tensorwise": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
+    "blockwise": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"],
+    "mxfp8": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
+}
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
+_ONE_RANK: Arguments = {
+    "--tensor-model-parallel-size": ("1",),
+    "--expert-model-parallel-size": ("1",),
+    "--micro-batch-size": ("1",),
+}
+_DROPPED = {"--sequence-parallel", "--device", "--kha-preset", "--bf16"}
+_FUSED_EXPERTS: Arguments = {"--moe-grouped-gemm": (), "--moe-permute-fusion": ()}
 _OURS = {"--moe-router-bias-update-rms"}
-"""Arguments of our entry point, of no concern to one layer."""
-_NOISE = 0.02
-"""Standard deviation of what is added to the shared matrices, as training would have moved them."""
+"""Arguments of our entry point, which do not concern a single layer."""
+
+STOCK = "stock"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """What a layer is given, apart from its variant."""
+class Variant:
+    """One way to run a model."""
+
+    name: str
+    preset: str | None
+    """A key of ``kha_megatron.config.PRESETS``; None for Megatron's own layers."""
+    kernels: bool = False
+    """Use the Triton kernels or raise an error; otherwise always torch."""
+    fold: Fold = "never"
+
+    def kha(self) -> KHAConfig:
+        """Return the configuration of the heads."""
+        return KHAConfig.from_preset(self.preset or "baseline", fold=self.fold)
+
+    def words(self) -> list[str]:
+        """Return the arguments for ``-m kha_megatron.training``."""
+        return ["--kha-preset", self.preset or "baseline", "--kha-fold", self.fold]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the process."""
+        return {KERNELS_VARIABLE: "triton" if self.kernels else "torch"}
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Run this variant in this process: each forward pass reads the environment."""
+        with mock.patch.dict(os.environ, self.environment()):
+            yield
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(STOCK, None),
+        Variant("baseline", "baseline"),
+        Variant("mlp", "kha_mlp"),
+        Variant("mlp/kernels", "kha_mlp", kernels=True),
+        Variant("gate", "kha_gate_v"),
+        Variant("gate/kernels", "kha_gate_v", kernels=True),
+        Variant("linear", "kha_linear"),
+        Variant("linear/kernels", "kha_linear", kernels=True),
+        Variant("linear/folded", "kha_linear", fold="always"),
+    )
+}
+"""By name; the others are compared with ``stock``."""
+
+
+def runnable(names: list[str], device: str) -> tuple[list[Variant], dict[str, str]]:
+    """Return the variants that run on the device, ``stock`` first, and why the others do not."""
+    wanted = [VARIANTS[name] for name in dict.fromkeys([STOCK, *names])]
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    why = "the kernels need a CUDA device, or TRITON_INTERPRET=1"
+    skipped = {v.name: why for v in wanted if v.kernels and device == "cpu" and not interprets}
+    return [variant for variant in wanted if variant.name not in skipped], skipped
+
+
+def has(package: str) -> bool:
+    """Return whether a package is installed; Transformer Engine must have its extension."""
+    if package == "transformer_engine" and compat.lacks_te_extension():
+        return False
+    return importlib.util.find_spec(package) is not None
+
+
+def arguments_of(
+    shape: str, precision: str, *, layers: int, sequence: int, on_cpu: bool
+) -> Arguments:
+    """Return the recipe's arguments on one rank, with Transformer Engine if it is installed.
+
+    Args:
+        shape: a key of :data:`SHAPES`.
+        precision: a key of :data:`PRECISIONS`.
+        layers: number of layers.
+        sequence: tokens of one sequence.
+        on_cpu: whether to run on the CPU, without Transformer Engine.
+    """
+    recipe, changes = SHAPES[shape]
+    arguments = get_recipe(recipe).run_for(changes).flags
+    arguments = {flag: value for flag, value in arguments.items() if flag not in _DROPPED}
+    arguments |= _ONE_RANK | {
+        "--num-layers": (str(layers),),
+        "--seq-length": (str(sequence),),
+        "--max-position-embeddings": (str(sequence),),
+    }
+    if on_cpu or not has("transformer_engine"):
+        arguments |= {
+            flag: () if word is None else (word,)
+            for flag, word in cpu.MEGATRON_FLAGS.items()
+            if on_cpu or flag != "--distributed-backend"
+        }
+    elif "--num-experts" in arguments:
+        arguments |= _FUSED_EXPERTS
+    return arguments | parse(PRECISIONS[precision])
+
+
+class Cell(NamedTuple):
+    """The input of a layer and its precision."""
 
     shape: str
     tokens: int
     """Of one microbatch."""
     sequence: int
     precision: str
-    words: tuple[str, ...] = ()
-    """More of Megatron's arguments."""
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.tokens} tokens, {self.precision}"
 
-
-def precision_refusal(precision: str) -> str | None:
-    """Why this machine has no such arithmetic, or None."""
-    if precision == "bf16":
-        return None
-    if cpu.is_installed() or not has("transformer_engine"):
-        return "FP8 needs Transformer Engine and a CUDA device"
-    found, needed = torch.cuda.get_device_capability(), _CAPABILITY[precision]
-    if found < needed:
-        return "{} needs compute capability {}.{}, and this is {}.{}".format(
-            precision, *needed, *found
-        )
-    return None
+    def refusal(self) -> str | None:
+        """Return why this machine does not support the precision, or None."""
+        if self.precision not in _CAPABILITY:
+            return None
+        if cpu.is_installed() or not has("transformer_engine"):
+            return "FP8 needs Transformer Engine and a CUDA device"
+        found, needed = torch.cuda.get_device_capability(), _CAPABILITY[self.precision]
+        return None if found >= needed else f"needs compute capability {needed}, got {found}"
 
 
-def start_megatron(seed: int = 1) -> None:
-    """Megatron's process groups and random states for one process."""
+def start_megatron() -> None:
+    """Initialize Megatron's process groups and random states for one process."""
+    from megatron.core import parallel_state, tensor_parallel
+
     logging.getLogger("megatron").setLevel(logging.WARNING)
     if not dist.is_initialized():
         backend = "gloo" if cpu.is_installed() else "nccl"
@@ -83,21 +183,18 @@ def start_megatron(seed: int = 1) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def transformer_config(cell: Cell) -> TransformerConfig:
-    """Of the recipe's layer, with Transformer Engine and its fusions where that is installed."""
-    arguments = arguments_of(
-        cell.shape,
-        cell.precision,
-        layers=1,
-        sequence=cell.sequence,
-        on_cpu=cpu.is_installed(),
-        words=("--global-batch-size=1", *cell.words),
-    )
+def transformer_config(cell: Cell) -> Any:
+    """Return the ``TransformerConfig`` of one layer of the recipe."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
+    sizes = {"layers": 1, "sequence": cell.sequence}
+    arguments = arguments_of(cell.shape, cell.precision, on_cpu=cpu.is_installed(), **sizes)
     arguments = {flag: words for flag, words in arguments.items() if flag not in _OURS}
+    arguments["--global-batch-size"] = ("1",)
     with (
         mock.patch.object(sys, "argv", ["layer", *render(arguments)]),
         mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
@@ -109,72 +206,86 @@ def transformer_config(cell: Cell) -> TransformerConfig:
 
 
 class Layer:
-    """One layer of a variant, its input and the gradient of its output, bfloat16 ``[s, b, h]``.
+    """One layer in Megatron's ``TransformerBlock`` and data parallelism, as in training.
 
-    Args:
-        moved: give the shared matrices some noise, as training would; otherwise they are the
-            identity, so that all variants compute and route the same.
+    ``hidden`` is its input and ``upstream`` the gradient of its output, ``[s, b, h]``. The shared
+    matrices are a little away from the identity, as training would move them.
     """
 
-    def __init__(self, cell: Cell, variant: Variant, *, moved: bool = True) -> None:
-        self.variant = variant
-        config = transformer_config(cell)
+    def __init__(self, cell: Cell, variant: Variant) -> None:
+        from megatron.core import tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        from kha_megatron.mcore.specs import kha_layer_spec
+
+        self.variant, config = variant, transformer_config(cell)
         self.backend = config.transformer_impl
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
-        with variant.chosen():
-            block = TransformerBlock(
-                config,
-                _spec(config, variant),
-                post_layer_norm=False,
-                pre_process=True,
-                post_process=False,
+        if variant.preset is not None:
+            spec = kha_layer_spec(config, variant.kha())
+        else:
+            engine = config.transformer_impl == "transformer_engine"
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=engine, normalization=config.normalization
             )
-        block = block.cuda().bfloat16()  # as Float16Module would, without its casts of the output
-        if moved:
-            _move_matrices(block)
+        with variant.chosen():
+            block = TransformerBlock(config, spec, post_layer_norm=False, post_process=False)
+        block = block.cuda().to(config.params_dtype)  # as Float16Module would
+        self._move_matrices(block)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(config, ddp, block)
         on_cpu = cpu.is_installed()
         rotary = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=on_cpu)
         self.angles = rotary(cell.sequence)
         size = cell.sequence, cell.tokens // cell.sequence, config.hidden_size
-        generator = torch.Generator().manual_seed(2)
-        draw = {"generator": generator, "device": "cpu"}
+        draw = {"generator": torch.Generator().manual_seed(2), "device": "cpu"}
         self.hidden = torch.randn(size, **draw).to(config.params_dtype).cuda().requires_grad_()
         self.upstream = torch.randn(size, **draw).to(config.params_dtype).cuda()
 
+    @staticmethod
+    @torch.no_grad()
+    def _move_matrices(block: torch.nn.Module) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for name, weight in block.named_parameters():
+            if ".knock_" in name:
+                noise = torch.randn(weight.shape, generator=generator, device="cpu")
+                weight += (0.02 * noise).to(weight)
+
     def forward(self) -> Tensor:
-        """``[s, b, h]``."""
+        """Return the output ``[s, b, h]``."""
         return self.model(self.hidden, None, rotary_pos_emb=self.angles)
 
     def run(self, microbatches: int) -> None:
-        """Forward and backward passes between two optimizer steps.
+        """Run the forward and backward passes between two optimizer steps.
 
-        Gradients are not set to zero: what they add up to does not matter here.
+        Gradients are not set to zero: their values do not matter here.
         """
-        self.model.module.set_is_first_microbatch()  # FP8 weights are made anew
+        self.model.module.set_is_first_microbatch()  # FP8 weights are quantised again
         with self.variant.chosen():
             for _ in range(microbatches):
                 self.hidden.grad = None
                 self.forward().backward(self.upstream)
 
+    def saved_bytes(self) -> int:
+        """Return the bytes that autograd saves for the backward pass.
 
-def _spec(config: TransformerConfig, variant: Variant) -> Any:
-    if variant.preset is not None:
-        return kha_layer_spec(config, variant.kha())
-    return get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=config.transformer_impl == "transformer_engine",
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    )
+        Storages count once. The input, the output, parameters and buffers do not count.
+        """
+        known = [self.hidden, self.angles, *self.model.module.parameters()]
+        known += self.model.module.buffers()
+        places = {tensor.untyped_storage().data_ptr() for tensor in known}
+        saved: dict[int, tuple[int, Tensor]] = {}
 
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes(), tensor  # alive: no address is reused
+            return tensor
 
-@torch.no_grad()
-def _move_matrices(block: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for module in block.modules():
-        if isinstance(module, KnockingHeads):
-            noise = torch.randn(module.weight.shape, generator=generator, device="cpu")
-            module.weight += (_NOISE * noise).to(module.weight)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with self.variant.chosen(), hooks:
+            places.add(self.forward().untyped_storage().data_ptr())
+        return sum(size for place, (size, _) in saved.items() if place not in places)

@@ -1,11 +1,10 @@
-"""Timing several ways of doing one thing in one run, and saying on what machine.
+"""Time several contenders in one run, and describe the machine.
 
-Shared by the benchmarks of this folder. A figure by itself says little: clocks, neighbours and
-caches move it. So all contenders of a comparison run in turn, many times, in another order each
-time; what counts are the ratios within each turn, their median and their spread.
+A single figure says little, because clocks, neighbours and caches change it. All contenders of a
+comparison therefore run in turn, many times, in another order each time. What counts are the ratios
+within each turn.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -25,8 +24,8 @@ from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.mcore.compat import version_of
 
 FLUSHED_BYTES = 1 << 29
-"""Written before each timed call on a GPU: beyond any cache, and long enough (about 0.1 ms) for the
-call's kernels to be queued meanwhile, so that no gap between launches is timed."""
+"""Written before each timed call on a GPU: larger than any cache, and long enough (about 0.1 ms)
+for the kernels of the call to be queued meanwhile, so that no gap between launches is timed."""
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
@@ -34,26 +33,30 @@ PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transform
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of repeated measurements, and the quarters around it."""
+    """Median and quartiles of repeated measurements."""
 
     median: float
     low: float
-    """A quarter of them are below."""
     high: float
-    """A quarter of them are above."""
     count: int
 
     @classmethod
     def of(cls, values: list[float]) -> Self:
-        """Of one value or more."""
+        """Return the spread of one or more values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0], 1)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
     def text(self, digits: int) -> str:
-        """``1.23 (1.20-1.31)``."""
+        """Format as ``1.23 (1.20-1.31)``."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+
+    def verdict(self, limit: float) -> str:
+        """Return whether the median keeps to the limit, and whether the quartiles agree."""
+        word = "met" if self.median <= limit else "MISSED"
+        undecided = ", undecided by the spread" if self.low <= limit < self.high else ""
+        return f"{word} (at most {limit:g}){undecided}"
 
 
 def interleaved(
@@ -62,20 +65,17 @@ def interleaved(
     *,
     repetitions: int,
     warm_up: int = 3,
-    seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of each call of each contender, the repetitions of all in the same order of turns.
+    """Return the seconds of each call of each contender; item ``i`` of all lists is turn ``i``.
 
     Args:
-        contenders: what to time, by name. Each is called ``warm_up + repetitions`` times.
-        device: of the contenders' tensors; on a GPU, time is the device's own, the cache cold.
-        repetitions: turns; in each, every contender runs once.
-        warm_up: turns before these: compilers, allocators and clocks settle.
-        seed: of the order within each turn.
+        contenders: the calls to time, by name.
+        device: of the contenders' tensors. On a GPU its own clock is used, with a cold cache.
+        repetitions: turns; each contender runs once per turn.
+        warm_up: turns before these, which do not count.
     """
     clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
-    shuffled = random.Random(seed)
-    names = list(contenders)
+    shuffled, names = random.Random(0), list(contenders)
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     for turn in range(warm_up + repetitions):
         shuffled.shuffle(names)
@@ -87,7 +87,7 @@ def interleaved(
 
 
 def ratios(times: list[float], baseline: list[float]) -> Spread:
-    """``times / baseline``, turn by turn."""
+    """Return the spread of ``times / baseline``, turn by turn."""
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
 
 
@@ -118,58 +118,44 @@ def _gpu_clock(device: torch.device) -> Callable[[Callable[[], Any]], Callable[[
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What a figure must be read with: hardware, versions, commit, date (UTC), other load."""
+    """Return what is needed to judge a figure: hardware, versions, commit, date (UTC), load."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "hardware": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, no GPU",
         "load": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := version_of(name))},
     }
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        }
+        found["hardware"] = torch.cuda.get_device_properties(device).name
+        found["cuda"] = torch.version.cuda
+        found["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
     return found
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
-    """What :func:`describe_machine` found, in one line for a table's heading."""
-    gpu = machine.get("gpu")
-    hardware = gpu["name"] if gpu else f"{machine['processor']}, {machine['cores']} cores, no GPU"
+    """Return the most important entries of :func:`describe_machine` in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"{machine['date']}, {hardware}, load {machine['load']}, {versions}"
+    return f"{machine['date']}, {machine['hardware']}, load {machine['load']}, {versions}"
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown; a cell is one line whatever is in it."""
+    """Return a table in Markdown. Line breaks in cells become spaces."""
     lines = [header, ["---"] * len(header)]
     lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def publish(
-    table: str, machine: Mapping[str, Any], arguments: argparse.Namespace, results: Any
-) -> None:
-    """Print the table under its machine; ``arguments.json`` names a file that gets it all."""
-    print(machine_line(machine), "", table, sep="\n")
-    if arguments.json is None:
-        return
+def write_report(file: Path, **content: Any) -> None:
+    """Write ``content`` as JSON."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if isinstance(value, Spread) else str(value)
 
-    report = {"machine": machine, "arguments": vars(arguments), "results": results}
-    with staged_file(arguments.json) as staged:
-        staged.write_text(json.dumps(report, indent=2, default=plain) + "\n")
+    with staged_file(file) as staged:
+        staged.write_text(json.dumps(content, indent=2, default=plain) + "\n")
 
 
 def _processor() -> str:

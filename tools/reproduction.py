@@ -1,13 +1,14 @@
-"""The reports of several comparisons as one page: ``benchmarks/reproduction.*``.
+"""Write ``benchmarks/reproduction.*`` from directories of ``kha-megatron compare``.
 
-Takes folders of ``kha-megatron compare``, finished or not, and writes the numbers of their runs
-(``reproduction.json``), the picture of all differences with their intervals (``reproduction.png``),
-and the tables of ``reproduction.md`` between its two marks. The words around the tables stay.
+    python tools/reproduction.py "mixture of experts=compare/moe" "dense=compare/dense"
+
+Writes the figures of the runs (``reproduction.json``), a plot of all differences with their
+intervals (``reproduction.png``), and the tables of ``reproduction.md`` between its two marks.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,6 @@ from matplotlib.figure import Figure
 
 from kha_megatron.checkpoint.staging import staged_file, write_json
 
-EXAMPLE = """example:
-  python tools/reproduction.py "mixture of experts=compare/moe" "dense=compare/dense"
-"""
 PAGE = Path(__file__).resolve().parents[1] / "benchmarks" / "reproduction.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 KINDS = {"training": ("loss", "delta"), "held out": ("held_out", "held_out_delta")}
@@ -27,11 +25,9 @@ _COLOURS = {"training": "#0b62c4", "held out": "#c24d00"}
 def main() -> None:
     """Write the three files."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("comparisons", nargs="+", metavar="TITLE=FOLDER", help="in their order")
+    parser.add_argument("comparisons", nargs="+", metavar="TITLE=DIRECTORY")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
     parser.add_argument("--pictured", type=int, metavar="N", help="draw the first N (default: all)")
     options = parser.parse_args()
@@ -52,24 +48,19 @@ def main() -> None:
 
 
 def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report without curves and matrices."""
-    kept = ("name", "knocks", "seeds", "loss", "delta", "held_out", "held_out_delta")
-    runs = (
-        "variant",
-        "seed",
-        *(key for pair in KINDS.values() for key in pair),
-        "seconds_per_step",
-    )
-    left_out = ("variants", "runs", "description", "finished", "planned", "command")
+    """Return the report without curves and matrices."""
+    losses = [key for pair in KINDS.values() for key in pair]
+    kept = {"name", "knocks", "seeds", "variant", "seed", "seconds_per_step", *losses}
+    left_out = {"variants", "runs", "description", "finished", "planned", "command"}
+
+    def chosen(entries: Any) -> list[dict[str, Any]]:
+        return [{key: e[key] for key in e if key in kept} for e in entries]
+
     return {
         **{key: value for key, value in report.items() if key not in left_out},
-        "variants": [_of(variant, kept) for variant in report["variants"]],
-        "runs": [_of(run, runs) for run in report["runs"] if "loss" in run],
+        "variants": chosen(report["variants"]),
+        "runs": chosen(run for run in report["runs"] if "loss" in run),
     }
-
-
-def _of(entry: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: entry[key] for key in keys if key in entry}
 
 
 def _table(title: str, report: Mapping[str, Any]) -> str:
@@ -104,7 +95,7 @@ def _interval(delta: Mapping[str, Any]) -> str:
 
 
 def _picture(reports: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """One panel a comparison: means with their intervals, and the floor as a band."""
+    """Draw one panel per comparison: means with their intervals, and the floor as a band."""
     rows = [sum("delta" in v for v in report["variants"]) for report in reports.values()]
     figure = Figure(figsize=(7, 0.8 + 0.36 * sum(rows) + 0.55 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows, sharex=True)[:, 0]

@@ -3,8 +3,7 @@
     python tools/roofline.py > benchmarks/roofline.md
 
 Arithmetic, and the compiler's report for Hopper: needs no GPU and measures nothing. Shape legend:
-``T`` tokens, ``G`` key/value heads, ``H`` query heads, ``D`` head dim, ``R = T * G`` rows of
-values, ``K`` hidden size.
+``D`` head dim, ``R`` rows of values: tokens times key/value heads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,21 +12,14 @@ from math import ceil
 from typing import Any, NamedTuple
 
 import torch
-from bench_kernels import COPY_RATIO
-from bench_layer import TARGETS
 from cross_compile import Launch, Report, compile_all
 from measuring import markdown_table
-from shapes import SHAPES
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES, Variant
 from kha_megatron.ops.kernels.tilings import Kernel
-from kha_megatron.plan.counts import flops
-from kha_megatron.recipes import get_recipe
 
 PROCESSORS = 132
 BFLOAT16 = 2
-FLOAT32 = 4
 
 
 class Gpu(NamedTuple):
@@ -48,14 +40,13 @@ class Heads(NamedTuple):
 
     tokens: int
     groups: int
-    queries: int
     dim: int
 
 
 SIZES = {
-    "8192 tokens": Heads(8192, 4, 32, 128),
-    "32768 tokens": Heads(32768, 4, 32, 128),
-    "8192 tokens, one of 4 tensor-parallel ranks": Heads(8192, 1, 8, 128),
+    "8192 tokens": Heads(8192, 4, 128),
+    "32768 tokens": Heads(32768, 4, 128),
+    "8192 tokens, one of 4 tensor-parallel ranks": Heads(8192, 1, 128),
 }
 """The heads of all models of the paper."""
 
@@ -65,21 +56,18 @@ class Work:
     """What one kernel does."""
 
     name: str
-    launch: Launch | None
-    """None for work that is not a kernel of ours."""
+    launch: Launch
     memory: float
     """Bytes that are read or written in the GPU's memory, each once."""
     products: float
     """FLOPs."""
-    cache: float = 0.0
-    """Bytes that go between the L2 cache and the multiprocessors with this tiling."""
-    programs: int = 1
+    programs: int
     """Programs, each of which has a multiprocessor."""
-    turns: int = 0
+    turns: int
     """Tiles of one program, at most."""
-    tile_bytes: float = 0.0
+    tile_bytes: float
     """Bytes that one program loads before its first product and stores after its last."""
-    tile_products: float = 0.0
+    tile_products: float
     """FLOPs of one turn."""
 
     def floor(self, gpu: Gpu) -> float:
@@ -114,7 +102,6 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
     """Yield the work of the kernels that knock values."""
     rows = heads.tokens * heads.groups
     values = rows * heads.dim * BFLOAT16
-    matrices = len(MATRICES[variant]) * heads.dim**2
     for kernel, count in PRODUCTS[variant].items():
         launch = Launch(kernel, variant, heads.dim, torch.bfloat16, tma=True)
         cut = launch.tiling
@@ -123,41 +110,19 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
         splits = min(tiles, PROCESSORS)
         products = count * 2 * heads.dim**2
         tile_products = cut.rows * products
-        # matrices in blocks are loaded again for every tile
-        cache = tensors * values + BFLOAT16 * matrices * (splits if blocks == 1 else tiles)
         if kernel == "backward_weight":
             splits = min(tiles, PROCESSORS // blocks)
-            cache = blocks * tensors * values + FLOAT32 * matrices * splits
             tile_products /= blocks  # the programs of a split share the products of its rows
         yield Work(
             name=f"{variant}: {WORDS[kernel]}",
             launch=launch,
             memory=tensors * values,
             products=products * rows,
-            cache=cache,
             programs=splits,
             turns=ceil(tiles / splits),
             tile_bytes=tensors * cut.rows * heads.dim * BFLOAT16,
             tile_products=tile_products,
         )
-
-
-def folding(heads: Heads, hidden: int) -> Work:
-    """Return the work of ``T^T W`` for every head and its two gradients."""
-    rows = (heads.queries + 2 * heads.groups) * heads.dim
-    memory = 5 * rows * hidden * BFLOAT16
-    return Work("folding", None, memory, 3 * 2 * rows * hidden * heads.dim)
-
-
-def layer_floor(shape: str, tokens: int, gpu: Gpu) -> float:
-    """Return the seconds of a stock layer's products, forward and backward, in bfloat16.
-
-    Sequences have 8192 tokens. Scores of later positions do not count.
-    """
-    model = get_recipe(SHAPES[shape][0]).run.model
-    counted = flops(model, KHAConfig(), 8192)
-    of_a_layer = (counted.layers - counted.scores / 2) / model.layers
-    return 3 * of_a_layer * tokens / 8192 / gpu.products
 
 
 def works_of(heads: Heads) -> list[Work]:
@@ -171,7 +136,7 @@ def all_launches() -> list[Launch]:
 
 
 HEADER = [
-    *("kernel", "memory MB", "L2 MB", "GFLOP", "H100 µs", "H200 µs", "bound by", "as tiled, H200"),
+    *("kernel", "memory MB", "GFLOP", "H100 µs", "H200 µs", "bound by", "as tiled, H200"),
     *("registers", "spilled bytes", "programs of a multiprocessor", "instructions"),
 ]
 
@@ -184,7 +149,6 @@ def row(work: Work, report: Report) -> list[str]:
     return [
         work.name,
         f"{work.memory / 1e6:.1f}",
-        f"{work.cache / 1e6:.1f}",
         f"{work.products / 1e9:.2f}",
         f"{1e6 * work.floor(h100):.1f}",
         f"{1e6 * work.floor(h200):.1f}",
@@ -192,31 +156,6 @@ def row(work: Work, report: Report) -> list[str]:
         f"{1e6 * work.as_tiled(h200):.1f}",
         *map(str, (*compiled, sum(report.instructions.values()))),
     ]
-
-
-def targets() -> Iterator[list[str]]:
-    """Yield the targets of kernels.md and speed.md with the ratios that the floors allow."""
-    gpu = GPUS["H200"]
-    for tokens in (8192, 32768):
-        forward = next(knocks(SIZES[f"{tokens} tokens"], "mlp"))
-        ratio = forward.as_tiled(gpu) * gpu.memory / forward.memory
-        what = f"KHA-MLP forward over a copy, {tokens} tokens"
-        yield [what, f"{COPY_RATIO}", f"{ratio:.2f}", reach(ratio, COPY_RATIO)]
-    for (shape, tokens, variant), (limit, _) in TARGETS.items():
-        heads = SIZES[f"{tokens} tokens"]
-        if variant.startswith("mlp"):
-            ours = sum(work.as_tiled(gpu) for work in knocks(heads, "mlp"))
-        else:  # once per microbatch
-            hidden = get_recipe(SHAPES[shape][0]).run.model.hidden_size
-            ours = folding(heads, hidden).floor(gpu)
-        ratio = 1 + ours / layer_floor(shape, tokens, gpu)
-        what = f"{variant} over stock, {shape}, {tokens} tokens"
-        yield [what, f"{limit:g}", f"{ratio:.3f}", reach(ratio, limit)]
-
-
-def reach(ratio: float, limit: float) -> str:
-    """Return whether the floors allow the limit."""
-    return "within reach" if ratio <= limit else "out of reach"
 
 
 PAGE = """# Floors of the kernels
@@ -229,9 +168,6 @@ GPU.
 - *memory* is what must be read or written once. *H100* and *H200* are that over 3.35 and 4.8 TB/s,
   or the products over 989 TFLOP/s, whichever takes longer (NVIDIA's data sheets; 132
   multiprocessors).
-- *L2* is what goes between the L2 cache and the multiprocessors. Each program loads the matrices.
-  The weight gradients of `mlp` are split into two blocks of columns, whose programs load the same
-  rows. The input gradient of `mlp` loads one half of each matrix after the other for every tile.
 - *as tiled*: each program has a multiprocessor. Its first rows are loaded before any product, its
   last rows are stored after all products, and all programs wait for those with one tile more: 256
   tiles of 128 rows are two turns of 132 programs.
@@ -239,15 +175,6 @@ GPU.
   ptxas for sm_90 ({triton}).
 
 {tables}
-
-## Targets
-
-The targets of [kernels.md](kernels.md) and [speed.md](speed.md), and the ratios that the floors
-allow on an H200. For a layer: the products of the stock layer at 989 TFLOP/s, forward and backward,
-plus our kernels *as tiled*. A real layer takes two or three times as long, so its ratio is closer
-to 1.
-
-{targets}
 """
 
 
@@ -262,7 +189,6 @@ def page(reports: Mapping[Any, Report]) -> str:
     return PAGE.format(
         triton=f"Triton {triton.__version__}",
         tables="\n\n".join(tables),
-        targets=markdown_table(["what", "at most", "floors allow", ""], list(targets())),
     )
 
 

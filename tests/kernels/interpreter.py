@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.interpreting import mend
+from tests.interpreting import mend
 
 INTERPRETING = {"TRITON_INTERPRET": "1", "KHA_KERNELS": "triton", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -85,7 +85,7 @@ def test_programs_that_fit_on_a_multiprocessor():
 
 @pytest.mark.parametrize("variant", MATRICES)
 def test_the_roofline_counts_what_torch_counts(variant):
-    heads = roofline.Heads(tokens=7, groups=3, queries=6, dim=64)
+    heads = roofline.Heads(tokens=7, groups=3, dim=64)
     forward, d_input, d_weight = roofline.knocks(heads, variant)
     x = torch.randn(7, 3, 64, dtype=torch.bfloat16, requires_grad=True)
     weight = weight_of(variant, 64, torch.bfloat16).requires_grad_()

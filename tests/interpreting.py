@@ -1,20 +1,20 @@
-"""Triton's interpreter, for kernels without a GPU."""
+"""Run kernels in Triton's interpreter, without a GPU."""
 
 import os
 
 
 def interpret() -> None:
-    """Let Triton interpret in this process, which must not have imported it yet."""
+    """Enable the interpreter in this process, which must not have imported Triton yet."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks once, when it is imported
     mend()
 
 
 def mend() -> None:
-    """Make Triton's interpreter, in this process, run with today's numpy and not too slowly."""
+    """Patch Triton's interpreter: numpy 2.4 refuses an index of it, and it patches too often."""
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
-    # Triton 3.6 turns a scalar of shape (1,) into an index in a way that numpy 2.4 refuses
+    # Triton 3.6 converts a scalar of shape (1,) to an index, which numpy 2.4 refuses
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
@@ -23,7 +23,7 @@ def mend() -> None:
 
     interpreter._patch_lang_tensor = patched
 
-    # within a kernel the language is patched already, and each function that it calls does it again
+    # each function that a kernel calls would patch the language again
     patch_language = interpreter._patch_lang
 
     def patched_once(function):

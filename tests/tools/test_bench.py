@@ -1,0 +1,213 @@
+"""``tools/bench.py`` on the CPU at tiny sizes."""
+
+import contextlib
+import functools
+import importlib
+import io
+import json
+import os
+
+import bench
+import bench_kernels
+import bench_layer
+import bench_step
+import layers
+import measuring
+import pytest
+import torch
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads.knock import SAVED
+from tests.kernels.conftest import interpreter, usable_triton  # noqa: F401
+
+
+def run_bench(name, words, file):
+    """Run a benchmark in this process; return its exit code, its output and its results."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = bench.main([name, "--device", "cpu", *words, "--json", str(file)])
+    report = json.loads(file.read_text())
+    assert report["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0]
+    return code, out.getvalue(), report["results"]
+
+
+def run_kernels_in_this_process(file):
+    """The same in a process that has not loaded ``tests/conftest.py``."""
+    words = ["--tokens", "5", "--heads", "3", "--head-dims", "64", "--variants", "gate"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KHA_KERNELS", "triton")
+        return run_bench("kernels", [*words, "--repetitions", "2"], file)
+
+
+def test_kernels_are_compared_with_every_other_way(interpreter, tmp_path):  # noqa: F811
+    code, out, results = interpreter(run_kernels_in_this_process, tmp_path / "kernels.json")
+    assert code == 0
+    assert [result["work"] for result in results] == list(bench_kernels.WORKS)
+    for result in results:
+        assert set(result["kernels_over"]) == {"kernels", "eager", "gemms", "copy"}
+        assert result["kernels_over"]["kernels"]["median"] == 1
+        assert 0 < result["relative_errors"]["dx"] < 1e-2
+    assert results[-1]["bytes"] == 7 * 5 * 3 * 64 * 2
+    assert "| kernels |" in out
+    assert "compiled skipped: torch.compile takes minutes on a CPU" in out
+
+
+TOKENS, SEQUENCE = 12, 6
+VALUES = 2 * 64 * 2  # bytes of the values of one token of shape tiny: two heads of 64 in bfloat16
+
+
+def test_layers_are_timed_and_save_what_is_documented(interpreting_rank, tmp_path):
+    variants = ["baseline", "mlp", "mlp/kernels", "gate", "linear"]
+    words = ["--tokens", str(TOKENS), "--sequence", str(SEQUENCE), "--repetitions", "2"]
+    words += ["--variants", *variants]
+    code, out, (result,) = interpreting_rank(run_bench, "layer", words, tmp_path / "layer.json")
+    assert code == 0
+    assert set(result["over_stock"]) == {"stock", *variants}
+    assert result["over_stock"]["stock"] == {"median": 1, "low": 1, "high": 1, "count": 2}
+    assert (result["skipped"], result["failed"]) == ({}, {})
+    saved = {name: size / TOKENS for name, size in result["saved"].items()}
+    for name in ("mlp", "gate"):  # torch saves its inputs, one of which is in the QKV buffer
+        assert saved[name] == saved["baseline"] + SAVED[name] * VALUES
+    assert saved["mlp/kernels"] == saved["baseline"] + VALUES  # only the knocked values
+    assert "| tiny | 12 | bf16 | local | mlp/kernels |" in out
+
+
+def outputs(names):
+    """Return the output and the gradient of the QKV weight of each variant of a layer."""
+    layers.start_megatron()
+    found = {}
+    for name in names:
+        layer = layers.Layer(layers.Cell("tiny", 12, 6, "bf16"), layers.VARIANTS[name])
+        with layer.variant.chosen():
+            output = layer.forward()
+            output.backward(layer.upstream)
+        weights = dict(layer.model.module.named_parameters())
+        (gradient,) = (p.main_grad for n, p in weights.items() if "linear_qkv.weight" in n)
+        found[name] = [t.detach().float().clone() for t in (output, gradient)]
+    return found
+
+
+def test_contenders_do_the_same_work(interpreting_rank):
+    found = interpreting_rank(outputs, ["stock", "baseline", "mlp", "mlp/kernels"])
+
+    def distances(name, other):
+        pairs = zip(found[name], found[other], strict=True)
+        return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+
+    # other attention kernels and the interpreter round differently
+    assert max(distances("baseline", "stock")) < 3e-2
+    assert max(distances("mlp/kernels", "mlp")) < 3e-2
+    assert min(distances("mlp", "stock")) > 3e-2
+
+
+def config_fields(shape, precision, names):
+    config = layers.transformer_config(layers.Cell(shape, 8192, 8192, precision))
+    return {name: getattr(config, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision", "fields"),
+    [
+        ("moe", "bf16", {"hidden_size": 1536, "num_moe_experts": 64, "moe_router_topk": 4}),
+        ("dense", "blockwise", {"hidden_size": 2560, "fp8_recipe": "blockwise", "fp8": "e4m3"}),
+    ],
+)
+def test_shapes_and_precisions_become_megatrons_configuration(
+    interpreting_rank, shape, precision, fields
+):
+    fields |= {"num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128}
+    assert interpreting_rank(config_fields, shape, precision, list(fields)) == fields
+
+
+def test_times_of_layers_are_per_microbatch_and_ratios_per_turn(monkeypatch):
+    class Fake:
+        backend = "local"
+        run = saved_bytes = functools.partial(int, 640)
+
+    seconds = {"stock": [2.0, 4.0, 40.0], "mlp": [3.0, 2.0, 40.0]}
+    monkeypatch.setattr(bench_layer, "build", lambda *_: (dict.fromkeys(seconds, Fake()), {}, {}))
+    monkeypatch.setattr(bench_layer, "interleaved", lambda *_, **__: seconds)
+    given = bench.arguments("layer", ["--device", "cpu"])
+    cell = layers.Cell("moe", 8192, 8192, "bf16")
+    result = bench_layer.measure(cell, given, torch.device("cpu"))
+    assert result["milliseconds"]["mlp"].median == 750
+    assert (result["over_stock"]["mlp"].median, result["over_stock"]["mlp"].low) == (1, 0.75)
+
+
+def test_steps_train_stock_and_ours(training_package, tmp_path):
+    words = ["--variants", "mlp", "mlp/kernels", "--steps", "2", "--repetitions", "1"]
+    code, out, (result,) = run_bench("step", [*words, "--layers", "1"], tmp_path / "step.json")
+    assert code == 0, result["failed"]
+    assert set(result["seconds"]) == {"stock", "mlp"}  # each checked for the class of attention
+    assert "mlp/kernels skipped: the kernels need a CUDA device" in out
+
+
+def test_a_failed_step_leaves_the_others(monkeypatch, capsys):
+    def run(variant, shape, given):
+        if variant.name == "gate":
+            raise RuntimeError("exit code 1 after 0 steps:\nthe last lines")
+        return 1.0
+
+    monkeypatch.setattr(bench_step, "run", run)
+    assert bench.main(["step", "--device", "cpu", "--variants", "gate", "mlp"]) == 1
+    out = capsys.readouterr().out
+    assert "gate failed: exit code 1 after 0 steps" in out
+    assert "| mlp |" in out
+
+
+@pytest.mark.whole
+def test_folded_models_decode_as_the_baseline(tmp_path):
+    words = ["--new", "3", "--prompt", "4", "--batches", "2", "--caches", "dynamic"]
+    words += ["--repetitions", "2"]
+    code, _, (result,) = run_bench("decode", words, tmp_path / "decode.json")
+    assert code == 0
+    assert result["classes"]["folded"] == result["classes"]["baseline"] != "KHAForCausalLM"
+    assert result["classes"]["mlp"] == result["classes"]["linear"] == "KHAForCausalLM"
+    # keys and values of 4 heads in 4 layers, float32; the last token is not run
+    assert set(result["cache_bytes"].values()) == {4 * 2 * 4 * 128 * 4 * 2 * (4 + 3 - 1)}
+
+
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_wrong_options_exit_with_two(capsys, name):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([name, "--device", "cpu", "--repetitions", "0"])
+    assert "expected at least 1, got 0" in capsys.readouterr().err
+    assert callable(importlib.import_module(f"bench_{name}").results)
+
+
+def test_an_unknown_subject_prints_the_list(capsys):
+    assert bench.main(["speed"]) == 2
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in bench.BENCHMARKS)
+
+
+def test_variants_are_what_their_names_say(monkeypatch):
+    for name, variant in layers.VARIANTS.items():
+        kind = name.partition("/")[0]
+        presets = {"stock": "baseline", "baseline": "baseline", "gate": "kha_gate_v"}
+        kha = KHAConfig.from_preset(presets.get(kind, f"kha_{kind}"), fold=variant.fold)
+        assert variant.kha() == kha
+        assert variant.fold == ("always" if "folded" in name else "never")
+        monkeypatch.setenv("KHA_KERNELS", "auto")
+        with variant.chosen():
+            assert os.environ["KHA_KERNELS"] == ("triton" if "kernels" in name else "torch")
+        assert os.environ["KHA_KERNELS"] == "auto"
+
+
+def test_contenders_take_turns_in_changing_order():
+    order = []
+    contenders = {name: functools.partial(order.append, name) for name in "abc"}
+    device = torch.device("cpu")
+    times = measuring.interleaved(contenders, device, repetitions=20, warm_up=1)
+    turns = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(set(turn) == set("abc") for turn in turns)
+    assert len(set(turns)) > 3
+    assert {name: len(values) for name, values in times.items()} == dict.fromkeys("abc", 20)
+
+
+def test_ratios_are_taken_turn_by_turn():
+    spread = measuring.ratios([2.0, 20.0, 200.0], [1.0, 10.0, 50.0])
+    assert (spread.low, spread.median, spread.high, spread.count) == (2, 2, 3, 3)
+    assert spread.text(1) == "2.0 (2.0-3.0)"
+    assert spread.verdict(3) == "met (at most 3)"
+    assert spread.verdict(2.5) == "met (at most 2.5), undecided by the spread"
+    assert spread.verdict(1) == "MISSED (at most 1)"
