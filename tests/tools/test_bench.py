@@ -133,6 +133,7 @@ def test_times_of_layers_are_per_microbatch_and_ratios_per_turn(monkeypatch):
     assert (result["over_stock"]["mlp"].median, result["over_stock"]["mlp"].low) == (1, 0.75)
 
 
+@pytest.mark.whole  # two trainings
 def test_steps_train_stock_and_ours(training_package, tmp_path):
     words = ["--variants", "mlp", "mlp/kernels", "--steps", "2", "--repetitions", "1"]
     code, out, (result,) = run_bench("step", [*words, "--layers", "1"], tmp_path / "step.json")
