@@ -22,7 +22,6 @@ from kha_megatron.mcore import compat, cpu
 BENCHMARKS = {
     "kernels": "the Triton kernels, torch, torch.compile, cuBLAS and a copy of the same bytes",
     "layer": "time and memory of a transformer layer: Megatron's stock layer and ours",
-    "step": "whole training steps: Megatron's stock layers and ours",
     "decode": "decoding with transformers: exported models and their baseline",
     "conversion": "convert to-hf and to-megatron, and copying the same bytes",
     "fp8": "losses of the quickstart's model in FP8 and in bf16, on the CPU",

@@ -79,8 +79,6 @@ def build(
     cell: Cell, given: argparse.Namespace
 ) -> tuple[dict[str, Layer], dict[str, str], dict[str, str]]:
     """Return the layers that have run once, the variants that cannot run, and those that failed."""
-    if why := cell.refusal():
-        return {}, dict.fromkeys([STOCK, *given.variants], why), {}
     variants, skipped = runnable(given.variants, given.device)
     found, failed = {}, {}
     for variant in variants:

@@ -113,17 +113,6 @@ def compile_launch(launch: Launch) -> Report:
     return _compile(function, signature, constants, aligned, options)
 
 
-def compile_reduction() -> Report:
-    """Compile the sum over the splits."""
-    from kha_megatron.ops.kernels import knock_kernels, knock_launch
-
-    constants = dict(knock_launch.REDUCTION)
-    signature = {"PARTIAL": "*fp32", "DW": "*bf16", "S": "i32", "N": "i32"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    options = {"num_warps": 4, "num_stages": 3}
-    return _compile(knock_kernels.sum_partials, signature, constants, ["PARTIAL", "DW"], options)
-
-
 def _compile(function, signature, constants, aligned, options) -> Report:
     import triton
     from triton import knobs

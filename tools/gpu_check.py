@@ -56,7 +56,6 @@ _MOE = ["--shapes", "moe", "--variants", "baseline", "mlp", "mlp/kernels", "line
 BENCHMARKS: dict[str, tuple[list[str], list[str] | None]] = {
     "kernels": (["--variants", "mlp", "linear", "--repetitions", "20"], _ONCE),
     "layer": ([*_MOE, "--precisions", "bf16", "--repetitions", "10"], _ONCE),
-    "step": ([*_MOE, "--repetitions", "1", "--steps", "10"], None),
     "decode": (["--repetitions", "3", "--caches", "static"], None),
 }
 """Options on a GPU and in a dry run on the CPU; None if that takes too long."""

@@ -34,24 +34,21 @@ SHAPES = {
 """By name: the recipe with the sizes, and changes to it."""
 
 PRECISIONS = {
-    "fp32": [],
     "bf16": ["--bf16"],
     "delayed": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"],
     "tensorwise": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
     "blockwise": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"],
     "mxfp8": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
 }
-_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-
-_ONE_RANK: Arguments = {
+_ONE_LAYER: Arguments = {
+    "--num-layers": ("1",),
     "--tensor-model-parallel-size": ("1",),
     "--expert-model-parallel-size": ("1",),
     "--micro-batch-size": ("1",),
+    "--global-batch-size": ("1",),
 }
 _DROPPED = {"--sequence-parallel", "--device", "--kha-preset", "--bf16"}
-_FUSED_EXPERTS: Arguments = {"--moe-grouped-gemm": (), "--moe-permute-fusion": ()}
-_OURS = {"--moe-router-bias-update-rms"}
-"""Arguments of our entry point, which do not concern a single layer."""
+_DROPPED |= {"--moe-router-bias-update-rms"}  # of our entry point
 
 STOCK = "stock"
 
@@ -71,18 +68,10 @@ class Variant:
         """Return the configuration of the heads."""
         return KHAConfig.from_preset(self.preset or "baseline", fold=self.fold)
 
-    def words(self) -> list[str]:
-        """Return the arguments for ``-m kha_megatron.training``."""
-        return ["--kha-preset", self.preset or "baseline", "--kha-fold", self.fold]
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables of the process."""
-        return {KERNELS_VARIABLE: "triton" if self.kernels else "torch"}
-
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """Run this variant in this process: each forward pass reads the environment."""
-        with mock.patch.dict(os.environ, self.environment()):
+        with mock.patch.dict(os.environ, {KERNELS_VARIABLE: "triton" if self.kernels else "torch"}):
             yield
 
 
@@ -112,44 +101,6 @@ def runnable(names: list[str], device: str) -> tuple[list[Variant], dict[str, st
     return [variant for variant in wanted if variant.name not in skipped], skipped
 
 
-def has(package: str) -> bool:
-    """Return whether a package is installed; Transformer Engine must have its extension."""
-    if package == "transformer_engine" and compat.lacks_te_extension():
-        return False
-    return importlib.util.find_spec(package) is not None
-
-
-def arguments_of(
-    shape: str, precision: str, *, layers: int, sequence: int, on_cpu: bool
-) -> Arguments:
-    """Return the recipe's arguments on one rank, with Transformer Engine if it is installed.
-
-    Args:
-        shape: a key of :data:`SHAPES`.
-        precision: a key of :data:`PRECISIONS`.
-        layers: number of layers.
-        sequence: tokens of one sequence.
-        on_cpu: whether to run on the CPU, without Transformer Engine.
-    """
-    recipe, changes = SHAPES[shape]
-    arguments = get_recipe(recipe).run_for(changes).flags
-    arguments = {flag: value for flag, value in arguments.items() if flag not in _DROPPED}
-    arguments |= _ONE_RANK | {
-        "--num-layers": (str(layers),),
-        "--seq-length": (str(sequence),),
-        "--max-position-embeddings": (str(sequence),),
-    }
-    if on_cpu or not has("transformer_engine"):
-        arguments |= {
-            flag: () if word is None else (word,)
-            for flag, word in cpu.MEGATRON_FLAGS.items()
-            if on_cpu or flag != "--distributed-backend"
-        }
-    elif "--num-experts" in arguments:
-        arguments |= _FUSED_EXPERTS
-    return arguments | parse(PRECISIONS[precision])
-
-
 class Cell(NamedTuple):
     """The input of a layer and its precision."""
 
@@ -161,15 +112,6 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.tokens} tokens, {self.precision}"
-
-    def refusal(self) -> str | None:
-        """Return why this machine does not support the precision, or None."""
-        if self.precision not in _CAPABILITY:
-            return None
-        if cpu.is_installed() or not has("transformer_engine"):
-            return "FP8 needs Transformer Engine and a CUDA device"
-        found, needed = torch.cuda.get_device_capability(), _CAPABILITY[self.precision]
-        return None if found >= needed else f"needs compute capability {needed}, got {found}"
 
 
 def start_megatron() -> None:
@@ -191,10 +133,24 @@ def transformer_config(cell: Cell) -> Any:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    sizes = {"layers": 1, "sequence": cell.sequence}
-    arguments = arguments_of(cell.shape, cell.precision, on_cpu=cpu.is_installed(), **sizes)
-    arguments = {flag: words for flag, words in arguments.items() if flag not in _OURS}
-    arguments["--global-batch-size"] = ("1",)
+    recipe, changes = SHAPES[cell.shape]
+    arguments = get_recipe(recipe).run_for(changes).flags
+    arguments = {flag: value for flag, value in arguments.items() if flag not in _DROPPED}
+    arguments |= _ONE_LAYER | {
+        "--seq-length": (str(cell.sequence),),
+        "--max-position-embeddings": (str(cell.sequence),),
+    }
+    on_cpu = cpu.is_installed()
+    missing = importlib.util.find_spec("transformer_engine") is None
+    if on_cpu or missing or compat.lacks_te_extension():
+        arguments |= {
+            flag: () if word is None else (word,)
+            for flag, word in cpu.MEGATRON_FLAGS.items()
+            if on_cpu or flag != "--distributed-backend"
+        }
+    elif "--num-experts" in arguments:
+        arguments |= {"--moe-grouped-gemm": (), "--moe-permute-fusion": ()}
+    arguments |= parse(PRECISIONS[cell.precision])
     with (
         mock.patch.object(sys, "argv", ["layer", *render(arguments)]),
         mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),

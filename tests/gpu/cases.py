@@ -86,19 +86,12 @@ LOCAL: dict[str, Value] = {
 }
 
 TINY: dict[str, Value] = {
-    "--num-layers": 2,
-    "--hidden-size": 64,
-    "--ffn-hidden-size": 64,
-    "--kv-channels": 16,
-    "--seq-length": 32,
-    "--max-position-embeddings": 32,
-    "--train-iters": 4,
-    "--micro-batch-size": 2,
-    "--global-batch-size": 4,
+    **dict.fromkeys(("--hidden-size", "--ffn-hidden-size"), 64),
+    **dict.fromkeys(("--seq-length", "--max-position-embeddings"), 32),
+    "--num-layers": 2, "--kv-channels": 16, "--train-iters": 4,
+    "--micro-batch-size": 2, "--global-batch-size": 4,
 }
-"""What a run on the CPU replaces."""
-
-TINY_EXPERTS: dict[str, Value] = {"--moe-ffn-hidden-size": 64}
+"""What a dense run on the CPU replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,7 @@ def train(
     # one each: runs at the same time would write one index file together
     words |= {"--data-cache-path": (str(folder / case.name / "cache"),)}
     if device == "cpu":
-        tiny = cases.TINY | (cases.TINY_EXPERTS if case.moe else {})
-        words |= {flag: (str(value),) for flag, value in tiny.items()}
+        words |= {flag: (str(value),) for flag, value in cases.TINY.items()}
         words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
     job = prepare(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
     port = str(free_port())

@@ -10,7 +10,6 @@ import os
 import bench
 import bench_kernels
 import bench_layer
-import bench_step
 import layers
 import measuring
 import pytest
@@ -131,28 +130,6 @@ def test_times_of_layers_are_per_microbatch_and_ratios_per_turn(monkeypatch):
     result = bench_layer.measure(cell, given, torch.device("cpu"))
     assert result["milliseconds"]["mlp"].median == 750
     assert (result["over_stock"]["mlp"].median, result["over_stock"]["mlp"].low) == (1, 0.75)
-
-
-@pytest.mark.whole  # two trainings
-def test_steps_train_stock_and_ours(training_package, tmp_path):
-    words = ["--variants", "mlp", "mlp/kernels", "--steps", "2", "--repetitions", "1"]
-    code, out, (result,) = run_bench("step", [*words, "--layers", "1"], tmp_path / "step.json")
-    assert code == 0, result["failed"]
-    assert set(result["seconds"]) == {"stock", "mlp"}  # each checked for the class of attention
-    assert "mlp/kernels skipped: the kernels need a CUDA device" in out
-
-
-def test_a_failed_step_leaves_the_others(monkeypatch, capsys):
-    def run(variant, shape, given):
-        if variant.name == "gate":
-            raise RuntimeError("exit code 1 after 0 steps:\nthe last lines")
-        return 1.0
-
-    monkeypatch.setattr(bench_step, "run", run)
-    assert bench.main(["step", "--device", "cpu", "--variants", "gate", "mlp"]) == 1
-    out = capsys.readouterr().out
-    assert "gate failed: exit code 1 after 0 steps" in out
-    assert "| mlp |" in out
 
 
 @pytest.mark.whole

@@ -19,7 +19,6 @@ SIZES = ["--shapes", "tiny", "--variants", "mlp", "mlp/kernels", "linear/folded"
     ("words", "figures"),
     [
         (["layer", *SIZES, "--tokens", "64", "--repetitions", "2"], "milliseconds"),
-        (["step", *SIZES, "--layers", "1", "--repetitions", "1"], "seconds"),
         (["decode", "--shape", "small", "--new", "8", "--batches", "2"], "tokens_per_second"),
     ],
 )
