@@ -88,8 +88,11 @@ LOCAL: dict[str, Value] = {
 TINY: dict[str, Value] = {
     **dict.fromkeys(("--hidden-size", "--ffn-hidden-size"), 64),
     **dict.fromkeys(("--seq-length", "--max-position-embeddings"), 32),
-    "--num-layers": 2, "--kv-channels": 16, "--train-iters": 4,
-    "--micro-batch-size": 2, "--global-batch-size": 4,
+    "--num-layers": 2,
+    "--kv-channels": 16,
+    "--train-iters": 4,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 4,
 }
 """What a dense run on the CPU replaces."""
 
