@@ -24,7 +24,7 @@ from kha_megatron.cli.options import (
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import hear, say
 from kha_megatron.plan.search import planned
-from kha_megatron.recipes import Command, Job, Recipe, Slurm, check_words, get_recipe, prepare
+from kha_megatron.recipes import Command, Job, Recipe, Slurm, get_recipe, prepare
 
 
 def launch(
@@ -120,7 +120,6 @@ def launch(
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
     chosen, words = get_recipe(recipe), megatron or []
-    check_words(chosen, words)
     if layout == "plan":
         ranks = slurm.ranks if slurm else nproc or chosen.ranks
         chosen = _planned(chosen, ranks, parse_size("--gpu-memory", gpu_memory), words)

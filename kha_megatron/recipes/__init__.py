@@ -9,15 +9,12 @@ from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.history.log_lines import Step, read_steps
-from kha_megatron.recipes.gated import GATED
-from kha_megatron.recipes.interactive import INTERACTIVE
-from kha_megatron.recipes.laptop import LAPTOP
+from kha_megatron.recipes.laptop import LAPTOP, QUICKSTART
 from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launch
 from kha_megatron.recipes.logs import Failure
-from kha_megatron.recipes.moh import MOH
+from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
-from kha_megatron.recipes.prepare import Job, Slurm, check_words, prepare
-from kha_megatron.recipes.quickstart import QUICKSTART
+from kha_megatron.recipes.prepare import Job, Slurm, prepare
 from kha_megatron.recipes.recipe import Recipe
 from kha_megatron.recipes.slurm import Submission, SubmitResult, dry_submission, submit
 from kha_megatron.recipes.tables import TABLES
@@ -33,7 +30,6 @@ __all__ = [
     "Step",
     "Submission",
     "SubmitResult",
-    "check_words",
     "dry_run",
     "dry_submission",
     "get_recipe",

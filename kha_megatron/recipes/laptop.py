@@ -1,9 +1,9 @@
-"""The paper's comparison at a size that two CPU cores train in an evening, a minute a run.
+"""Runs that two CPU cores train in minutes: the quickstart, and the paper's comparison in small.
 
-The shapes are the paper's (section 4.1) in small: four key/value heads, RMSNorm on queries and
-keys, experts that a bias balances; and a dense model.
-One rank each, so that ``kha-megatron compare`` trains as many side by side as there are cores.
-``benchmarks/reproduction.md`` says how the learning rate was chosen.
+The shapes are the paper's (section 4.1) in small: RMSNorm on queries and keys, experts balanced by
+a bias, and a dense model. The laptop recipes use one rank, so that ``kha-megatron compare`` trains
+as many side by side as there are cores. ``benchmarks/reproduction.md`` says how their learning rate
+was chosen.
 """
 
 from typing import Any
@@ -12,22 +12,8 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.paper import ATTENTION
 from kha_megatron.recipes.recipe import Recipe
 
-_SHAPE: dict[str, Any] = ATTENTION | {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "kv_channels": 16,
-    "rotary_base": 10000,
-    # half of 1/sqrt(hidden); from 0.02 hundreds of steps go into leaving the start, at moments that
-    # chance decides, and pairs of runs scatter ten times as much
-    "init_method_std": 0.06,
-}
 _EXPERTS: dict[str, Any] = {
-    "ffn_hidden_size": 64,
     "num_experts": 8,
-    "moe_ffn_hidden_size": 64,
     "moe_router_topk": 2,
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -36,14 +22,7 @@ _EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 _TRAINING: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-    "micro_batch_size": 8,
-    "global_batch_size": 8,
     "train_iters": 350,
-    "lr": 4e-3,
-    "min_lr": 4e-4,
     "lr_decay_style": "cosine",
     "lr_warmup_fraction": 0.05,
     "adam_beta1": 0.9,
@@ -51,7 +30,6 @@ _TRAINING: dict[str, Any] = {
     "weight_decay": 0.1,
     "clip_grad": 1.0,
     "seed": 1234,
-    "split": "95,5,0",
     "num_workers": 0,
     "eval_interval": 1000,
     "eval_iters": 0,
@@ -64,18 +42,81 @@ _TRAINING: dict[str, Any] = {
 }
 
 
-def _recipe(name: str, what: str, feed_forward: dict[str, Any]) -> Recipe:
+def _recipe(name: str, description: str, *, ranks: int, length: int, **values: Any) -> Recipe:
+    """Build a recipe for sequences of ``length`` tokens. ``values`` are its own arguments."""
+    shared = ATTENTION | {
+        "group_query_attention": True,
+        "rotary_base": 10000,
+        "seq_length": length,
+        "max_position_embeddings": length,
+    }
     return Recipe(
-        name=f"laptop/{name}",
-        description=f"{what}, 2 layers, 8 query and 4 KV heads, one CPU core",
-        ranks=1,
-        run=Run.of(vocab_size=512, **_SHAPE, **feed_forward, **_TRAINING),
-        environment={"OMP_NUM_THREADS": "1"},
+        name=name,
+        description=description,
+        ranks=ranks,
+        run=Run.of(vocab_size=512, **(shared | _TRAINING | values)),
+        environment={"OMP_NUM_THREADS": "1"},  # more threads would compete for the cores
     )
 
 
+def _laptop(name: str, what: str, **feed_forward: Any) -> Recipe:
+    return _recipe(
+        f"laptop/{name}",
+        f"{what}, 2 layers, 8 query and 4 KV heads, one CPU core",
+        ranks=1,
+        length=128,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=16,
+        # half of 1/sqrt(hidden): with 0.02 the loss stays at its start for hundreds of steps, and
+        # pairs of runs differ ten times as much
+        init_method_std=0.06,
+        tensor_model_parallel_size=1,
+        micro_batch_size=8,
+        global_batch_size=8,
+        lr=4e-3,
+        min_lr=4e-4,
+        split="95,5,0",
+        **feed_forward,
+    )
+
+
+QUICKSTART = _recipe(
+    "quickstart",
+    "small MoE with KHA-MLP on v, tensor parallel over two CPU ranks",
+    ranks=2,
+    length=256,
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=32,
+    layernorm_epsilon=1e-6,
+    init_method_std=0.05,  # half of 1/sqrt(hidden)
+    moe_ffn_hidden_size=128,
+    **_EXPERTS,
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,  # Megatron requires it for experts with tensor parallelism
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+    micro_batch_size=16,
+    global_batch_size=16,
+    lr=2e-3,  # with a rate ten times that of the paper's models, losses depend on rounding
+    min_lr=2e-4,
+    split="99,1,0",
+)
+
 LAPTOP = (
-    _recipe("moe", "MoE of 8 experts, top 2", _EXPERTS),
-    _recipe("dense", "dense model", {"ffn_hidden_size": 192}),
+    _laptop(
+        "moe",
+        "MoE of 8 experts, top 2",
+        ffn_hidden_size=64,
+        moe_ffn_hidden_size=64,
+        **_EXPERTS,
+    ),
+    _laptop("dense", "dense model", ffn_hidden_size=192),
 )
 """A mixture of experts and a dense model with as many active parameters."""

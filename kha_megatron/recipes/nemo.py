@@ -13,7 +13,7 @@ from typing import Any, Optional
 import nemo_run as run
 
 from kha_megatron.errors import KHAError
-from kha_megatron.recipes import check_words, get_recipe, prepare
+from kha_megatron.recipes import get_recipe, prepare
 from kha_megatron.recipes.launching import TASK
 
 
@@ -45,14 +45,12 @@ def partial(
     Raises:
         KHAError: see :func:`kha_megatron.recipes.prepare.prepare`.
     """
-    chosen, words = get_recipe(recipe), shlex.split(megatron)
     local = isinstance(executor, run.LocalExecutor)
-    check_words(chosen, words)
     job = prepare(
-        chosen,
+        get_recipe(recipe),
         data=Path(data) if data else None,
         output=Path(output or f"runs/{recipe}"),
-        overrides=words,
+        overrides=shlex.split(megatron),
         ranks=executor.nnodes() * executor.nproc_per_node(),
         resume=resume,
         remote=not local,
@@ -73,16 +71,9 @@ def train(
     megatron: str = "",
     resume: bool = False,
 ) -> None:
-    """Train a recipe of kha-megatron on any of NeMo-Run's executors.
+    """Train a recipe of kha-megatron on any of NeMo-Run's executors; see :func:`partial`.
 
     Exits with code 1 if a rank fails, and with 2 if the input is refused.
-
-    Args:
-        recipe: a name of ``kha-megatron recipes list``.
-        data: directory made by ``kha-megatron data prepare``.
-        output: directory for checkpoints and TensorBoard files; ``runs/RECIPE`` if not given.
-        megatron: Megatron's and ``--kha-*`` arguments, as for a shell.
-        resume: continue from the last checkpoint in ``output``.
     """
     try:
         executor = ctx.executor or run.LocalExecutor(ntasks_per_node=get_recipe(recipe).ranks)

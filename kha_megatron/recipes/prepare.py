@@ -3,12 +3,10 @@
 Only the command line and the file system are needed, so that a mistake costs no time in a queue.
 """
 
-import importlib.util
 import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +19,7 @@ from kha_megatron.data.paths import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.rules import check_arguments, check_attention
-from kha_megatron.model.run import Run, hear, say
-from kha_megatron.model.words import render
+from kha_megatron.model.run import Run, say
 from kha_megatron.recipes.recipe import Recipe
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -146,7 +143,8 @@ def prepare(
     if resume and run.files.save is None:
         raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
     ranks = recipe.ranks if ranks is None else ranks
-    check_layout(run, ranks)
+    check_attention(run.arguments, run.kha)
+    check_arguments(run.arguments, ranks, run.kha)
     check_data(run.arguments, look=not remote)
     if not remote:
         _check_directories(run, output, resume=resume)
@@ -173,55 +171,16 @@ def prepare(
     )
 
 
-def check_words(recipe: Recipe, words: Sequence[str]) -> None:
-    """Check a user's arguments with Megatron's parser, if Megatron is installed.
-
-    Arguments that this package knows as numbers and booleans are not passed to Megatron.
-
-    Raises:
-        ConfigError: Megatron's parser refuses an argument.
-    """
-    doubtful = {
-        one.flag: one.words
-        for name, one in hear(words).items()
-        if name == one.flag or isinstance(one.value, str)
-    }
-    if not doubtful or recipe.entry != "kha_megatron.training":
-        return
-    if importlib.util.find_spec("megatron") is None:
-        return
-    command = [sys.executable, "-m", "kha_megatron.training.words", *render(doubtful)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 2:
-        complaint = done.stderr.strip().rpartition("error: ")[2]
-        raise ConfigError(f"{complaint}. `python -m {recipe.entry} --help` lists all arguments.")
-
-
-def check_layout(run: Run, ranks: int) -> None:
-    """Check model, batch and mechanisms against the parallel sizes.
-
-    Raises:
-        ConfigError: with both numbers and what to change.
-    """
-    if ranks < 1:
-        raise ConfigError(f"Expected at least 1 rank, got {ranks}.")
-    check_attention(run.arguments, run.kha)
-    if run.training.device not in ("cuda", "cpu"):
-        raise ConfigError(f"Expected --device cuda or cpu, got {run.training.device}.")
-    check_arguments(run.arguments, ranks, run.kha)
-
-
 def _check_directories(run: Run, output: Path | None, *, resume: bool) -> None:
     """Check that nothing is overwritten, and that a checkpoint to load is complete."""
-    save = run.files.save
-    load = run.files.load or (save if resume else None)
+    save = Path(run.files.save).absolute() if run.files.save else None
+    load = Path(run.files.load).absolute() if run.files.load else save if resume else None
     if load:
-        _check_checkpoint(Path(load).absolute(), run)
-    for folder in dict.fromkeys(f.absolute() for f in (output, save and Path(save)) if f):
+        _check_checkpoint(load, run)
+    for folder in dict.fromkeys(f for f in (output and output.absolute(), save) if f):
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"Expected --output as a directory, but {folder} is a file.")
-        in_use = folder.is_dir() and any(folder.iterdir())
-        if in_use and not resume and (not load or folder != Path(load).absolute()):
+        if folder.is_dir() and any(folder.iterdir()) and not (resume or folder == load):
             raise OutputError(f"{folder} is not empty. Choose another --output, or add --resume.")
         parent = next(p for p in (folder, *folder.parents) if p.exists())
         if not os.access(parent, os.W_OK | os.X_OK):

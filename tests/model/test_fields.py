@@ -9,15 +9,19 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model, pattern_of
+from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import TABLE, Run, hear
 from kha_megatron.recipes import RECIPES, get_recipe
-from kha_megatron.recipes.prepare import check_layout
 
 pytestmark = pytest.mark.usefixtures("training_package")
 
 WITHOUT = {"num_layers", "hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"}
 WITHOUT |= {"ffn_hidden_size", "seq_length", "micro_batch_size"}
 """What a model or a batch cannot do without: the table has no default for them."""
+
+
+def check_layout(run, ranks):
+    check_arguments(run.arguments, ranks, run.kha)
 
 
 def _actions():

@@ -7,7 +7,7 @@ import pytest
 
 from kha_megatron.plan.counts import as_printed, count, flops
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.moh import MOH
+from kha_megatron.recipes.other_heads import MOH
 
 
 def counted(name):

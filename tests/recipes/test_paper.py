@@ -12,9 +12,7 @@ from kha_megatron.model.layout import Layout
 from kha_megatron.plan.counts import active_parameters, count, parameters
 from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.gated import GATED
-from kha_megatron.recipes.interactive import INTERACTIVE
-from kha_megatron.recipes.moh import MOH
+from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
 from kha_megatron.recipes.paper import PAPER
 from kha_megatron.recipes.tables import TABLES
 

@@ -27,8 +27,6 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         ("--tensor-model-parallel-size two", 2, "--tensor-model-parallel-size two"),
         ("--kha-preset kha_mpl", 2, "unknown KHA preset 'kha_mpl'"),
         ("--multi-latent-attention", 2, "value=mlp on multi-latent attention"),
-        ("--device tpu", 2, "--device cuda or cpu, got tpu"),
-        ("", 0, "at least 1 rank"),
         ("--pipeline-model-parallel-size 2", 2, "tensor 2 x pipeline 2"),
         ("--moe-layer-freq __import__('os')", 2, "give a whole number"),
     ],

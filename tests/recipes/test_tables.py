@@ -9,8 +9,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.plan.search import planned
 from kha_megatron.recipes import RECIPES, get_recipe, prepare
-from kha_megatron.recipes.gated import GATED
-from kha_megatron.recipes.interactive import INTERACTIVE
+from kha_megatron.recipes.other_heads import GATED, INTERACTIVE
 from kha_megatron.recipes.tables import TABLES
 
 TOKENS = {"table1": 75e9, "table2": 75e9, "table3": 100e9, "table4": 1e12, "table5": 100e9}
