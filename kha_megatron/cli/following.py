@@ -1,4 +1,4 @@
-"""Following a training run on stderr: its progress, and how it ended."""
+"""Report the progress and the end of a training run on stderr."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +15,12 @@ from rich.progress import (
 )
 
 from kha_megatron.cli import console
-from kha_megatron.recipes import Failure, Job, LaunchResult, Step
+from kha_megatron.recipes import Failure, LaunchResult, Step
 
 
 @contextmanager
-def training_progress(job: Job) -> Iterator[Callable[[Step], None]]:
-    """A bar with loss and time left on stderr; plain lines where stderr is no terminal."""
-    title = f"{job.recipe.name} on {job.ranks} ranks"
+def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
+    """Show a progress bar with loss and time left on stderr, or lines if stderr is no terminal."""
     if not console.log.is_terminal:
         console.log.print(f"{title}: starting", markup=False)
         yield _plain_progress()
@@ -65,12 +64,12 @@ def _plain_progress(every_seconds: float = 10.0) -> Callable[[Step], None]:
 
 
 def loss_words(step: Step) -> str:
-    """The loss of a step in words."""
+    """Format the loss of a step."""
     return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
 
 def report(result: LaunchResult) -> None:
-    """Say on stderr how a run ended; after a failure, with the last lines of the guilty rank."""
+    """Print how a run ended; after a failure, with the last lines of the rank that failed."""
     if result.succeeded:
         console.log.print(f"trained in {result.seconds:.0f} s; log: {result.log}", markup=False)
         return
@@ -81,6 +80,6 @@ def report(result: LaunchResult) -> None:
 
 
 def print_lines(failure: Failure) -> None:
-    """The last lines of the log of who ended a run."""
+    """Print the last lines of the log of the rank that failed."""
     for line in failure.lines:
         console.log.print(f"  {line}", markup=False, emoji=False)

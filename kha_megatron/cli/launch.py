@@ -15,16 +15,12 @@ from kha_megatron.cli.following import print_lines, report, training_progress
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
-    GPUMemory,
     MegatronArguments,
     RecipeName,
     TrainingDevice,
-    parse_size,
 )
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.run import hear, say
-from kha_megatron.plan.search import planned
-from kha_megatron.recipes import Command, Job, Recipe, Slurm, get_recipe, prepare
+from kha_megatron.recipes import Command, Job, Slurm, get_recipe, prepare
 
 
 def launch(
@@ -43,11 +39,6 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in --output.")
     ] = False,
-    layout: Annotated[
-        Literal["recipe", "plan"],
-        typer.Option(help="Parallel sizes: the recipe's, or the best that `plan` finds."),
-    ] = "recipe",
-    gpu_memory: GPUMemory = "80GB",
     executor: Annotated[
         Literal["local", "slurm"], typer.Option(help="Run on this machine or on Slurm.")
     ] = "local",
@@ -119,15 +110,12 @@ def launch(
     slurm = options if executor == "slurm" else None
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
-    chosen, words = get_recipe(recipe), megatron or []
-    if layout == "plan":
-        ranks = slurm.ranks if slurm else nproc or chosen.ranks
-        chosen = _planned(chosen, ranks, parse_size("--gpu-memory", gpu_memory), words)
+    chosen = get_recipe(recipe)
     job = prepare(
         chosen,
         data=data,
         output=output or Path("runs", chosen.name),
-        overrides=words,
+        overrides=megatron or [],
         ranks=nproc,
         device=device,
         resume=resume,
@@ -147,21 +135,13 @@ def _pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _planned(recipe: Recipe, ranks: int, memory: float, words: list[str]) -> Recipe:
-    """Return the recipe with the best layout for so many GPUs; sizes among ``words`` stay."""
-    sizes = planned(recipe.run_for(words), ranks, memory, fixed=hear(words))
-    text = " ".join(" ".join([one.flag, *one.words]) for one in say(**sizes).values())
-    console.log.print(f"layout for {ranks} GPUs: {text}", markup=False)
-    return recipe.updated(**sizes)
-
-
 def _on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
     if dry_run:
         command = recipes.dry_run(job)
         console.print_json(asdict(command)) if as_json else _print(_as_shell(command))
         return
     try:
-        with training_progress(job) as on_step:
+        with training_progress(job.title) as on_step:
             result = recipes.launch(job, on_step=on_step)
     except KeyboardInterrupt:
         console.log.print(
@@ -186,7 +166,7 @@ def _on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
             _print(f"# scripts/train.sh, which every rank runs\n{submission.script}")
         return
     try:
-        with training_progress(job) if not detach else nullcontext() as on_step:
+        with training_progress(job.title) if not detach else nullcontext() as on_step:
             result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
         console.log.print("no longer waiting; submitted jobs continue", markup=False)

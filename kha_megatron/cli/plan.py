@@ -1,4 +1,4 @@
-"""``kha-megatron plan``: legal layouts of a recipe on a number of GPUs, and their cost on paper."""
+"""``kha-megatron plan``: legal layouts of a recipe on a number of GPUs, with estimated cost."""
 
 import re
 from dataclasses import asdict
@@ -12,8 +12,10 @@ from kha_megatron.cli.options import AsJSON, GPUMemory, RecipeName, parse_size
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Layout
+from kha_megatron.model.run import say
 from kha_megatron.plan import search as planner
 from kha_megatron.plan.counts import count
+from kha_megatron.plan.rank import Setup
 
 _ASSUMED = (
     "arithmetic, not measured: Transformer Engine with flash attention, no dropout, even experts; "
@@ -23,6 +25,7 @@ _ASSUMED = (
 
 
 Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Instead of the recipe's.")]
+Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="List only this size.")]
 
 
 def plan(
@@ -38,24 +41,22 @@ def plan(
     precision: Annotated[
         Literal["bf16", "fp8"] | None, typer.Option(help="Instead of the recipe's.")
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel size.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Fix the pipeline-parallel size.")] = None,
-    vpp: Annotated[
-        int | None, typer.Option(help="Fix the virtual stages of a pipeline rank.")
-    ] = None,
-    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel size.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Fix the expert-parallel size.")] = None,
-    etp: Annotated[int | None, typer.Option(help="Fix the expert-tensor-parallel size.")] = None,
+    tp: Fixed = None,
+    pp: Fixed = None,
+    vpp: Fixed = None,
+    cp: Fixed = None,
+    ep: Fixed = None,
+    etp: Fixed = None,
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="Layouts to list.")] = 15,
     as_json: AsJSON = False,
 ) -> None:
     """List the legal layouts of a recipe on a number of GPUs, with memory and communication.
 
-    Everything is arithmetic over the model's sizes; nothing is measured or
-    started. Memory is of the rank that has most, for weights, gradients,
-    optimizer and activations; sent is what a rank sends in one step. KHA's
-    share is shown apart. pp4x2 are four pipeline ranks with two virtual stages
-    each. A layout that cannot be made is refused with the reason.
+    All numbers are calculated from the model's sizes; nothing is measured or
+    started. Memory is that of the fullest rank: weights, gradients, optimizer
+    and activations. "Sent" is what a rank sends in one step. KHA's share is
+    listed separately. pp4x2 means four pipeline ranks with two virtual stages
+    each. The last line are the arguments of the first layout, for `launch`.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
@@ -90,7 +91,7 @@ def plan(
             "assumed": _ASSUMED,
             "legal": len(plans),
             "fitting": fitting,
-            "layouts": [_as_data(p, capacity) for p in plans[:limit]],
+            "layouts": [_as_data(p, setup, capacity) for p in plans[:limit]],
         }
         console.print_json(result)
         return
@@ -105,6 +106,7 @@ def plan(
         + (f"; the first {limit} are shown (--limit)" if len(plans) > limit else "")
     )
     console.out.print(_ASSUMED)
+    console.out.print(f"arguments of the first layout: {_arguments(plans[0], setup)}")
 
 
 def _as_typed(text: str) -> str:
@@ -115,7 +117,7 @@ def _as_typed(text: str) -> str:
     return re.sub(r"^(\d+) (ranks|GPUs)", r"--gpus \1", text)
 
 
-def _as_data(plan: planner.PlannedLayout, capacity: float) -> dict[str, Any]:
+def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict[str, Any]:
     layout = plan.layout
     data = asdict(plan)
     data["layout"] = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
@@ -126,7 +128,13 @@ def _as_data(plan: planner.PlannedLayout, capacity: float) -> dict[str, Any]:
         "sequence_parallel": layout.sequence_parallel,
         "loss_as_layer": layout.loss_as_layer,
     }
-    return data | {"fits": planner.fits(plan, capacity), "total_memory": plan.total_memory}
+    data |= {"fits": planner.fits(plan, capacity), "total_memory": plan.total_memory}
+    return data | {"arguments": _arguments(plan, setup)}
+
+
+def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
+    sizes = planner.arguments_of(plan.layout, setup.model)
+    return " ".join(" ".join([one.flag, *one.words]) for one in say(**sizes).values())
 
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:

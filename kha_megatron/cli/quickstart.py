@@ -137,7 +137,7 @@ def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "Launc
     run = output / "run"
     make_room(run)
     job = recipes.prepare(recipe, data=output / "data", output=run, overrides=overrides)
-    with training_progress(job) as on_step:
+    with training_progress(job.title) as on_step:
         result = recipes.launch(job, on_step=on_step)
     report(result)
     if not result.succeeded:

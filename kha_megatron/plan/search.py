@@ -1,4 +1,4 @@
-"""Which layouts a recipe can have on a number of GPUs, and what each would cost on paper.
+"""List the legal layouts of a run on a number of GPUs, with their estimated cost.
 
 Order of the list: layouts that fit into the GPU's memory first; then by idle time of the pipeline,
 in steps of five percentage points, since smaller differences are beyond this arithmetic; then by
@@ -6,13 +6,14 @@ bytes sent; then by memory.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
+from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_layout, head_facts
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
@@ -66,7 +67,7 @@ def setup_of(
     precision: Precision | None = None,
     recompute: Recompute = "none",
 ) -> Setup:
-    """The run in the planner's terms, with what the caller says instead.
+    """Return a run in the planner's terms; arguments replace the run's values.
 
     Raises:
         ConfigError: the run has what the planner cannot count.
@@ -94,23 +95,20 @@ def setup_of(
 def plan_layouts(
     setup: Setup, gpus: int, gpu_memory: float, fixed: Mapping[str, int | None]
 ) -> list[PlannedLayout]:
-    """All legal layouts on ``gpus`` GPUs with their cost, best first.
+    """Return all legal layouts on ``gpus`` GPUs with their cost, best first.
 
     Args:
         gpu_memory: bytes of one GPU.
         fixed: sizes of :data:`SIZES` that are given; None or absent leaves one open.
 
     Raises:
-        ConfigError: no layout is legal, with the message of the plainest one, or the heads cannot
-            have what the run asks for.
+        ConfigError: no layout is legal (with the reason of the plainest one), or a mechanism does
+            not fit the run.
     """
     setup.kha.check(head_facts(setup.model, setup.batch))
     if not 1 <= gpus <= MOST_GPUS:
         raise ConfigError(f"{gpus} GPUs: plan knows layouts of 1 to {MOST_GPUS}")
     given = {name: size for name, size in fixed.items() if size is not None}
-    for name, size in given.items():
-        if size < 1:
-            raise ConfigError(f"--{name} {size}: give a whole number from 1 up")
     plans: list[PlannedLayout] = []
     work = flops(setup.model, setup.kha, setup.batch.seq_length)
     refusal: ConfigError | None = None
@@ -126,35 +124,15 @@ def plan_layouts(
     return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
 
 
-def planned(run: Run, gpus: int, gpu_memory: float, fixed: Collection[str]) -> dict[str, Any]:
-    """Megatron's arguments, by name, of the best layout on so many GPUs.
-
-    Args:
-        gpu_memory: bytes of one GPU.
-        fixed: arguments whose sizes stay as the run has them.
-
-    Raises:
-        ConfigError: no layout is legal, or none fits into the memory.
-    """
-    names = {row.field: row.argument for row in rows(Layout)}
-    kept = {size: run.arguments[names[size]] for size in SIZES if names[size] in fixed}
-    try:
-        setup = setup_of(run, recompute=run.training.recompute_granularity or "none")
-    except ConfigError as error:
-        raise ConfigError(f"{error}: give --layout recipe") from error
-    best = plan_layouts(setup, gpus, gpu_memory, kept)[0]
-    if not fits(best, gpu_memory):
-        raise ConfigError(
-            f"the model fits on {gpus} GPUs of {gpu_memory / 1e9:.0f} GB in no layout (the "
-            f"best takes {best.total_memory / 1e9:.0f} GB): use more GPUs, or "
-            "--recompute-granularity full, or --layout recipe to try it nevertheless"
-        )
-    layout = replace(best.layout, etp=best.layout.expert_tp)
-    sizes = [n for n in SIZES if setup.model.num_experts or n not in ("ep", "etp")]
+def arguments_of(layout: Layout, model: Model) -> dict[str, Any]:
+    """Return Megatron's arguments, by name, that request a layout."""
+    sizes = [n for n in SIZES if model.num_experts or n not in ("ep", "etp")]
+    whole = replace(layout, etp=layout.expert_tp)
     return {
-        names[name]: value
-        for name in (*sizes, "sequence_parallel", "loss_as_layer")
-        if (value := getattr(layout, name))
+        row.argument: value
+        for row in rows(Layout)
+        if row.field in (*sizes, "sequence_parallel", "loss_as_layer")
+        and (value := getattr(whole, row.field))
     }
 
 
@@ -164,12 +142,12 @@ def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
 
 
 def _order(plan: PlannedLayout, gpu_memory: float) -> tuple[bool, int, float, float]:
-    steps = int(plan.idle / 0.05)
-    return not fits(plan, gpu_memory), steps, plan.communication.total, plan.total_memory
+    idle = int(plan.idle / 0.05)
+    return not fits(plan, gpu_memory), idle, plan.communication.total, plan.total_memory
 
 
 def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[Layout]:
-    """Layouts to look at, the plainest first: what is fixed, and small sizes of the rest."""
+    """Yield layouts to check, small sizes first."""
     model = setup.model
 
     def sizes(name: str, open_to: list[int]) -> list[int]:

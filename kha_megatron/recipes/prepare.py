@@ -92,6 +92,11 @@ class Job:
     """None runs on this machine."""
 
     @property
+    def title(self) -> str:
+        """What a progress report calls the job."""
+        return f"{self.recipe.name} on {self.ranks} ranks"
+
+    @property
     def script(self) -> str:
         """The shell script that each rank executes."""
         return f"exec {shlex.join(self.command)}\n"

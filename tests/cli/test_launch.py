@@ -115,21 +115,6 @@ def test_an_upcycled_run_finds_itself_when_it_is_started_again(tmp_path, nemorun
     assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
 
-def test_slurm_uses_the_planned_layout_on_request(nemorun_home, tmp_path):  # noqa: F811
-    words = ["launch", "moe-a0.8b-6.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
-    words += ["--output", str(tmp_path / "runs"), "--json"]
-    fixed = ["--", "--mock-data", "--tensor-model-parallel-size", "2"]
-    result = run(*words, "--layout", "plan", *fixed)
-    planned = json.loads(result.stdout)
-    assert "--tensor-model-parallel-size 2" in planned["script"]
-    assert "--sequence-parallel" in planned["script"]
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" in planned["requests"][0]
-    assert "layout for 8 GPUs" in result.stderr
-    plain = json.loads(run(*words, "--", "--mock-data").stdout)
-    assert "--expert-model-parallel-size 8" in plain["script"]
-    assert "--pipeline" not in plain["script"]
-
-
 def test_slurm_needs_no_account_and_no_whole_node(nemorun_home, tmp_path):  # noqa: F811
     words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
     words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]

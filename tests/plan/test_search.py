@@ -8,7 +8,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.rules import check_layout
 from kha_megatron.plan.counts import flops
-from kha_megatron.plan.search import fits, plan_layouts, setup_of
+from kha_megatron.plan.search import arguments_of, fits, plan_layouts, setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.paper import PAPER
 
@@ -49,6 +49,8 @@ def test_what_is_fixed_stays_fixed():
     fixed = {"tp": 2, "pp": 3, "vpp": 2, "cp": 1, "ep": 4, "etp": 1}
     (plan,) = plan_layouts(setup, 24, 80 * GB, fixed)
     assert {name: getattr(plan.layout, name) for name in fixed} == fixed
+    run = get_recipe("moe-a0.8b-6.6b").run.updated(**arguments_of(plan.layout, setup.model))
+    assert run.layout(24) == plan.layout
 
 
 def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
@@ -67,7 +69,6 @@ def test_a_layer_count_that_is_prime_counts_the_loss_as_one_more():
         (64, {"tp": 2, "pp": 3}, "64 ranks cannot be divided by .* = 6: use 60 or 66"),
         (64, {"vpp": 2, "pp": 1}, "2 virtual pipeline stages"),
         (1024, {"tp": 1, "pp": 1, "cp": 1}, "--global-batch-size 512 .* 1024 data-parallel"),
-        (64, {"tp": 0}, "--tp 0"),
         (0, {}, "0 GPUs: plan knows layouts of 1 to 131072"),
         (8, {"pp": 10**20}, "cannot be divided over 1"),
     ],
