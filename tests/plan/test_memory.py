@@ -72,21 +72,24 @@ def sizes(world, layout, overrides):
 
 
 LAYOUTS = [
-    (2, Layout(tp=2, sequence_parallel=True), {}),
-    (4, Layout(tp=4), {"num_query_groups": 2}),  # fewer key/value heads than ranks
-    (2, Layout(pp=2), {}),
-    (4, Layout(pp=2), {"tied": False}),
     (2, Layout(pp=2, vpp=2), MIXED_LAYERS),
+    (4, Layout(tp=2, ep=2, etp=1, sequence_parallel=True), MIXED_LAYERS),
+]
+REST = [
+    (4, Layout(tp=4), {"num_query_groups": 2}),  # fewer key/value heads than ranks
+    (4, Layout(pp=2), {"tied": False}),
     (2, Layout(pp=2, loss_as_layer=True), {"num_layers": 3}),
     (2, Layout(), {}),  # two replicas
     (2, Layout(ep=2), {**EXPERTS, "tied": False}),
-    (4, Layout(tp=2, ep=2, etp=1, sequence_parallel=True), MIXED_LAYERS),
     (4, Layout(tp=2, ep=2, etp=2, sequence_parallel=True), EXPERTS),
-    (4, Layout(pp=2, ep=2), MIXED_LAYERS),
 ]
 
 
-@pytest.mark.parametrize(("world", "layout", "overrides"), LAYOUTS, ids=lambda v: None)
+@pytest.mark.parametrize(
+    ("world", "layout", "overrides"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.whole) for case in REST)],
+    ids=lambda v: None,
+)
 def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
     layout = Layout(**{**vars(layout), "world_size": world})
     answers = ranks(sizes, world, world, layout, overrides)
@@ -126,27 +129,22 @@ def held(layout, overrides):
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "overrides"),
-    [
-        (1, Layout(), {}),
-        (4, Layout(tp=4, sequence_parallel=True), {"num_query_groups": 2}),
-    ],
-    ids=["one rank", "4 ranks of 2 groups"],
+    "world", [4, pytest.param(1, marks=pytest.mark.whole)], ids="{} ranks of 2 groups".format
 )
-def test_other_heads_are_counted(ranks, world, layout, overrides):
+def test_other_heads_are_counted(ranks, world):
     """Rows in the projection of queries, keys and values, what fills them up, own projections."""
-    layout = replace(layout, world_size=world)
-    for rank in ranks(held, world, layout, overrides):
+    layout = Layout(tp=world, sequence_parallel=world > 1, world_size=world)
+    for rank in ranks(held, world, layout, {"num_query_groups": 2}):
         for kha, has, planned in rank:
             assert planned == has, kha
 
 
-def kept_by_autograd(layout, kha, dtype, qk_norm):
+def kept_by_autograd(layout, kha, qk_norm):
     """Bytes of distinct activations that autograd keeps inside this rank's knocking modules."""
     from kha_megatron.mcore.knocking import KnockingHeads
     from tests.distributed import models
 
-    overrides = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, "num_layers": 1}
+    overrides = {"params_dtype": torch.bfloat16, "bf16": True, "num_layers": 1}
     chunks, _, model, _ = built(layout, kha, qk_layernorm=qk_norm, **overrides)
     kept = {}
     weights = {p.data_ptr() for n, p in chunks[0].named_parameters() if ".knock_" in n}
@@ -171,25 +169,25 @@ def kept_by_autograd(layout, kha, dtype, qk_norm):
     return sum(tensor.nbytes for tensor in kept.values()), model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CASES = [
+    (replace(MIXED, fold="always"), Layout(), False),
+    (MIXED, Layout(tp=2, world_size=2, sequence_parallel=True), True),
+]
+MORE = [(KHAConfig(value=variant), Layout(), True) for variant in MATRICES]
+
+
 @pytest.mark.parametrize(
     ("kha", "layout", "qk_norm"),
-    [
-        *((KHAConfig(value=variant), Layout(), True) for variant in MATRICES),
-        (replace(MIXED, fold="always"), Layout(), False),
-        (MIXED, Layout(), False),
-        (MIXED, Layout(tp=2, world_size=2, sequence_parallel=True), True),
-    ],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.whole) for case in MORE)],
     ids=str,
 )
-def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm, dtype):
+def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     from tests.distributed.models import BATCH, SEQUENCE
 
     batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
     layout = replace(layout, world_size=layout.tp)
-    precision = "fp32" if dtype == torch.float32 else "bf16"
-    for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, dtype, qk_norm):
-        setup = Setup(model=model, kha=kha, batch=batch, precision=precision)
+    for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
+        setup = Setup(model=model, kha=kha, batch=batch, precision="bf16")
         assert found == knocking_activations(Rank.of(setup, layout, 0))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kha_megatron.history.log_lines import Step, new_lines, parse_step, read_log, read_steps
-from kha_megatron.recipes.logs import TAIL_LINES, Failure, find_failure
+from kha_megatron.recipes.logs import TAIL_LINES, find_failure
 
 LINE = (
     "[default1]: [2026-11-20 10:00:00.123456] iteration       10/     300 | consumed samples:"
@@ -141,7 +141,3 @@ def test_a_log_of_gigabytes_is_not_read_whole(run, monkeypatch):
         file.seek(1 << 32)  # sparse: takes no room
         file.write(b"\nlast words\n")
     assert find_failure(*run).lines[-1] == "last words"
-
-
-def test_an_unknown_signal_is_named_by_number():
-    assert "signal 250" in str(Failure(0, -250, None, ()))
