@@ -1,4 +1,4 @@
-"""Bytes that one rank sends in one optimizer step, on paper.
+"""Estimate the bytes that one rank sends in one optimizer step.
 
 Collectives are counted by the ring algorithm: of ``S`` bytes on ``n`` ranks an all-gather or a
 reduce-scatter sends ``(n - 1) / n * S``, an all-reduce twice as much, an all-to-all
@@ -9,9 +9,9 @@ reduce-scatter sends ``(n - 1) / n * S``, an all-reduce twice as much, an all-to
   weight gradient; without sequence parallelism an all-reduce each way. With fewer key/value heads
   than ranks, the QKV is gathered as well. Embedding, logits and loss; gradients of the norms of
   queries and keys and, with sequence parallelism, of the other norms and the routers.
-- **KHA**: one all-reduce of the gradient for each matrix that all heads share, layer and
-  microbatch; of a gate that all heads share and of a router also what they compute for each token,
-  and what ranks exchange to mix, choose and weigh heads (``Mechanism.sent``).
+- **KHA**: one all-reduce of the gradient for each head-shared matrix, layer and microbatch; for
+  shared gates and routers also their results for each token; and what ranks exchange to mix, choose
+  and weigh heads (``Mechanism.sent``).
 - **context**: keys and values pass round the ring once in forward, and they and their gradients in
   backward (Transformer Engine's ``p2p``).
 - **pipeline**: Narayanan et al. 2021, section 2.2: the activations of a stage's border for each
@@ -36,13 +36,13 @@ class Communication:
 
     tensor: float = 0
     kha: float = 0
-    """Over tensor-parallel ranks, for mechanisms of the heads alone; not in ``tensor``."""
+    """Between tensor-parallel ranks for head mechanisms, not in ``tensor``."""
     context: float = 0
     pipeline: float = 0
     expert: float = 0
     data: float = 0
     kha_data: float = 0
-    """The shared matrices' part of ``data``, not in it."""
+    """The part of head-shared matrices, not in ``data``."""
 
     @property
     def total(self) -> float:
@@ -51,12 +51,12 @@ class Communication:
 
 
 def ring(ranks: int) -> float:
-    """Share of the whole tensor that a rank sends in an all-gather or a reduce-scatter."""
+    """Return the fraction of a tensor that a rank sends in an all-gather or reduce-scatter."""
     return (ranks - 1) / ranks
 
 
 def communication(rank: Rank) -> Communication:
-    """What a rank sends in one step."""
+    """Return what a rank sends in one step."""
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     microbatches, layers = rank.microbatches, rank.layers
     moe = sum(map(rank.model.is_moe, layers))
@@ -64,11 +64,13 @@ def communication(rank: Rank) -> Communication:
     tensor = microbatches * (
         len(layers) * _attention(rank)
         + (len(layers) - moe) * _block(rank)
-        + moe * _shared_expert(rank)
+        + moe * (_block(rank) if rank.model.shared_width else 0)
         + _ends(rank)
     )
     tensor += reduced * 4 * _summed(rank)
     dense = layout.dp * layout.cp
+    keys_and_values = 2 * rank.tokens * rank.heads.kv_heads * rank.model.head_dim * rank.width
+    context = (layout.cp - 1) * keys_and_values * (rank.forwards + 2)
     a_parameter = 4 + rank.width if setup.distributed_optimizer else 8
     return Communication(
         tensor=tensor,
@@ -77,7 +79,7 @@ def communication(rank: Rank) -> Communication:
             reduced * rank.width * counts.kha_summed
             + len(layers) * (_scores(rank) + _exchanged(rank))
         ),
-        context=microbatches * len(layers) * _context(rank),
+        context=microbatches * len(layers) * context,
         pipeline=_pipeline(rank),
         expert=microbatches * moe * _experts(rank),
         data=a_parameter
@@ -87,7 +89,7 @@ def communication(rank: Rank) -> Communication:
 
 
 def _block(rank: Rank) -> float:
-    """One region between a column- and a row-parallel layer: into it, out of it, and back."""
+    """Count one region between a column-parallel and a row-parallel layer."""
     size, once = rank.tokens * rank.row, ring(rank.layout.tp)
     if rank.layout.sequence_parallel:
         return once * size * (2 * rank.forwards + 3)
@@ -104,7 +106,7 @@ def _attention(rank: Rank) -> float:
 
 
 def _scores(rank: Rank) -> float:
-    """What projections of the input that all heads meet, or all ranks compute, hand over."""
+    """Count the results of projections that are shared by heads or computed on all ranks."""
     sent, once = 0.0, ring(rank.layout.tp)
     for tensor in rank.setup.kha.tensors(rank.model.head_sizes):
         if not tensor.reads_input or tensor.per_head or tensor.gradient == "tokens":
@@ -118,7 +120,7 @@ def _scores(rank: Rank) -> float:
 
 
 def _exchanged(rank: Rank) -> float:
-    """What mechanisms exchange over the heads; recomputing attention does it again."""
+    """Count what mechanisms exchange between heads. Recomputing attention repeats it."""
     model, tp = replace(rank.model, kha=rank.setup.kha), rank.layout.tp
     sizes = replace(model.head_sizes, head_dim=model.normed_dim, value_dim=model.head_dim)
     sent = 0
@@ -129,12 +131,8 @@ def _exchanged(rank: Rank) -> float:
     return ring(tp) * rank.tokens * sent
 
 
-def _shared_expert(rank: Rank) -> float:
-    return _block(rank) if rank.model.shared_width else 0
-
-
 def _ends(rank: Rank) -> float:
-    """Embedding on the first pipeline rank; logits and loss on the last."""
+    """Count the embedding on the first pipeline rank, and logits and loss on the last."""
     size, once, sent = rank.tokens * rank.row, ring(rank.layout.tp), 0.0
     if rank.stage == 0:
         sent += 2 * once * size
@@ -145,20 +143,15 @@ def _ends(rank: Rank) -> float:
 
 
 def _summed(rank: Rank) -> int:
-    """Parameters that are whole on every tensor-parallel rank and whose gradients Megatron sums.
+    """Count replicated parameters whose gradients Megatron sums over tensor-parallel ranks.
 
-    With sequence parallelism all but KHA's; without, only the norms of queries and keys.
+    With sequence parallelism all but KHA's; without it only the norms of queries and keys.
     """
     model, counts = rank.model, rank.counts
     if not rank.layout.sequence_parallel:
         return len(rank.layers) * 2 * model.head_dim * model.norm_parameters * model.qk_layernorm
     split = counts.linear - counts.experts + counts.embedding
     return counts.dense - counts.kha - split
-
-
-def _context(rank: Rank) -> float:
-    keys_and_values = 2 * rank.tokens * rank.heads.kv_heads * rank.model.head_dim * rank.width
-    return (rank.layout.cp - 1) * keys_and_values * (rank.forwards + 2)
 
 
 def _pipeline(rank: Rank) -> float:

@@ -1,12 +1,12 @@
-"""Parameters, key/value cache and FLOPs of a model, in closed form. Nothing is built.
+"""Calculate parameters, key/value cache and FLOPs of a model without building it.
 
-*Active* are the parameters that one token passes through: everything but the experts that it is not
-routed to, with the embedding (tied to the output layer) counted once, and the router, the norms and
-KHA included. This reading gives what the paper prints: 880M in Table 3, 1.01B in section 4.1.
-Heads that a token skips count as active, as the paper on mixture-of-head attention counts them.
+*Active* parameters are those that one token passes through: all but the experts that it is not
+routed to, with a tied embedding counted once. This gives what the paper prints: 880M in Table 3,
+1.01B in section 4.1. Heads that a token skips count as active, as in the paper on mixture-of-head
+attention.
 
-KHA here are all mechanisms of heads. What they have in the projection of queries, keys and values
-is counted with them, Megatron's own output gate too, and the rows that fill up their groups.
+"KHA" means all head mechanisms, including their rows in the QKV projection, Megatron's own output
+gate, and the rows of zeros that fill up groups.
 
 Shapes: ``d`` hidden size, ``n`` query heads, ``g`` key/value heads, ``D`` features of a head.
 Multi-head and multi-query attention are grouped-query attention with ``g = n`` and ``g = 1``.
@@ -19,7 +19,6 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadTensor
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
@@ -30,34 +29,29 @@ _UNITS = {"M": 10**6, "B": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One layer without the tensors and FLOPs of KHA."""
+    """Attention of one layer without KHA."""
 
     weights: int
-    """Parameters of its linear layers; each costs one multiply-add a token."""
+    """Parameters of linear layers; each costs one multiply-add per token."""
     norms: int
-    """Parameters of its norms."""
+    """Parameters of norms."""
     pair: int
     """Multiply-adds for one query and one key with its value, over all heads."""
     cache: int
-    """Numbers that decoding keeps of one token."""
-
-    @property
-    def parameters(self) -> int:
-        """Of linear layers and norms."""
-        return self.weights + self.norms
+    """Numbers in the decoding cache of one token."""
 
 
 def attention_of(model: Model, kha: KHAConfig | None = None) -> Attention:
-    """The attention of one layer, around what mechanisms add to it or make in its place."""
+    """Return the attention of one layer, without what mechanisms add or replace."""
     return latent(model) if model.multi_latent_attention else grouped(model, kha or KHAConfig())
 
 
 def grouped(model: Model, kha: KHAConfig) -> Attention:
-    """MHA, MQA and GQA: q, k and v from one projection, ``2 g D`` numbers cached.
+    """Return MHA, MQA or GQA: one projection for q, k and v, and ``2 g D`` cached numbers.
 
-    In GTA (Zadouri et al. 2025, section 3.3.1) one state of ``D`` a group is its value and half of
-    its key; the rotary half of all keys is one projection of ``D / 2``. Queries and keys that a
-    mechanism makes are as wide as its tensors: one head, which all share.
+    GTA (Zadouri et al. 2025, section 3.3.1) has one state of ``D`` per group, which is the value
+    and half of the key. The rotary half of all keys is one projection of ``D / 2``. Queries and
+    keys that a mechanism makes are one head, shared by all, as wide as its tensor.
     """
     d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
     tied = model.kha_attention == "gta"
@@ -81,7 +75,7 @@ def grouped(model: Model, kha: KHAConfig) -> Attention:
 
 
 def latent(model: Model) -> Attention:
-    """MLA, and GLA, each of whose latent heads serves its own share of the query heads (Zadouri et
+    """Return MLA, or GLA, where each latent head serves its share of the query heads (Zadouri et
     al. 2025, section 3.3.2)."""
     d, n = model.hidden_size, model.num_attention_heads
     query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
@@ -101,32 +95,32 @@ def latent(model: Model) -> Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters one rank holds."""
+    """Number of parameters on one rank."""
 
     dense: int
-    """All but the experts', KHA's included."""
+    """All but the experts', including KHA's."""
     experts: int
     kha: int
-    """All of the mechanisms, and what fills up their rows."""
+    """All mechanisms, with the rows that fill up their groups."""
     kha_rows: int
-    """Those of ``kha`` in the projection of queries, keys and values, which ranks cut."""
+    """The part of ``kha`` in the QKV projection, which ranks split."""
     kha_summed: int
-    """Those of ``kha`` whose gradient tensor-parallel ranks sum after each microbatch."""
+    """The part of ``kha`` whose gradients tensor-parallel ranks sum after each microbatch."""
     linear: int
-    """Those of linear layers, experts included and KHA's not: what FP8 computes with."""
+    """Linear layers with experts, without KHA: what FP8 computes with."""
     embedding: int
-    """Those of the embedding and of the projection to logits."""
+    """The embedding and the projection to logits."""
 
     @property
     def total(self) -> int:
-        """Dense ones and experts."""
+        """All parameters of the rank."""
         return self.dense + self.experts
 
 
 def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> Parameters:
-    """Parameters of a rank of pipeline rank ``stage``; equal on all of its ranks.
+    """Count the parameters of each rank of pipeline stage ``stage``.
 
-    Tensor parallelism must leave other attention than grouped-query whole.
+    Attention other than grouped-query must not be split by tensor parallelism.
     """
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
     attention = attention_of(model, kha)
@@ -135,7 +129,12 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     rows = sum(row.size(model.head_sizes) for row in kha.rows(model.head_sizes))
     rows = (rows + hidden * filling_rows(model, kha)) // tp
     knocking = sum(t.size // t.ranks(tp) for t in tensors) + rows
-    summed = sum(t.size for t in tensors if _is_summed(t, layout))
+    summed = sum(
+        t.size
+        for t in tensors
+        if tp != t.ranks(tp)
+        and (layout.sequence_parallel if t.reads_input else t.gradient == "heads")
+    )
     norms = norm * 2 * hidden + attention.norms
 
     linear = expert = router = count = 0
@@ -166,22 +165,15 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
 
 
 def filling_rows(model: Model, kha: KHAConfig) -> int:
-    """Rows of zeros that fill up the groups of the projection of queries, keys and values."""
+    """Count the rows of zeros that fill up the groups of the QKV projection."""
     if model.multi_latent_attention:
         return 0
     layout = replace(model, kha=kha, attention_output_gate=False).qkv
     return layout.groups * (layout.padding.stop - layout.padding.start)
 
 
-def _is_summed(tensor: HeadTensor, layout: Layout) -> bool:
-    """Whether tensor-parallel ranks have parts of its gradient (``HeadTensor.gradient``)."""
-    if layout.tp == tensor.ranks(layout.tp):
-        return False
-    return layout.sequence_parallel if tensor.reads_input else tensor.gradient == "heads"
-
-
 def active_parameters(model: Model, kha: KHAConfig) -> int:
-    """Parameters that one token passes through: of the experts, those that it is routed to."""
+    """Count the parameters that one token passes through."""
     whole = parameters(model, kha, Layout())
     if not whole.experts:
         return whole.total
@@ -190,40 +182,40 @@ def active_parameters(model: Model, kha: KHAConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Parameters, and what decoding keeps."""
+    """Parameters and decoding cache of a whole model."""
 
     total: int
-    """All parameters, KHA's included."""
+    """All parameters, including KHA's."""
     active: int
-    """Those that one token passes through, KHA's included."""
+    """Parameters that one token passes through, including KHA's."""
     kha: int
-    """KHA's own; the paper on it prints its counts without them."""
+    """KHA's own; the KHA paper prints its counts without them."""
     mechanisms: Mapping[str, int]
-    """What ``kha`` consists of, by mechanism, and ``filling``: rows of zeros that nothing reads."""
+    """``kha`` by mechanism, and ``filling`` for rows of zeros that nothing reads."""
     cache_per_layer: int
-    """Numbers that one layer keeps of one token (Table 3's cache)."""
+    """Cached numbers per layer and token (Table 3)."""
     cache_bytes: int
-    """Bytes that the whole model keeps of one token, in bf16. KHA adds none."""
+    """Cached bytes per token over all layers, in bf16. KHA adds none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Matrix-multiplication FLOPs of one sequence in the forward pass, over all layers.
+    """Matrix-multiplication FLOPs of the forward pass of one sequence, over all layers.
 
-    Backward takes twice as many, training three times. Scores are counted for every pair of
-    positions, as in the paper; causal kernels skip half of them.
+    Backward takes twice as many. Scores are counted for every pair of positions, as in the paper;
+    causal kernels skip half of them.
     """
 
     projections: int
     scores: int
     mlp: int
-    """Dense MLPs, or the experts that a token is routed to, shared ones included."""
+    """Dense MLPs, or the experts that a token is routed to with the shared ones."""
     router: int
     kha: int
-    """Matrices applied to activations: linear ones that are folded away cost none."""
+    """Matrices applied to activations; folded linear matrices cost nothing."""
     logits: int
     spared_projections: int = 0
-    """Of ``projections``, what kernels that skip a token's idle heads would save: on paper."""
+    """The part of ``projections`` that kernels could save by skipping a token's idle heads."""
     spared_scores: int = 0
     """The same of ``scores``."""
 
@@ -239,43 +231,40 @@ class Flops:
 
     @property
     def forward(self) -> int:
-        """Everything, KHA and the output layer included."""
+        """All FLOPs, including KHA and the output layer."""
         return self.layers + self.kha + self.logits
 
     @property
     def share_of_layers(self) -> float:
-        """KHA's addition, relative to the layers without it (the paper's 0.55 %)."""
+        """KHA's FLOPs relative to the layers without it (0.55 % in the paper)."""
         return self.kha / self.layers
 
     @property
     def share_of_attention(self) -> float:
-        """KHA's addition, relative to attention without it (the paper's 1.17 %)."""
+        """KHA's FLOPs relative to attention without it (1.17 % in the paper)."""
         return self.kha / self.attention
 
 
 def counted(model: Model | None) -> Model:
-    """The model, if this package can count it.
+    """Return the model if it can be counted.
 
     Raises:
-        ConfigError: naming what it has that is not counted.
+        ConfigError: it has no sizes, or parts that are not counted.
     """
     if model is None:
-        raise ConfigError(
-            "a model without sizes of its own is not counted: give --num-layers, "
-            "--hidden-size and --num-attention-heads"
-        )
-    strange = {
+        raise ConfigError("Expected a model with sizes, got one without --num-layers.")
+    unknown = {
         "--mtp-num-layers": model.mtp_num_layers,
         "--hybrid-layer-pattern": model.hybrid_layer_pattern,
         "linear layers with biases": model.add_bias_linear,
     }
-    if found := [what for what, present in strange.items() if present]:
+    if found := [what for what, present in unknown.items() if present]:
         raise ConfigError(f"the model has {', '.join(found)}, which is not counted")
     return model
 
 
 def count(model: Model, kha: KHAConfig) -> Counts:
-    """Parameters and cache of the whole model."""
+    """Count parameters and cache of the whole model."""
     whole, cache = parameters(model, kha, Layout()), attention_of(model, kha).cache
     sizes = model.head_sizes
     own = {m.name: model.layers * m.parameters(sizes) for m in kha.mechanisms}
@@ -292,11 +281,10 @@ def count(model: Model, kha: KHAConfig) -> Counts:
 
 
 def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
-    """Forward FLOPs of one sequence of ``length`` tokens.
+    """Count the forward FLOPs of one sequence of ``length`` tokens.
 
-    The paper's equations 10 to 12 for any number of key/value heads, head size, MLP width and
-    member of the attention family; with ``g = n``, ``D = d / n`` and a dense MLP of ``3 d`` they
-    are the paper's own.
+    Generalises the paper's equations 10 to 12, which are the case ``g = n``, ``D = d / n`` and a
+    dense MLP of width ``3 d``.
     """
     attention = attention_of(model, kha)
     layers, hidden = model.layers, model.hidden_size
@@ -325,11 +313,10 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
 
 
 def as_printed(number: int, example: str) -> tuple[str, str]:
-    """A count in the digits of one that the paper prints, and how it came to them.
+    """Format a count with the digits of a printed one, and say how they were obtained.
 
-    ``(14650674944, "14.6B")`` gives ``("14.6B", "cut")``, ``(880275456, "880M")`` gives ``("880M",
-    "rounded")``: the paper does both. A count that comes to other digits is rounded, with how far
-    off it is.
+    ``(14650674944, "14.6B")`` gives ``("14.6B", "cut")`` and ``(880275456, "880M")`` gives
+    ``("880M", "rounded")``: the paper does both. Other counts are rounded, with the relative error.
     """
     digits, unit = example[:-1], example[-1]
     scaled, step = Decimal(number) / _UNITS[unit], Decimal(digits)

@@ -1,25 +1,22 @@
-"""Memory of one rank, on paper. Nothing here is measured on a GPU.
+"""Estimate the memory of one rank. Nothing here is measured on a GPU.
 
-Exact, and compared with built models in the tests: parameters, gradients, optimizer states (up to
-the padding of Megatron's buffers) and what autograd keeps for KHA's torch path. The remaining
-activations are those of Korthikanti et al. 2022 ("Reducing activation recomputation in large
-transformer models", section 4), counted tensor by tensor for GQA, gated MLPs and experts:
+Tests compare parameters, gradients, optimizer states (up to the padding of Megatron's buffers) and
+what autograd keeps for KHA's torch path with built models. The other activations follow Korthikanti
+et al. 2022 ("Reducing activation recomputation in large transformer models", section 4), counted
+tensor by tensor for GQA, gated MLPs and experts, and assume:
 
-- Transformer Engine's fused modules and flash attention, no dropout, no biases; local modules and
-  unfused attention keep more;
+- Transformer Engine's fused modules and flash attention, no dropout, no biases;
 - tokens spread evenly over experts;
-- ``selective`` recomputes core attention: flash attention keeps only one number a row, so it saves
-  little; ``full`` keeps the input of each layer and one whole layer that is being recomputed;
-- KHA-Linear is applied to activations, unless ``fold="always"``: where ``auto`` folds, it keeps
-  nothing, and less is needed than this says;
-- row statistics of norms, indices of the router, communication buffers, the CUDA context and
-  fragmentation are left out.
+- ``selective`` recomputes core attention, where flash attention keeps one number per row; ``full``
+  keeps the input of each layer and the one layer that is being recomputed;
+- KHA-Linear applied to activations, unless ``fold="always"``.
 
-Bytes a parameter, Megatron's defaults: bf16 weights 2, fp32 main gradients 4, Adam's fp32 copy and
-two moments 12, divided over the replicas by the distributed optimizer (ZeRO-1; Rajbhandari et al.
-2020). Replicas of dense weights are the data- and context-parallel ranks, those of expert weights
-the expert-data-parallel ones. FP8 keeps bf16 weights and, for linear layers, an FP8 copy and its
-transpose. Training in fp32 has no second copy: 4, 4 and 8.
+Row statistics of norms, router indices, communication buffers, the CUDA context and fragmentation
+are left out.
+
+Bytes per parameter: bf16 weights 2, fp32 main gradients 4, Adam's fp32 copy and two moments 12,
+which the distributed optimizer (ZeRO-1; Rajbhandari et al. 2020) divides over the replicas. FP8
+keeps bf16 weights and, for linear layers, an FP8 copy and its transpose. fp32 takes 4, 4 and 8.
 """
 
 from dataclasses import dataclass
@@ -43,7 +40,7 @@ class Memory:
 
 
 def memory(rank: Rank) -> tuple[Memory, Memory]:
-    """Bytes of a rank, without KHA and of KHA alone."""
+    """Return the bytes of a rank without KHA, and of KHA alone."""
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     activations, of_kha = _activations(rank)
     states = 8 if setup.precision == "fp32" else 12
@@ -67,9 +64,9 @@ def memory(rank: Rank) -> tuple[Memory, Memory]:
 
 
 def passes_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> int:
-    """Forward passes of one virtual stage that wait for their backward, at most.
+    """Return the largest number of forward passes that wait for their backward.
 
-    Megatron's schedules (``get_pp_rank_microbatches``): one more than the warm-up.
+    One more than the warm-up of Megatron's schedules (``get_pp_rank_microbatches``).
     """
     warm_up = pp - stage - 1
     if vpp:
@@ -78,7 +75,7 @@ def passes_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) ->
 
 
 def _activations(rank: Rank) -> tuple[float, float]:
-    """Bytes that wait for the backward pass at the worst moment, without KHA and of KHA."""
+    """Return the peak bytes kept for backward, without KHA and of KHA alone."""
     setup, model, layout, chunks = rank.setup, rank.model, rank.layout, rank.chunks
     of_layer = {moe: layer_activations(rank, moe) for moe in set(map(model.is_moe, rank.layers))}
     knocking = knocking_activations(rank)
@@ -102,7 +99,7 @@ def _activations(rank: Rank) -> tuple[float, float]:
 
 
 def knocking_activations(rank: Rank) -> float:
-    """Bytes that autograd keeps for KHA in one layer and microbatch."""
+    """Return the bytes that autograd keeps for KHA in one layer and microbatch."""
     kha, keys = rank.setup.kha, rank.setup.batch.seq_length
     elements = kha.saved(rank.heads) + keys * kha.pair_saved(rank.heads)
     between = rank.share * kha.saved_between(rank.heads)
@@ -110,7 +107,7 @@ def knocking_activations(rank: Rank) -> float:
 
 
 def layer_activations(rank: Rank, moe: bool) -> float:
-    """Bytes that autograd keeps for the rest of one layer and microbatch."""
+    """Return the bytes that autograd keeps for the rest of one layer and microbatch."""
     setup, model, layout, width = rank.setup, rank.model, rank.layout, rank.width
     tokens, share = rank.tokens, rank.share
     queries, groups = rank.heads.query_heads, rank.heads.kv_heads

@@ -1,7 +1,8 @@
-"""What is planned for, and what of it one rank has: the numbers that its bytes are counted from."""
+"""What a plan is made for (:class:`Setup`), and the share of one rank (:class:`Rank`)."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from functools import cached_property
+from typing import Literal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
@@ -30,41 +31,13 @@ class Setup:
         return 4 if self.precision == "fp32" else 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rank:
-    """A rank of one pipeline rank; all of them have the same."""
+    """A rank of pipeline stage ``stage``, counted from 0."""
 
     setup: Setup
     layout: Layout
     stage: int
-    """Pipeline rank, counted from 0."""
-    chunks: list[list[int]]
-    """Layers, counted from 0, of each virtual stage."""
-    counts: Parameters
-    heads: HeadSizes
-    microbatches: int
-    """Passes of a step."""
-    tokens: float
-    """Of a microbatch, inside tensor-parallel regions."""
-    share: float
-    """Of a microbatch, between those: sequence parallelism divides them."""
-
-    @classmethod
-    def of(cls, setup: Setup, layout: Layout, stage: int) -> Self:
-        """What the layout gives to a rank of pipeline rank ``stage``."""
-        model, batch = setup.model, setup.batch
-        tokens = batch.seq_length * batch.micro_batch_size / layout.cp
-        return cls(
-            setup=setup,
-            layout=layout,
-            stage=stage,
-            chunks=layout.stage_layers(model.layers, stage),
-            counts=parameters(model, setup.kha, layout, stage),
-            heads=model.head_sizes.on_rank(layout.tp),
-            microbatches=batch.microbatches(layout.dp),
-            tokens=tokens,
-            share=tokens / layout.tp if layout.sequence_parallel else tokens,
-        )
 
     @property
     def model(self) -> Model:
@@ -81,17 +54,48 @@ class Rank:
         """Bytes of one token between layers."""
         return self.model.hidden_size * self.width
 
+    @cached_property
+    def chunks(self) -> list[list[int]]:
+        """Layers of each virtual stage, counted from 0."""
+        return self.layout.stage_layers(self.model.layers, self.stage)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Layers of all virtual stages."""
+        return [layer for chunk in self.chunks for layer in chunk]
+
+    @cached_property
+    def counts(self) -> Parameters:
+        """Parameters of the rank."""
+        return parameters(self.model, self.setup.kha, self.layout, self.stage)
+
+    @cached_property
+    def heads(self) -> HeadSizes:
+        """Heads of the rank."""
+        return self.model.head_sizes.on_rank(self.layout.tp)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Forward passes of a step."""
+        return self.setup.batch.microbatches(self.layout.dp)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of a microbatch inside tensor-parallel regions."""
+        batch = self.setup.batch
+        return batch.seq_length * batch.micro_batch_size / self.layout.cp
+
+    @property
+    def share(self) -> float:
+        """Tokens of a microbatch between those regions; sequence parallelism divides them."""
+        return self.tokens / self.layout.tp if self.layout.sequence_parallel else self.tokens
+
     @property
     def forwards(self) -> int:
-        """How often a pass runs forward: full recomputation does it twice."""
+        """Forward computations per pass: two with full recomputation."""
         return 2 if self.setup.recompute == "full" else 1
 
     @property
-    def layers(self) -> list[int]:
-        """Those of all its virtual stages."""
-        return [layer for chunk in self.chunks for layer in chunk]
-
-    @property
     def is_last(self) -> bool:
-        """Whether it has the output layer."""
+        """Whether the rank has the output layer."""
         return self.stage == self.layout.pp - 1

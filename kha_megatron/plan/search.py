@@ -36,25 +36,25 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """One legal layout and its cost. Bytes and shares are for the rank that has most of them."""
+    """One legal layout and its cost for the rank with the highest."""
 
     layout: Layout
     microbatches: int
-    """Forward and backward passes of a replica in one step."""
+    """Passes of a replica in one step."""
     stage: int
-    """The pipeline rank whose memory is largest, counted from 0."""
+    """The pipeline rank with the largest memory, counted from 0."""
     memory: Memory
-    """Bytes on it, without KHA."""
+    """Bytes without KHA."""
     kha_memory: Memory
-    """KHA's bytes on it."""
+    """KHA's bytes."""
     communication: Communication
-    """Of the pipeline rank that sends most."""
+    """Bytes of the pipeline rank that sends most."""
     idle: float
-    """Share of the step in which a pipeline rank has nothing to do, on average."""
+    """Mean idle share of a step over pipeline ranks."""
 
     @property
     def total_memory(self) -> float:
-        """Bytes, KHA included."""
+        """Bytes including KHA."""
         return self.memory.total + self.kha_memory.total
 
 
@@ -137,7 +137,7 @@ def arguments_of(layout: Layout, model: Model) -> dict[str, Any]:
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
-    """Whether the layout leaves :data:`USABLE` of the memory for what is not counted."""
+    """Whether the layout needs at most :data:`USABLE` of the memory."""
     return plan.total_memory <= USABLE * gpu_memory
 
 
@@ -180,7 +180,7 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
 def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
     # the second stage has most of what the first has but for the ends; later ones have fewer passes
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    ranks = [Rank.of(setup, layout, stage) for stage in stages]
+    ranks = [Rank(setup, layout, stage) for stage in stages]
     costs = [memory(rank) for rank in ranks]
     worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
     microbatches = ranks[0].microbatches
@@ -196,8 +196,10 @@ def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
 
 
 def _idle(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
-    """Narayanan et al. 2021, section 2.2, for stages that are not equal: the slowest sets the pace,
-    which with a large vocabulary is the last one. Layers are counted as equally long."""
+    """Return the pipeline's idle share after Narayanan et al. 2021, section 2.2.
+
+    The slowest stage sets the pace; with a large vocabulary that is the last one.
+    """
     of_layer = (work.forward - work.logits) / layers
     stages = [
         of_layer * sum(map(len, layout.stage_layers(layers, stage))) for stage in range(layout.pp)

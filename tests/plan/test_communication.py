@@ -113,7 +113,7 @@ def compare(ranks, world, layout, overrides, microbatches=1, step=False, kha=MIX
         setup = Setup(
             model=model, kha=kha, batch=batch, precision="fp32", distributed_optimizer=step
         )
-        planned.append(communication(Rank.of(setup, layout, stage)))
+        planned.append(communication(Rank(setup, layout, stage)))
     return total, planned
 
 

@@ -103,7 +103,7 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
             found["experts"],
             found["kha"],
         )
-        rest, of_kha = memory(Rank.of(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
+        rest, of_kha = memory(Rank(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
         assert rest.weights + of_kha.weights == found["weights"]
         unit = math.lcm(128, layout.dp * layout.cp, layout.expert_dp)
         padding = 4 * (64 * found["count"] + unit * found["buckets"])
@@ -114,7 +114,7 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
         assert abs(12 * found["main"] - planned_states) <= 3 * padding
     for stage, states in optimizer_states.items():
         model = answers[0][1]
-        rest, of_kha = memory(Rank.of(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
+        rest, of_kha = memory(Rank(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
         assert sum(states) == pytest.approx(len(states) * (rest.optimizer + of_kha.optimizer))
 
 
@@ -188,7 +188,7 @@ def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     layout = replace(layout, world_size=layout.tp)
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
         setup = Setup(model=model, kha=kha, batch=batch, precision="bf16")
-        assert found == knocking_activations(Rank.of(setup, layout, 0))
+        assert found == knocking_activations(Rank(setup, layout, 0))
 
 
 SMALL = Model(
@@ -229,7 +229,7 @@ def activations(recompute="none", precision="bf16", batch=8, **sizes):
         recompute=recompute,
         precision=precision,
     )
-    rest, of_kha = memory(Rank.of(setup, layout, 0))
+    rest, of_kha = memory(Rank(setup, layout, 0))
     return rest.activations + of_kha.activations
 
 
