@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from bench import positive
 
-from kha_megatron.history.tensorboard import LOSS, read_history
 from kha_megatron.recipes import Job, get_recipe, prepare
+from kha_megatron.recipes.log_lines import LOSS, read_history
 
 ENGINE = ("--transformer-impl", "transformer_engine")
 CONTENDERS: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import DataError
-from kha_megatron.history.tensorboard import LOSS, VALIDATION_LOSS
+from kha_megatron.recipes.log_lines import LOSS, VALIDATION_LOSS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,7 @@ def loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path
     """Draw the training loss over iterations, and the validation loss where there is one.
 
     Args:
-        history: of ``kha_megatron.history``, from TensorBoard or a log; its ``lm loss`` and
+        history: from ``kha_megatron.recipes.log_lines``; its ``lm loss`` and
             ``lm loss validation`` are drawn. Values that are not finite leave gaps.
         out_png: written at once or not at all; its folder must exist.
 

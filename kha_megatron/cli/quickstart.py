@@ -27,7 +27,7 @@ from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import MegatronArguments, preset_names
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError, MissingDependencyError
-from kha_megatron.history.tensorboard import LOSS, History, read_history
+from kha_megatron.recipes.log_lines import LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.history.log_lines import Step, read_steps
 from kha_megatron.recipes.laptop import LAPTOP, QUICKSTART
 from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launch
+from kha_megatron.recipes.log_lines import Step, read_steps
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
 from kha_megatron.recipes.paper import EQUATION_12, PAPER

@@ -19,7 +19,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.history.log_lines import Step, new_lines, parse_step
+from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job
 from kha_megatron.recipes.processes import MARK, guarded, interruptible, marked

@@ -15,7 +15,6 @@ from typing import Any, get_args, get_type_hints
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
-from kha_megatron.history.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.launching import (
     TASK,
     check_scripts_folder,
@@ -23,6 +22,7 @@ from kha_megatron.recipes.launching import (
     nemo_run,
     task_of,
 )
+from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, failure_in
 from kha_megatron.recipes.prepare import Job, Slurm
 

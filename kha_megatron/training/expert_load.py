@@ -16,8 +16,8 @@ from megatron.training import get_args, get_tensorboard_writer
 from megatron.training.global_vars import get_wandb_writer
 from torch import Tensor
 
-from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore.balancing import violation
+from kha_megatron.training.scalars import write_scalars
 
 _NAMES = ("violation", "least", "bias-range")
 

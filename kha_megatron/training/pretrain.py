@@ -31,7 +31,6 @@ from torch import Tensor
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.config import KHAConfig
-from kha_megatron.history.writing import write_scalars
 from kha_megatron.mcore import compat, cpu
 from kha_megatron.mcore.attention import describe_model
 from kha_megatron.mcore.backends import load_from_either
@@ -63,6 +62,7 @@ from kha_megatron.training.resume import (
     object_store,
     restored_kha,
 )
+from kha_megatron.training.scalars import write_scalars
 from kha_megatron.training.upcycle import checkpoint_to_upcycle
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py

@@ -14,8 +14,8 @@ from kha_megatron.cli import app
 from kha_megatron.compare import parse_variants, plan, runs
 from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, OutputError
-from kha_megatron.history.tensorboard import VALIDATION_LOSS, read_history
 from kha_megatron.recipes import get_recipe
+from kha_megatron.recipes.log_lines import VALIDATION_LOSS, read_history
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 from tests.training.conftest import corpus, losses, start  # noqa: F401
 

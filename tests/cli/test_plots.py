@@ -9,8 +9,7 @@ from matplotlib.image import imread
 
 from kha_megatron.cli import plots
 from kha_megatron.errors import DataError, MissingDependencyError
-from kha_megatron.history.log_lines import read_log
-from kha_megatron.history.tensorboard import read_history
+from kha_megatron.recipes.log_lines import read_history, read_log
 
 LOG = """\
 using world size: 2, data-parallel size: 1

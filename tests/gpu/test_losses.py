@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron.history.tensorboard import read_history
 from kha_megatron.model.words import render
 from kha_megatron.recipes import prepare
+from kha_megatron.recipes.log_lines import read_history
 from tests.gpu import cases
 from tests.gpu.cases import CASES, STEPS, Case, distance, end, faults
 from tests.ports import free_port

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kha_megatron.history.log_lines import Step, new_lines, parse_step, read_log, read_steps
+from kha_megatron.recipes.log_lines import Step, new_lines, parse_step, read_log, read_steps
 from kha_megatron.recipes.logs import TAIL_LINES, find_failure
 
 LINE = (

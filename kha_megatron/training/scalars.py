@@ -1,4 +1,4 @@
-"""Where a training's own numbers go: Megatron's writers for TensorBoard and W&B."""
+"""Write a training's own scalars to TensorBoard and W&B."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from typing import Any
 def write_scalars(
     values: Mapping[str, float], iteration: int, *, tensorboard: Any, wandb: Any
 ) -> None:
-    """Write the values of one iteration; call it where the writers are, or on every rank.
+    """Write the values of one iteration with Megatron's writers.
 
     Args:
-        values: by their names in both.
+        values: by name.
         iteration: counted from 1.
-        tensorboard: Megatron's ``SummaryWriter``, which is on the last rank; None elsewhere.
-        wandb: Megatron's ``wandb`` module, likewise.
+        tensorboard: Megatron's ``SummaryWriter`` on the last rank, None elsewhere.
+        wandb: Megatron's ``wandb`` module on the last rank, None elsewhere.
     """
     if tensorboard is not None:
         for name, value in values.items():
