@@ -51,7 +51,7 @@ def test_json_adds_up():
     [
         ([*PLAN, "--tp", "3"], "choose --tp from"),
         ([*PLAN, "--tp", "4", "--cp", "3"], "--gpus 64 cannot be divided by tensor 4"),
-        ([*PLAN, "--gpu-memory", "80 apples"], "--gpu-memory 80 apples is no size"),
+        ([*PLAN, "--gpu-memory", "80 apples"], "80 apples"),
         (["plan", "quickstart", "--gpus", "131073"], "--gpus 131073"),
     ],
 )
