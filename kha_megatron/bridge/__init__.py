@@ -1,4 +1,4 @@
-"""Megatron-Bridge for Knocking-Heads models: its ``AutoBridge`` and its recipes know ``kha``.
+"""Megatron-Bridge for Knocking-Heads models: ``AutoBridge`` and recipes support ``kha``.
 
 ::
 
@@ -7,9 +7,8 @@
     bridge.register()  # before AutoBridge, and before Bridge reads a checkpoint with KHA
     AutoBridge.import_ckpt(hf_folder, megatron_folder)
 
-A recipe takes ``kha_megatron.bridge.provider.KHAModelProvider`` where it takes a
-``GPTModelProvider``. Nothing here is imported by the rest of the package, and Megatron-Bridge not
-before :func:`register`.
+Use ``kha_megatron.bridge.provider.KHAModelProvider`` wherever a recipe takes a
+``GPTModelProvider``. Only :func:`register` imports Megatron-Bridge.
 """
 
 from kha_megatron.bridge.imports import bridge_imports
@@ -18,15 +17,14 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``AutoBridge`` read and write ``KHAForCausalLM`` folders; more than once is no harm.
+    """Make ``AutoBridge`` read and write ``KHAForCausalLM`` directories. May be called repeatedly.
 
-    Also registers the ``kha`` architecture with transformers, and allows Megatron-Bridge to build
+    Also registers ``kha`` with transformers, and allows Megatron-Bridge to build
     ``KHAModelProvider`` from the ``run_config.yaml`` of a checkpoint.
 
     Raises:
-        MissingDependencyError: Megatron-Bridge, or Transformer Engine, which it imports, is not
-            installed.
-        VersionError: Megatron-Bridge is of a version that this package was not tested with.
+        MissingDependencyError: Megatron-Bridge or Transformer Engine is not installed.
+        VersionError: This version of Megatron-Bridge is not supported.
     """
     with bridge_imports():
         import kha_megatron.bridge.model_bridge  # noqa: F401 (registers itself)

@@ -1,4 +1,4 @@
-"""Importing from Megatron-Bridge, with a remedy where it cannot be."""
+"""Import from Megatron-Bridge, or explain what to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,22 +11,11 @@ _SUPPORTED = "0.6"
 
 @contextmanager
 def bridge_imports() -> Iterator[None]:
-    """Around imports from Megatron-Bridge: what is not there is an error with a remedy.
+    """Check the version of Megatron-Bridge and explain a failed import in the block.
 
     Raises:
-        MissingDependencyError, VersionError: see :func:`kha_megatron.bridge.register`.
+        MissingDependencyError, VersionError: See :func:`kha_megatron.bridge.register`.
     """
-    _check_version()
-    try:
-        yield
-    except MissingDependencyError:
-        raise
-    # Transformer Engine without its torch extension raises FileNotFoundError
-    except (ImportError, FileNotFoundError) as error:
-        raise _cannot_import(error) from error
-
-
-def _check_version() -> None:
     found = version_of("megatron-bridge")
     if found is None:
         raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
@@ -35,16 +24,14 @@ def _check_version() -> None:
             f"megatron-bridge {found} is not supported ({_SUPPORTED} is): "
             "run `pip install 'kha-megatron[bridge]'`"
         )
-
-
-def _cannot_import(error: Exception) -> Exception:
     try:
-        import torch  # noqa: F401 (its CUDA libraries first, else those of the next are not found)
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, FileNotFoundError):
-        return MissingDependencyError(
-            "Transformer Engine with its torch extension", "Megatron-Bridge", "bridge,te"
-        )
-    return MissingDependencyError(
-        f"what Megatron-Bridge imports ({error})", "kha_megatron.bridge", "bridge"
-    )
+        yield
+    except MissingDependencyError:
+        raise
+    # Transformer Engine without its torch extension raises FileNotFoundError
+    except (ImportError, FileNotFoundError) as error:
+        raise MissingDependencyError(
+            f"Transformer Engine with its torch extension (import error: {error})",
+            "Megatron-Bridge",
+            "bridge,te",
+        ) from error

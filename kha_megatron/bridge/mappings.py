@@ -1,7 +1,7 @@
-"""Which Megatron parameter is which Hugging Face tensors: ``conversion.table`` in Bridge's terms.
+"""Bridge's mappings of Megatron parameters to Hugging Face tensors, made from ``conversion.table``.
 
-``*`` stands for a layer and, after it, an expert. Of the two names that norms have in Megatron,
-Bridge's registry knows the other one of those written here.
+``*`` stands for a layer and, after it, an expert. Norms have two names in Megatron; Bridge's
+registry derives the second from the one given here.
 """
 
 from typing import Any
@@ -44,14 +44,14 @@ _KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
 
 
 class VocabularyMapping(AutoMapping):
-    """Rows of the vocabulary: Megatron's are padded to a multiple, Hugging Face's are not."""
+    """Maps rows of the vocabulary, which only Megatron pads to a multiple."""
 
     def __init__(self, megatron_param: str, hf_param: str, vocab_size: int) -> None:
         super().__init__(megatron_param, hf_param)
         self.vocab_size = vocab_size
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """``[vocab_size, C]`` to this rank's rows, zeros below the last entry."""
+        """Return this rank's rows of ``[vocab_size, C]``, padded with zeros."""
         # under several ranks Bridge pads by itself
         rows = len(megatron_module.get_parameter("weight"))
         padding = rows - len(hf_weights) if self.tp_size == 1 else 0
@@ -62,24 +62,23 @@ class VocabularyMapping(AutoMapping):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """``[vocab_size, C]`` by its name."""
+        """Return ``[vocab_size, C]`` by its name."""
         gathered = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: weight[: self.vocab_size] for name, weight in gathered.items()}
 
     def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-        """This mapping anew: there is no ``*`` in its names to fill in."""
+        """Return a copy. There is no ``*`` in the names."""
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
 
 
 class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
-    """As the table packs it: a parameter of a mechanism of the heads, or ``linear_qkv`` with the
-    rows of one.
+    """Maps a parameter of a mechanism, or a ``linear_qkv`` with rows of one.
 
     Args:
-        megatron_param: the parameter.
+        megatron_param: The parameter.
         hf_param: Hugging Face names of its tensors, in the order of the packing.
-        row: its row of the table.
-        model: of which sizes.
+        row: Its row of the table.
+        model: The sizes of the model.
     """
 
     def __init__(
@@ -87,20 +86,19 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     ) -> None:
         super().__init__(megatron_param, hf_param)
         self._row, self._model = row, model
-        # Megatron's one projection and our modules, of which Bridge knows nothing
         self._cut = ColumnParallelMapping(megatron_param, megatron_param)
         self._whole = ReplicatedMapping(megatron_param, megatron_param)
 
     @property
     def _over_ranks(self) -> MegatronParamMapping[Tensor]:
-        """How tensor-parallel ranks have it: cut by heads, or each all of it."""
+        """The mapping of tensor-parallel ranks: split by heads, or replicated."""
         packing = self._row.packing
         if isinstance(packing, HeadParameter) and packing.tensor.ranks(self.tp_size) == 1:
             return self._whole
         return self._cut
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        """This rank's part of the tensors together."""
+        """Return this rank's part of the packed tensors."""
         parts = [hf_weights[name] for name in self.hf_param]
         whole = torch.cat(self._row.packing.join(parts, self._model))
         return self._over_ranks.hf_to_megatron(whole, megatron_module)
@@ -108,7 +106,7 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Each tensor by its name; rows that only fill a group up are left out."""
+        """Return each tensor by its name, without the rows that pad a group."""
         found = self._over_ranks.megatron_to_hf(megatron_weights, megatron_module)
         return {
             name: part.contiguous()
@@ -119,23 +117,23 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         }
 
     def resolve(self, captures: tuple[str, ...]) -> "PackedMapping":
-        """This mapping of one layer."""
+        """Return the mapping of one layer."""
         ours, theirs = self._resolve_names(captures)
         return type(self)(ours, theirs, self._row, self._model)
 
 
 def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
-    """All mappings of a model.
+    """Return all mappings of a model.
 
     Args:
-        config: says which matrices are stacked, whether embeddings are tied, and how many rows of
-            the vocabulary are real. None (Bridge asks so for adapters, which sit in linear layers
-            only) leaves those tensors out.
+        config: The model. None, as Bridge passes for adapters, leaves out the embeddings and the
+            mechanisms.
     """
     found: list[MegatronParamMapping[Any]] = []
     model = None if config is None else from_hf_config(config.to_dict())
+    plain = model is None or list(model.qkv.parts) == list(_EVERYTHING.qkv.parts)
     for row, layer, _ in _PLACES:
-        if isinstance(row.packing, QKVRows) and model is not None and not _is_plain(model):
+        if isinstance(row.packing, QKVRows) and model is not None and not plain:
             found.append(_packed(row, model))
         elif not isinstance(row.packing, Vocabulary):
             found += _of_row(row, layer is not None)
@@ -144,11 +142,6 @@ def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
     if model is None:
         return found
     return [*found, *(_packed(head_row(tensor), model) for tensor in model.head_tensors)]
-
-
-def _is_plain(model: Architecture) -> bool:
-    """Whether ``linear_qkv`` has queries, keys and values, and nothing else."""
-    return list(model.qkv.parts) == list(_EVERYTHING.qkv.parts)
 
 
 def _packed(row: Row, model: Architecture) -> PackedMapping:

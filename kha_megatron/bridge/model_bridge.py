@@ -1,7 +1,7 @@
-"""The bridge that ``AutoBridge`` picks for ``KHAForCausalLM``.
+"""The bridge that ``AutoBridge`` uses for ``KHAForCausalLM``.
 
-Megatron-Bridge logs a warning and goes on where a tensor of one side has no place on the other.
-This bridge refuses.
+Megatron-Bridge logs a warning when a tensor of one side has no place on the other. This bridge
+raises an error.
 """
 
 import re
@@ -25,21 +25,21 @@ from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
-"""Stays float32, and is zeros where Megatron trained without: the architecture always has it."""
+"""Stays float32. The architecture always has it, so a model without it is exported with zeros."""
 
 
-# by its name: the class itself is not an attribute of transformers, where AutoBridge would look
+# given by name, because AutoBridge looks for classes in transformers
 @MegatronModelBridge.register_bridge(
     source="KHAForCausalLM", target=GPTModel, provider=KHAModelProvider, model_type="kha"
 )
 class KHABridge(MegatronModelBridge):
-    """Converts between ``KHAForCausalLM`` folders and the models of :class:`KHAModelProvider`."""
+    """Converts between ``KHAForCausalLM`` directories and models of :class:`KHAModelProvider`."""
 
     def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider:
-        """A provider of the model that ``hf_pretrained.config`` describes, in its dtype.
+        """Return a provider of the model that ``hf_pretrained.config`` describes, in its dtype.
 
         Raises:
-            CheckpointError: Megatron cannot compute what a field of it asks for.
+            CheckpointError: Megatron-Bridge has no layer for a field.
         """
         config = hf_pretrained.config
         dtype = self.dtype_from_hf(config, default=torch.float32)
@@ -59,17 +59,17 @@ class KHABridge(MegatronModelBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: KHAModelProvider) -> dict[str, Any]:
-        """The ``config.json`` of the models that ``provider`` builds.
+        """Return the ``config.json`` of the models that ``provider`` builds.
 
         Raises:
-            CheckpointError: a field changes the model in a way that it cannot express.
+            CheckpointError: The architecture cannot express a field.
         """
         config = hf_config_of(provider)
         config.dtype = provider.params_dtype
         return config.to_dict()
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Every tensor's place on the other side."""
+        """Return the mapping of every tensor."""
         return MegatronMappingRegistry(*mappings(self.hf_config))
 
     def build_conversion_tasks(
@@ -78,11 +78,10 @@ class KHABridge(MegatronModelBridge):
         megatron_model: list[Any],
         weight_dtype: torch.dtype | None = None,
     ) -> list[WeightConversionTask]:
-        """Bridge's, after a look at whether both sides describe one model, and all of it.
+        """Build Bridge's tasks, and check that both sides describe the same model.
 
         Raises:
-            CheckpointError: the configurations differ, a parameter of Megatron or a tensor of
-                Hugging Face has no place on the other side, or two have the same.
+            CheckpointError: The configurations differ, or the tensors do not map one to one.
         """
         megatron_config = self._look_at(megatron_model)
         check_agreement(megatron_config, getattr(hf_pretrained, "config", hf_pretrained))
@@ -91,17 +90,17 @@ class KHABridge(MegatronModelBridge):
         return tasks
 
     def stream_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Bridge's; tasks that were built before may come from another instance than this one."""
+        """Export as Bridge does. The tasks may have been built by another instance."""
         self._look_at(megatron_model if isinstance(megatron_model, list) else [megatron_model])
         return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
 
     def build_adapter_conversion_tasks(
         self, megatron_model: Any, *args: Any, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Bridge's, which knows how to cut what adapts queries, keys and values only.
+        """Build Bridge's tasks for adapters. Bridge splits query, key and value only.
 
         Raises:
-            CheckpointError: an adapter on a ``linear_qkv`` that has other rows.
+            CheckpointError: An adapter is on a ``linear_qkv`` with other rows.
         """
         models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
         config = unwrap_model(models)[0].config
@@ -152,7 +151,7 @@ class KHABridge(MegatronModelBridge):
             )
 
     def _is_left_out(self, key: str) -> bool:
-        """Whether the tensor is a correction bias that this Megatron model does not have."""
+        """Return whether a tensor is a correction bias that this Megatron model does not have."""
         return (
             self._without_bias
             and self.hf_config.scoring_func == "sigmoid"
@@ -176,7 +175,7 @@ class KHABridge(MegatronModelBridge):
     def _cast_export_weight_dtype(
         weights: dict[str, Tensor], weight_dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Bridge's, which rounds every tensor, except for the correction bias."""
+        """Cast every tensor except for the correction bias."""
         cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
         return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}
 

@@ -8,12 +8,12 @@ or ``AutoBridge.from_hf_pretrained(folder).to_megatron_provider()`` after ``brid
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 from kha_megatron.bridge.imports import bridge_imports
-from kha_megatron.bridge.provider_fields import kha_of
 from kha_megatron.config import KHAConfig, mechanism_types
+from kha_megatron.hf import read_kha
 
 with bridge_imports():
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -23,17 +23,25 @@ with bridge_imports():
     from kha_megatron.mcore.added_loss import LossScale
     from kha_megatron.mcore.specs import Spec, kha_layer_spec
 
-_Mechanisms: Any = make_dataclass(
-    "_Mechanisms", [(f"kha_{name}", dict | None, None) for name in mechanism_types()]
+_KNOCK = ("query", "key", "value", "init", "init_seed")
+_Settings: Any = make_dataclass(
+    "_Settings",
+    [
+        (f"kha_{field.name}", type(field.default) if field.default else str | None, field.default)
+        for field in fields(KHAConfig)
+        if field.name in _KNOCK
+    ]
+    + [(f"kha_{name}", dict | None, None) for name in mechanism_types()],
 )
-"""One field for each mechanism of the heads beside the knock."""
+"""Fields of ``KHAConfig`` with the prefix ``kha_``: settings of the knock, and one dict of settings
+for each other mechanism."""
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
-    """The layers of this pipeline stage; what ``provider.transformer_layer_spec`` is.
+    """Return the layer spec of this pipeline stage.
 
     Raises:
-        ConfigError: the model cannot carry KHA as configured; the message says why.
+        ConfigError: The model cannot have KHA as configured.
     """
     groups = provider._pg_collection
     pp_rank = groups.pp.rank() if groups is not None else None
@@ -41,17 +49,17 @@ def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = Non
 
 
 @dataclass
-class KHAModelProvider(_Mechanisms, GPTModelProvider):
-    """A ``GPTModelProvider`` whose self-attention knocks, or has another mechanism of the heads.
+class KHAModelProvider(_Settings, GPTModelProvider):
+    """A ``GPTModelProvider`` with KHA or another mechanism of the heads.
 
-    The defaults are those of the paper's models; the sizes have none. What is knocked is said in
-    plain words, so that recipes can override it (``model.kha_value=mlp``) and ``run_config.yaml``
-    holds it. The other mechanisms are objects of their settings, or None: ``kha_gate``, ``kha_moh``
-    and so on (``model.kha_gate={output:element}``); Megatron's own output gate is
+    The defaults are those of the paper's models, except for the sizes. Set ``kha_query``,
+    ``kha_key`` and ``kha_value`` to ``linear``, ``mlp``, ``gate`` or None
+    (``model.kha_value=mlp`` in recipes), and the other mechanisms to a dict of their settings
+    (``model.kha_gate={output:element}``). Megatron's own output gate is
     ``attention_output_gate``. ``transformer_impl`` chooses Transformer Engine or local modules.
 
     Raises:
-        ConfigError: from :meth:`finalize`, for a word that is no variant.
+        ConfigError: From :meth:`finalize`, for an unknown value.
     """
 
     transformer_layer_spec: Callable[["KHAModelProvider"], Spec] = knocking_layer_spec
@@ -65,29 +73,18 @@ class KHAModelProvider(_Mechanisms, GPTModelProvider):
     position_embedding_type: str = "rope"
     should_pad_vocab: bool = True
 
-    kha_query: str | None = None
-    """Variant on the query heads: ``linear``, ``mlp``, ``gate`` or None."""
-    kha_key: str | None = None
-    """Variant on the key heads."""
-    kha_value: str | None = None
-    """Variant on the value heads."""
-    kha_init: str = KHAConfig.init
-    """How the matrices start: ``identity`` (a no-op) or ``random`` (the paper's ablation)."""
-    kha_init_seed: int = KHAConfig.init_seed
-    """Seed of ``random``."""
-
     @property
     def kha(self) -> KHAConfig:
-        """The KHA fields, validated."""
-        return kha_of(self)
+        """The KHA settings, validated."""
+        return read_kha(self)
 
     def finalize(self) -> None:
-        """Check the KHA fields, then what Megatron checks."""
+        """Check the KHA settings, then run Megatron's checks."""
         _ = self.kha
         super().finalize()
 
 
-# Bridge builds what a checkpoint's run_config.yaml names, if it is on this list; the scale of an
-# added loss is there because a model with one leaves it in its provider
+# Bridge builds what run_config.yaml names only if it is on this list; a model with an added loss
+# leaves its LossScale in the provider
 for target in (KHAModelProvider, knocking_layer_spec, LossScale):
     target_allowlist.add_exact(f"{target.__module__}.{target.__name__}")

@@ -1,7 +1,7 @@
-"""A ``kha`` configuration of Hugging Face as the fields of a Bridge provider, and back.
+"""Convert a ``kha`` configuration of Hugging Face to the fields of a Bridge provider, and back.
 
-Needs no Megatron-Bridge: a provider is any dataclass with Megatron's ``TransformerConfig`` fields
-and those that ``GPTModelProvider`` adds.
+This does not import Megatron-Bridge. A provider is any dataclass with the fields of Megatron's
+``TransformerConfig`` and ``GPTModelProvider``.
 """
 
 from dataclasses import fields
@@ -9,34 +9,24 @@ from typing import Any
 
 from torch.nn.functional import silu
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import ROWS
 from kha_megatron.conversion.hf_configs import from_hf_config, to_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
-from kha_megatron.hf import KHAModelConfig
+from kha_megatron.hf import KHAModelConfig, read_kha
 
 _TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
-"""Fields that do not change what a trained model computes."""
+"""Fields that do not change the outputs of a trained model."""
 _OF_NO_PROVIDER = ("attention", "latent_heads")
 _NO_ATTRIBUTES = ("vocab_size", "seq_length", "moe_router_pre_softmax")
-"""Fields of a provider that have no row of their own, or no place in Megatron's configuration."""
-
-
-def kha_of(config: Any) -> KHAConfig:
-    """What a provider or a ``kha`` configuration of Hugging Face knocks.
-
-    Raises:
-        ConfigError: a ``kha_*`` field holds an unknown word.
-    """
-    return KHAConfig.recorded(vars(config)) or KHAConfig()
+"""Fields of a provider without an attribute in the table of fields."""
 
 
 def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
-    """The provider fields that say what ``config`` says.
+    """Return the provider fields that describe the same model as ``config``.
 
     Raises:
-        CheckpointError: Megatron cannot compute what a field of ``config`` asks for.
+        CheckpointError: Megatron-Bridge has no layer for a field of ``config``.
     """
     model = from_hf_config(config.to_dict())
     for name, value in (
@@ -62,11 +52,10 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
 
 
 def hf_config_of(provider: Any) -> KHAModelConfig:
-    """The Hugging Face configuration of the models that ``provider`` builds.
+    """Return the Hugging Face configuration of the models that ``provider`` builds.
 
     Raises:
-        CheckpointError: a field changes the model in a way that the architecture cannot express,
-            or ``provider`` is no provider.
+        CheckpointError: The architecture cannot express a field, or a field is missing.
     """
     try:
         if (scale := provider.softmax_scale) is not None:  # no argument of Megatron's command line
@@ -81,34 +70,31 @@ def hf_config_of(provider: Any) -> KHAModelConfig:
             f"{type(provider).__name__} has no {error.name}: the model was not built by a "
             "KHAModelProvider (kha_megatron.bridge.provider)"
         ) from error
-    return to_hf_config(from_arguments(arguments, kha_of(provider), rows), "kha")
+    return to_hf_config(from_arguments(arguments, read_kha(provider), rows), "kha")
 
 
 def check_agreement(provider: Any, config: KHAModelConfig) -> None:
-    """Refuse a Megatron model and a Hugging Face folder that describe different models.
-
-    Tensors of equal shapes would load, and compute something else.
+    """Check that a Megatron model and a Hugging Face directory describe the same model.
 
     Raises:
-        CheckpointError: with the fields that differ.
+        CheckpointError: Some fields differ.
     """
     ours, theirs = provider_fields(hf_config_of(provider)), provider_fields(config)
-    differing = [
+    if differing := [
         f"{name} {ours.get(name)!r} against {theirs.get(name)!r}"
         for name in sorted((ours.keys() | theirs.keys()) - _TRAINING)
         if ours.get(name) != theirs.get(name)
-    ]
-    if differing:
+    ]:
         raise CheckpointError(
             f"the Megatron model and the Hugging Face configuration differ: {', '.join(differing)}"
         )
 
 
 def _arguments(provider: Any) -> dict[str, Any]:
-    """A provider's fields under the names of Megatron's command line, as checkpoints record them.
+    """Return the fields of a provider by Megatron's argument names, as checkpoints record them.
 
     Raises:
-        AttributeError: it lacks a field that ``GPTModelProvider`` has.
+        AttributeError: A field of ``GPTModelProvider`` is missing.
     """
     same = {field.name: getattr(provider, field.name) for field in fields(provider)}
     return same | {

@@ -67,12 +67,7 @@ class HFWriter:
                 shard.truncate(len(first) + sum(entry.nbytes for entry in entries))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, of any strides, to its place. Several threads may call this.
-
-        Raises:
-            ValueError: The dtype or shape differs from what was announced.
-            OSError: The disk refuses.
-        """
+        """Write one tensor, of any strides, to its place. Several threads may call this."""
         if self._entries[name] != (name, tensor.dtype, tensor.shape):
             raise ValueError(
                 f"{self._entries[name]} was announced, and it is {tensor.dtype} {tensor.shape}"
@@ -85,16 +80,10 @@ class HFWriter:
         self._digests[name] = hashlib.sha256(data).hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
-        """Write the index, if there are several shards, and ``manifest.json``.
+        """Write the index, if there are several shards, and the manifest. Return how many.
 
         Args:
             source: Identity of what was converted (``identity()`` of its reader).
-
-        Returns:
-            How many shards there are.
-
-        Raises:
-            CheckpointError: A tensor was not written.
         """
         if missing := sorted(self._entries.keys() - self._digests.keys()):
             raise CheckpointError(

@@ -24,11 +24,7 @@ _THREADS_TO_VERIFY = 2  # all ranks of a machine hash at the same time
 
 
 def write_hashes(folder: str | Path) -> None:
-    """Hash every file of an iteration or release and write the list.
-
-    Raises:
-        OutputError: The disk refuses.
-    """
+    """Hash every file of an iteration or release and write the list."""
     folder = Path(folder)
     found = (file.name for file in folder.iterdir() if file.is_file())
     names = sorted(name for name in found if name != INTEGRITY)
@@ -63,11 +59,7 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
 
 
 def check_file(file: Path, digest: str) -> None:
-    """Compare a file with its hash.
-
-    Raises:
-        CheckpointError: The file is missing or has another hash.
-    """
+    """Compare a file with its hash."""
     try:
         found = _digest(file)
     except OSError as error:
@@ -83,12 +75,7 @@ def check_file(file: Path, digest: str) -> None:
 
 
 class FileChecks:
-    """Compares each file of a directory with its hash once, before the file is first read.
-
-    Args:
-        folder: The directory.
-        digests: SHA-256 by file name. Files that are not listed are not checked.
-    """
+    """Compares each file of a directory that has a hash once, before the file is first read."""
 
     def __init__(self, folder: Path, digests: Mapping[str, str] = MappingProxyType({})) -> None:
         self._folder = folder
@@ -98,11 +85,7 @@ class FileChecks:
         self._checks: dict[str, Future[None]] = {}
 
     def check(self, name: str) -> None:
-        """Check a file, or wait until another thread has checked it.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
+        """Check a file, or wait until another thread has checked it."""
         if name not in self._digests:
             return
         with self._lock:
@@ -118,7 +101,7 @@ def verify_hashes(folder: str | Path) -> None:
     A checkpoint without a list passes, and rank 0 logs it.
 
     Raises:
-        CheckpointError: On every rank, with the first file that is damaged or missing.
+        CheckpointError: A file is damaged or missing. Every rank raises the same error.
     """
     import torch.distributed as dist
 

@@ -21,24 +21,12 @@ Tensors = Mapping[str, Mapping[str, Any]]
 
 
 def write_manifest(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write the manifest of a Hugging Face directory.
-
-    Args:
-        folder: The directory.
-        source: Identity of what was converted.
-        tensors: ``{name: {file, dtype, shape, sha256}}``.
-    """
+    """Write the manifest of a Hugging Face directory: ``{name: {file, dtype, shape, sha256}}``."""
     _write(folder / MANIFEST, {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)})
 
 
 def write_converted_from(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write what a Megatron checkpoint was converted from.
-
-    Args:
-        folder: The directory of the iteration or release.
-        source: Identity of what was converted.
-        tensors: ``{key: {dtype, shape}}``.
-    """
+    """Write what a Megatron checkpoint was converted from: ``{key: {dtype, shape}}``."""
     _write(folder / CONVERTED_FROM, {"source": dict(source), "tensors": dict(tensors)})
 
 

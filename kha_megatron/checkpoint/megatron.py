@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from kha_megatron.checkpoint.integrity import FileChecks, read_hashes
-from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
     Record,
@@ -22,7 +21,7 @@ from kha_megatron.checkpoint.torch_dist import (
     load_plain,
     reason,
 )
-from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, resolve
+from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, resolve
 from kha_megatron.errors import CheckpointError
 
 LEGACY_COMMON = "common.pt"
@@ -72,11 +71,9 @@ class MegatronCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
-        """Open a ``--save`` directory at the iteration that ``tracker.judge`` chooses, or one
-        iteration.
+        """Open one iteration, or a ``--save`` directory at the iteration that ``judge`` chooses.
 
-        Checks that every shard exists and is long enough, but reads no tensor. With ``verify`` a
-        file that ``integrity.json`` lists is hashed before it is first read.
+        No tensor is read. ``verify`` checks the hash of each file before it is first read.
 
         Raises:
             CheckpointError: There is no complete ``torch_dist`` checkpoint, or a file is damaged.
@@ -84,26 +81,14 @@ class MegatronCheckpoint:
         path = resolve(Path(path))
         mark = path / COMMIT_MARK
         if not mark.is_file():
-            if any(path.glob("mp_rank_*")):
-                raise CheckpointError(
-                    f"{path} is in Megatron's old torch format: let Megatron convert it with "
-                    "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
-                )
             raise CheckpointError(
                 f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"
             )
         checks = FileChecks(path, (verify and read_hashes(path)) or {})
         for name in (COMMIT_MARK, METADATA, LEGACY_COMMON):
             checks.check(name)
-        try:
-            backend = read_json(mark)["sharded_backend"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{mark} is damaged: take another checkpoint") from error
-        if backend != "torch_dist":
-            raise CheckpointError(
-                f"{mark} names the format {backend!r}, and only torch_dist can be read: save with "
-                "--ckpt-format torch_dist"
-            )
+        if not is_complete(path):
+            raise CheckpointError(f"{mark} is damaged: take another checkpoint")
         return cls(path, TorchDistFolder.open(path, checks))
 
     def identity(self) -> dict[str, Any]:
@@ -128,8 +113,6 @@ class MegatronCheckpoint:
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Return one whole tensor on the CPU, assembled from the shards of all ranks.
-
-        Several threads may call this and :meth:`layer_tensor`.
 
         Args:
             key: A key of :meth:`keys`.
@@ -174,8 +157,7 @@ class MegatronCheckpoint:
                 common = load_plain(legacy.read_bytes())
             else:
                 common = self._folder.read_object("common_state/shard_0_1")[0]
-            if not isinstance(common, dict):
-                raise TypeError(f"it is a {type(common).__name__}")
+            return dict(common)
         except CheckpointError:
             raise
         except Exception as error:
@@ -184,15 +166,10 @@ class MegatronCheckpoint:
                 f"{source} holds no readable training state ({reason(error)}): take another "
                 "checkpoint"
             ) from error
-        return common
 
     @property
     def iteration(self) -> int:
-        """The training iteration that was saved.
-
-        Raises:
-            CheckpointError: The checkpoint does not record it, or is damaged.
-        """
+        """The training iteration that was saved."""
         iteration = self._common.get("iteration")
         if type(iteration) is not int:
             raise CheckpointError(f"{self.path} does not record its iteration")
@@ -202,11 +179,7 @@ class MegatronCheckpoint:
     def args(self) -> dict[str, Any]:
         """The command line's arguments as Megatron saved them.
 
-        Enums and other objects are inert :class:`~kha_megatron.checkpoint.torch_dist.Record`
-        values.
-
-        Raises:
-            CheckpointError: The checkpoint does not record them, or is damaged.
+        Enums and other objects are inert :class:`.torch_dist.Record` values.
         """
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):

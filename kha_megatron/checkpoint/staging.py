@@ -31,10 +31,6 @@ def check_output_folder(
         mark: A file that every directory of ours holds.
         only: Patterns of the files that ``overwrite`` may delete. Empty for all files.
         inside: Whether the command writes into the directory instead of replacing it.
-
-    Raises:
-        OutputError: The path is a file or a mount point, holds something that would be lost, or
-            another process is writing it.
     """
     target = folder.resolve()
     if _siblings(target)[1].is_dir() and not target.exists():
@@ -66,11 +62,7 @@ def check_output_folder(
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Check that the disk of an existing directory has ``needed`` bytes free.
-
-    Raises:
-        OutputError: The disk has less.
-    """
+    """Check that the disk of an existing directory has ``needed`` bytes free."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
             f"cannot write {folder}: {needed:,} bytes are needed and its disk has {free:,} free: "
@@ -128,11 +120,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def lock(descriptor: int, target: Path) -> None:
-    """Lock an open file, or warn if the file system has no locks (Lustre without ``flock``).
-
-    Args:
-        descriptor: The open file.
-        target: What the lock protects, for the warning.
+    """Lock an open file, or warn that the disk of ``target`` has no locks (some Lustre mounts).
 
     Raises:
         BlockingIOError: Another process holds the lock.
@@ -152,11 +140,7 @@ def lock(descriptor: int, target: Path) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``. The kernel frees it when this process dies.
-
-    Raises:
-        OutputError: Another process holds the lock.
-    """
+    """Hold the lock of ``target``. The kernel frees it when this process dies."""
     file = target.with_name(f".{target.name}.lock")
     with file.open("a") as opened:
         try:
@@ -193,11 +177,7 @@ def staged_file(target: Path) -> Iterator[Path]:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a JSON file atomically.
-
-    Raises:
-        OutputError: The disk refuses.
-    """
+    """Write a JSON file atomically."""
     with staged_file(target) as staged:
         staged.write_text(as_json(content) + "\n", encoding="utf-8")
 

@@ -68,13 +68,7 @@ class RefusedNameError(Exception):
 
 
 class Record:
-    """Stands for an object of a class that a file names. It holds the data and runs nothing.
-
-    Attributes:
-        name: The class.
-        arguments: The arguments of its constructor, such as the value of an enum.
-        state: Its attributes.
-    """
+    """Stands for an object of the class ``name`` that a file names. It runs nothing."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -138,13 +132,10 @@ class TorchDistFolder:
     def open(cls, path: Path, checks: FileChecks | None = None) -> Self:
         """Read the index of a directory and check that the shards are long enough.
 
-        Args:
-            path: The directory.
-            checks: Its hashes. Each shard is checked before it is first read.
+        Each shard is compared with its hash in ``checks`` before it is first read.
 
         Raises:
-            CheckpointError: ``.metadata`` is missing, damaged or hostile, or a shard is missing or
-                cut short.
+            CheckpointError: A file is missing, damaged, hostile or cut short.
         """
         file = path / METADATA
         try:
@@ -197,11 +188,7 @@ class TorchDistFolder:
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
-        """Return an entry of ``objects``. Everything but plain values is a :class:`Record`.
-
-        Raises:
-            CheckpointError: The object cannot be read, or names what no checkpoint needs.
-        """
+        """Return an entry of ``objects``. Everything but plain values is a :class:`Record`."""
         chunk = self.objects[key]
         self.checks.check(chunk.file)
         try:
@@ -252,10 +239,7 @@ def load_plain(source: bytes) -> Any:
     """Load tensors and plain values with ``torch.load``. Objects become :class:`Record` values.
 
     The classes that torch may build in this process (importing Megatron adds some) do not count.
-
-    Raises:
-        RefusedNameError: The data names a class outside of Megatron's non-tensor state.
-        Exception: Anything, for damaged data.
+    Damaged data can raise any error.
     """
     trusted = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -281,12 +265,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
-    """Unpickle ``.metadata`` with allowed names only, in memory bounded by its size.
-
-    Raises:
-        RefusedNameError: The pickle contains any other name.
-        Exception: Anything, for damaged data.
-    """
+    """Unpickle ``.metadata`` with allowed names only, in memory bounded by its size."""
     for opcode, argument, _ in pickletools.genops(pickled):
         # the unpickler allocates the whole memo up to this index
         if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):

@@ -72,10 +72,6 @@ class TorchDistWriter:
             tensor: The chunk, with as many dimensions as the whole.
             shape: Shape of the whole tensor. Shape and dtype are the same for all chunks.
             offsets: Where the chunk begins.
-
-        Raises:
-            ValueError: The chunk does not fit.
-            OSError: The disk refuses.
         """
         size, shape, offsets = tensor.shape, torch.Size(shape), torch.Size(offsets)
         fits = len(size) == len(shape) == len(offsets) and all(
@@ -112,7 +108,7 @@ class TorchDistWriter:
 
         Args:
             key: Such as ``decoder.layers.self_attention.linear_proj._extra_state``.
-            value: What ``torch.load(weights_only=True)`` can read.
+            value: Plain values, or a ``Namespace``.
             shape: Shape of the grid of such objects.
             offsets: The place of this object in the grid.
         """
@@ -127,9 +123,6 @@ class TorchDistWriter:
             common: The state that all ranks share: ``args`` (a ``Namespace`` of plain values),
                 ``iteration``, ``checkpoint_version`` (3.0).
             source: Identity of what was converted (``identity()`` of its reader).
-
-        Raises:
-            CheckpointError: A tensor lacks chunks, or ``common`` cannot be stored.
         """
         for key, whole in self._tensors.items():
             held = sum(math.prod(chunk.sizes) for chunk in whole.chunks)

@@ -24,16 +24,8 @@ RELEASE = "release"
 COMMIT_MARK = "metadata.json"
 """Megatron writes this file last. A checkpoint without it was never completed."""
 
-_OF_A_SAVE = (
-    INTEGRITY,
-    COMMIT_MARK,
-    f".{INTEGRITY}.partial-*",
-    ".metadata*",
-    "*.distcp",
-    CONVERTED_FROM,
-)
-"""Files of a checkpoint. The hashes are removed before the mark: alone they would look like
-damage."""
+_OF_A_SAVE = (INTEGRITY, COMMIT_MARK, ".integrity*", ".metadata*", "*.distcp", CONVERTED_FROM)
+"""Files of a checkpoint, in the order of removal. Hashes without a mark would look like damage."""
 
 
 class Verdict(NamedTuple):
@@ -70,15 +62,16 @@ def judge(folder: Path) -> Verdict:
     ``--ckpt-step`` to roll back). Otherwise the highest complete iteration is taken. A release
     counts as iteration 0.
 
-    Args:
-        folder: An existing directory.
-
     Raises:
         CheckpointError: The tracker file cannot be read.
     """
     tracker = _read(folder / TRACKER)
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
-    marks = {n: _time(path / COMMIT_MARK) for n, path in saves.items() if is_complete(path)}
+    marks = {
+        n: (path / COMMIT_MARK).stat().st_mtime_ns if (path / COMMIT_MARK).exists() else 0
+        for n, path in saves.items()
+        if is_complete(path)
+    }
     named = _number(tracker)
     newest, problem = max(marks, default=None), None
     if newest is None:
@@ -139,11 +132,7 @@ def resolve(path: Path) -> Path:
 
 
 def repair(verdict: Verdict) -> None:
-    """Write the chosen checkpoint into the tracker file, atomically, and log it.
-
-    Raises:
-        OutputError: The tracker file cannot be written.
-    """
+    """Write the chosen checkpoint into the tracker file, atomically, and log it."""
     if verdict.problem and verdict.newest:
         with staged_file(verdict.folder / TRACKER) as staged:
             staged.write_text(tracker_word(verdict.newest))
@@ -224,7 +213,3 @@ def _read(tracker: Path) -> str | None:
         raise CheckpointError(
             f"{tracker} cannot be read ({error.strerror}): remove it, or name an iteration's folder"
         ) from error
-
-
-def _time(mark: Path) -> int:
-    return mark.stat().st_mtime_ns if mark.exists() else 0

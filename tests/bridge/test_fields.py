@@ -5,12 +5,9 @@ import pytest
 from kha_megatron.bridge.provider_fields import (
     check_agreement,
     hf_config_of,
-    kha_of,
     provider_fields,
 )
-from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.hf import KHAModelConfig
+from kha_megatron.errors import CheckpointError
 from tests.bridge.models import CONFIGS, hf_config
 
 
@@ -127,16 +124,6 @@ def test_a_model_of_other_fields_is_refused_with_those(ranks, fields, named):
     assert named in ranks(refusal, 1, fields)[0]
 
 
-def test_what_changes_no_trained_model_may_differ(ranks):
-    assert ranks(agreement_despite, 1, {"seq_length": 7, "attention_dropout": 0.5})[0]
-
-
-def agreement_despite(fields):
-    config = hf_config(**CONFIGS["dense"])
-    check_agreement(provider(provider_fields(config), **fields), config)
-    return True
-
-
 def no_provider():
     """A configuration of Megatron that says nothing of the embeddings."""
     from tests.distributed import models
@@ -150,11 +137,3 @@ def test_a_bare_transformer_config_is_refused(ranks):
     message = ranks(no_provider, 1)[0]
     assert "TransformerConfig has no " in message
     assert "KHAModelProvider" in message
-
-
-def test_kha_of_both_sides():
-    config = KHAModelConfig(kha_value="mlp", kha_init="random")
-    assert kha_of(config) == KHAConfig(value="mlp", init="random")
-    config.kha_value = "mpl"
-    with pytest.raises(ConfigError, match="mpl"):
-        kha_of(config)

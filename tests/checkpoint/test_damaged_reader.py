@@ -32,10 +32,6 @@ DAMAGE = {
         lambda d: (d / ITER / "metadata.json").write_text('{"sh'),
         "metadata.json is dam",
     ),
-    "other format": (
-        lambda d: (d / ITER / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
-        "metadata.json.*'zarr'.*--ckpt-format",
-    ),
     "no index": (lambda d: (d / ITER / ".metadata").unlink(), r"has no \.metadata"),
     "garbage index": (
         lambda d: (d / ITER / ".metadata").write_bytes(b"\x80\x04junk"),
@@ -47,10 +43,6 @@ DAMAGE = {
     "lost shard": (lambda d: (d / ITER / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "no complete checkpoint is in it"),
     "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "is not a folder"),
-    "old format": (
-        lambda d: (shutil.rmtree(d / ITER), (d / ITER / "mp_rank_00").mkdir(parents=True)),
-        "old torch format.*--ckpt-convert-format",
-    ),
 }
 
 
