@@ -144,30 +144,3 @@ def test_loaded_model_computes_the_same(bridge_ranks, folders, name, implementat
         torch.testing.assert_close(
             torch.from_numpy(found)[..., : SIZES["vocab_size"]], expected, rtol=0, atol=1e-5
         )
-
-
-def filled_up(folder):
-    """The rows of the first group of ``linear_qkv`` that nothing reads, and all others."""
-    _, model = cases.build(folder)
-    attention = model[0].decoder.layers[0].self_attention
-    rows = attention.linear_qkv.weight.detach()[: attention.split.layout.group_rows]
-    filling = attention.split.layout.padding
-    return rows[filling].numpy(), (rows[: filling.start], rows[filling.stop :])
-
-
-def test_rows_that_fill_a_group_up_are_zeros(bridge_ranks, folders):
-    """As in every checkpoint: of 1 + 6 rows of gates, 9 are missing to 16."""
-    filling, others = bridge_ranks(filled_up, 1, folders["gated_heads"])[0]
-    assert filling.shape == (9, SIZES["hidden_size"])
-    assert not filling.any()
-    assert all(rows.any() for rows in others)
-
-
-def test_megatrons_own_output_gate_is_the_same_model(bridge_ranks, folders, tmp_path):
-    """``attention_output_gate`` without a word of ours beside it."""
-    source, target = folders["gated"], str(tmp_path / "out")
-    own = {"attention_output_gate": True, "kha_gate": None}
-    bridge_ranks(round_trip, 1, source, target, "te", {}, own)
-    before, after = cases.tensors(source), cases.tensors(target)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())

@@ -40,12 +40,6 @@ def refusal(folder, overrides):
     [
         (
             "dense",
-            {"drop": ["model.layers.1.self_attn.v_knock.gate_proj.weight"]},
-            {},
-            "missing in the folder: model.layers.1.self_attn.v_knock.gate_proj.weight",
-        ),
-        (
-            "dense",
             {"add": ["model.layers.4.mlp.up_proj.weight"]},
             {},
             "without a place in Megatron: model.layers.4.mlp.up_proj.weight",
@@ -57,7 +51,6 @@ def refusal(folder, overrides):
             "missing in the folder: model.layers.2.mlp.experts.5.up_proj.weight",
         ),
         ("dense", {}, {"kha_query": None}, "kha_query None against 'linear'"),
-        ("dense", {}, {"rotary_base": 1e6}, "rotary_base 1000000 against 20000"),
         (
             "sigmoid",
             {},
@@ -72,12 +65,6 @@ def refusal(folder, overrides):
         ),
         ("baseline", {"hidden_act": "relu"}, {}, "hidden_act='relu'"),
         ("moh", {}, {"kha_moh": None}, "kha_moh None against {'shared': 1, "),
-        (
-            "gated_heads",
-            {"drop": ["model.layers.3.self_attn.gate_value.bias"]},
-            {},
-            "missing in the folder: model.layers.3.self_attn.gate_value.bias",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,13 +1,11 @@
 """Damaged and hostile Megatron checkpoints: named in one line, and never executed."""
 
 import argparse
-import io
 import os
 import pickle
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -180,12 +178,3 @@ def test_common_pt_of_older_versions_is_read_and_not_run(copy, tmp_path):
     with pytest.raises(CheckpointError, match=r"common\.pt holds no readable training state"):
         MegatronCheckpoint.open(copy).iteration  # noqa: B018
     assert not file.exists()
-
-
-def test_a_named_class_becomes_a_record_that_does_nothing():
-    buffer = io.BytesIO()
-    torch.save({"path": argparse.Namespace(x=1), "n": np.arange(3)}, buffer)
-    loaded = torch_dist.load_plain(buffer.getvalue())
-    assert isinstance(loaded["path"], torch_dist.Record)
-    assert loaded["path"].state == {"x": 1}
-    assert isinstance(loaded["n"], torch_dist.Record)

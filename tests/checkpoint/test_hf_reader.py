@@ -80,34 +80,6 @@ def test_matrices_are_transposed_and_stacked(request, tensors, kind):
         )
 
 
-def test_it_reads_what_the_model_saves(tmp_path):
-    from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
-
-    config = KHAModelConfig(
-        vocab_size=11,
-        hidden_size=20,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=4,
-        kha_query="gate",
-        kha_value="mlp",
-    )
-    model = KHAForCausalLM(config)
-    attention = model.model.layers[1].self_attn
-    with torch.no_grad():
-        for matrix in (attention.q_knock.gate_proj, attention.v_knock.down_proj):
-            matrix.weight.copy_(torch.arange(16.0).view(4, 4))
-    model.save_pretrained(tmp_path)
-    checkpoint = HFCheckpoint.open(tmp_path)
-    assert kha_of(checkpoint) == KHAConfig(query="gate", value="mlp")
-    weights = knock_weights(checkpoint)
-    assert torch.equal(weights[1, "query"], torch.arange(16.0).view(1, 4, 4).mT)
-    assert torch.equal(weights[1, "value"][2], torch.arange(16.0).view(4, 4).T)
-    assert torch.equal(weights[0, "value"][0], torch.eye(4))
-
-
 def test_a_single_file_is_preferred_to_an_index_that_another_model_left(sharded, tensors):
     """As in transformers."""
     changed = {name: tensor + 1 for name, tensor in tensors.items()}
@@ -208,17 +180,6 @@ def test_a_config_that_contradicts_the_tensors_is_refused(single, change, error,
     (single / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(error, match=message):
         knock_weights(HFCheckpoint.open(single))
-
-
-def test_a_model_without_kha_and_an_unknown_key(single):
-    plain = {key: value for key, value in CONFIG.items() if not key.startswith("kha_")}
-    (single / "config.json").write_text(json.dumps(plain))
-    checkpoint = HFCheckpoint.open(single)
-    assert kha_of(checkpoint) is None
-    with pytest.raises(CheckpointError, match="records no knocking heads"):
-        knock_weights(checkpoint)
-    with pytest.raises(CheckpointError, match="holds no tensor nothing"):
-        checkpoint.tensor("nothing")
 
 
 @pytest.fixture

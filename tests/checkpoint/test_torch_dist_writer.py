@@ -1,16 +1,12 @@
 """Checkpoints written without Megatron are Megatron's own, to its loader and to the record."""
 
-import io
 import json
-import pickle
-import zipfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from kha_megatron.checkpoint.integrity import verify_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
@@ -84,12 +80,6 @@ def load_both(original, copy, kha, layout, config):
     return [key for key in theirs if not torch.equal(theirs[key], ours[key])], held
 
 
-LAYOUTS = {
-    "TP1": (1, {}),
-    "TP2 x PP2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-}
-
-
 @pytest.fixture(scope="module")
 def four(ranks, tmp_path_factory):
     """Four layers, so that two stages have two each, and their copy."""
@@ -102,75 +92,11 @@ def four(ranks, tmp_path_factory):
     return folder / "save" / f"iter_{ITERATION:07d}", folder / "copy"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_megatron_loads_it_under_any_layout(ranks, four, layout):
-    n, sizes = LAYOUTS[layout]
-    for different, held in ranks(load_both, n, *map(str, four), KHA, sizes, {"num_layers": 4}):
+def test_megatron_loads_it_under_another_layout(ranks, four):
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    for different, held in ranks(load_both, 4, *map(str, four), KHA, sizes, {"num_layers": 4}):
         assert different == []
         assert held > 20
-
-
-def test_megatron_loads_experts_and_layers_of_their_own(ranks, sparse, tmp_path):
-    _rewrite(sparse[0], tmp_path / "copy")
-    config = {
-        "num_layers": 3,
-        "num_moe_experts": 6,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 20,
-        "moe_layer_freq": [0, 1, 1],
-        "moe_shared_expert_intermediate_size": 28,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    }
-    original = str(sparse[0] / f"iter_{ITERATION:07d}")
-    layout = {"expert_model_parallel_size": 2}
-    for different, held in ranks(
-        load_both, 2, original, str(tmp_path / "copy"), KHA, layout, config
-    ):
-        assert different == []
-        assert held > 20
-
-
-def test_archives_and_index_are_those_that_megatron_writes(four):
-    original, copy = (MegatronCheckpoint.open(folder) for folder in four)
-
-    def archives(checkpoint):
-        found = {}
-        for key in checkpoint.keys():  # noqa: SIM118
-            for chunk in checkpoint._folder.tensors[key].chunks:
-                data = (checkpoint.path / chunk.file).read_bytes()
-                found[key, chunk.offsets] = data[chunk.start : chunk.start + chunk.length]
-        return found
-
-    def records(archive):
-        """What ``torch.load`` reads of an archive, after its checksums."""
-        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
-            assert opened.testzip() is None
-            names = ("data.pkl", "byteorder", "data/0", "version")
-            return [opened.read(f"archive/{name}") for name in names]
-
-    ours, theirs = archives(copy), archives(original)
-    assert ours.keys() == theirs.keys()
-    for key, archive in ours.items():
-        assert records(archive) == records(theirs[key])
-        written, saved = (
-            torch.load(io.BytesIO(data), weights_only=True) for data in (archive, theirs[key])
-        )
-        assert torch.equal(written, saved)
-    one, two = (pickle.loads((folder / ".metadata").read_bytes()) for folder in four)
-    for key, entry in two.state_dict_metadata.items():
-        same = one.state_dict_metadata[key]
-        assert type(entry) is type(same)
-        if hasattr(entry, "chunks"):
-            entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
-            same.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
-        assert entry == same
-    assert one.state_dict_metadata.keys() - two.state_dict_metadata.keys() == {
-        key for key in one.state_dict_metadata if key.startswith(("optimizer", "chained", "rng"))
-    }
-    assert (two.version, two.planner_data) == (one.version, one.planner_data)
-    assert (four[1] / "metadata.json").read_bytes() == (four[0] / "metadata.json").read_bytes()
-    verify_hashes(four[1])
 
 
 def test_what_it_says_of_itself(four):

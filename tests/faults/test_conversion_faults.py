@@ -3,7 +3,6 @@
 Both directions run over an old directory that must stay as it was.
 """
 
-import errno
 import io
 import json
 import multiprocessing
@@ -70,29 +69,6 @@ def flip(file, at):
         value = stream.read(1)[0]
         stream.seek(at)
         stream.write(bytes([value ^ 8]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("call", ["fsync", "mkdir"])
-def test_a_disk_that_refuses_a_call_leaves_the_old_output(sources, old, monkeypatch, kind, call):
-    plain, calls, refuse = getattr(os, call), [], []
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        if len(calls) in refuse:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(os, call, counted)
-    convert(kind, sources[kind], old.with_name("counted"))
-    shutil.rmtree(old.with_name("counted"))
-    total = len(calls)
-    # at the last fsync all is in place; the first mkdir is of the parent, which exists
-    for at in {"fsync": (1, total - 1), "mkdir": (2,)}[call]:
-        calls.clear()
-        refuse[:] = [at]
-        message = r"cannot write .*: No space left on device$"
-        refused(kind, sources[kind], old, message, OutputError)
 
 
 @pytest.fixture

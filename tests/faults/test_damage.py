@@ -61,22 +61,6 @@ def test_a_flipped_bit_is_found_before_anything_is_read_from_its_file(copy, name
         verify_hashes(folder)
 
 
-def test_without_the_manifest_a_flipped_bit_is_another_weight(copy):
-    """What the hashes are for: neither PyTorch's format nor its reader notices."""
-    folder = iteration_folder(copy, 2)
-    checkpoint = MegatronCheckpoint.open(folder)
-    key = "embedding.word_embeddings.weight"
-    chunk, good = checkpoint._folder.tensors[key].chunks[0], checkpoint.tensor(key)
-    shard = folder / chunk.file
-    stored = good[: chunk.sizes[0]].numpy().tobytes()
-    content = shard.read_bytes()
-    place = content.index(stored, chunk.start)
-    shard.write_bytes(content[: place + 3] + bytes([content[place + 3] ^ 1]) + content[place + 4 :])
-    assert not torch.equal(MegatronCheckpoint.open(folder, verify=False).tensor(key), good)
-    with pytest.raises(CheckpointError, match=f"{chunk.file} is damaged"):
-        MegatronCheckpoint.open(folder).tensor(key)
-
-
 def test_the_manifest_itself(copy):
     folder = iteration_folder(copy, 2)
     digests = read_hashes(folder)
@@ -121,8 +105,8 @@ def _both_ways(folder, name):
     return answer, False
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp"])
-def test_megatron_agrees_and_every_rank_hears_of_the_damage(ranks, copy, name):
+def test_megatron_agrees_and_every_rank_reports_the_damage(ranks, copy):
+    name = "__0_0.distcp"
     for answer, megatron in ranks(_both_ways, 2, str(iteration_folder(copy, 2)), name):
         assert f"{name} is damaged" in answer
         assert megatron
