@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+from kha_megatron.hf import KHAForCausalLM, KHAModelConfig, read_kha
 
 SIZES: dict[str, Any] = {
     "vocab_size": 51,
@@ -62,6 +62,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def hf_config(**overrides: Any) -> KHAModelConfig:
     return KHAModelConfig(architectures=["KHAForCausalLM"], **SIZES | overrides)
+
+
+def described(config: KHAModelConfig) -> dict[str, Any]:
+    """The fields of a configuration, with the settings of the heads written in full."""
+    fields = config.to_dict().items()
+    plain = {k: v for k, v in fields if not k.startswith(("kha_", "transformers_version"))}
+    return plain | {"kha": str(read_kha(config))}
 
 
 @torch.no_grad()

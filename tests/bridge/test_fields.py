@@ -8,7 +8,7 @@ from kha_megatron.bridge.provider_fields import (
     provider_fields,
 )
 from kha_megatron.errors import CheckpointError
-from tests.bridge.models import CONFIGS, hf_config
+from tests.bridge.models import CONFIGS, described, hf_config
 
 
 def provider(fields, **overrides):
@@ -53,7 +53,7 @@ def round_trip(name):
     config = hf_config(**CONFIGS[name])
     made = provider(provider_fields(config))
     check_agreement(made, config)
-    before, after = config.to_dict(), hf_config_of(made).to_dict()
+    before, after = described(config), described(hf_config_of(made))
     return {
         field: (before[field], after[field]) for field in before if before[field] != after[field]
     }
