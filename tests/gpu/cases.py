@@ -1,108 +1,65 @@
-"""Short trainings on a GPU: what each changes, what it needs, what it must equal.
+"""Short trainings on a GPU: their flags, what they need, and what they must equal.
 
 All start from the same weights and read the same text in the same order, so that two loss curves
-differ by nothing but arithmetic. ``test_losses.py`` runs them in the order written here, the most
-important first, until its time is spent.
+differ only by arithmetic. ``test_losses.py`` runs them in this order until its time is spent.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal
 
 from kha_megatron.model.run import Run, say
-from kha_megatron.model.words import render
+from kha_megatron.model.words import Arguments, parse, render
 from kha_megatron.recipes import Recipe
 from kha_megatron.recipes.paper import ATTENTION
-
-Value = str | int | float | Literal[True] | tuple[str | int | float, ...]
-"""What follows a flag: one value, several, or True for a flag that stands alone."""
 
 STEPS = 200
 """Optimizer steps of a run."""
 
-_MODEL: dict[str, Value] = {
-    # the paper's shape in small; every size a multiple of 128, as blockwise FP8 asks for
-    "--num-layers": 4,
-    "--hidden-size": 256,
-    "--ffn-hidden-size": 512,
-    "--num-attention-heads": 4,
-    "--group-query-attention": True,
-    "--num-query-groups": 2,
-    **{said.flag: said.words or True for said in say(**ATTENTION).values()},
-}
 
-_TRAINING: dict[str, Value] = {
-    "--seq-length": 256,
-    "--max-position-embeddings": 256,
-    "--micro-batch-size": 8,
-    "--global-batch-size": 16,  # two microbatches, so that gradients are accumulated
-    "--train-iters": STEPS,
-    "--lr": 5e-4,  # low: at a rate four times that, rounding alone moves the end by tenths
-    "--min-lr": 5e-5,
-    "--lr-decay-style": "cosine",
-    "--lr-warmup-fraction": 0.1,
-    "--adam-beta1": 0.9,
-    "--adam-beta2": 0.95,
-    "--weight-decay": 0.1,
-    "--clip-grad": 1.0,
-    "--seed": 1234,
-    "--bf16": True,
-    "--use-distributed-optimizer": True,
-    "--split": "99,1,0",
-    "--num-workers": 1,
-    "--eval-interval": 100000,
-    "--eval-iters": 0,
-    "--log-interval": 10,
-    "--tensorboard-log-interval": 1,
-}
+def _flags(text: str) -> Arguments:
+    return parse(text.split())
 
-_EXPERTS: dict[str, Value] = {
-    "--num-experts": 8,
-    "--moe-ffn-hidden-size": 256,
-    "--moe-router-topk": 2,
-    "--moe-router-score-function": "sigmoid",
-    "--moe-router-enable-expert-bias": True,
-    "--moe-router-bias-update-rms": True,
-    "--moe-router-load-balancing-type": "none",
-    "--moe-router-dtype": "fp32",
-    "--moe-token-dispatcher-type": "alltoall",
-}
 
-TE: dict[str, Value] = {
-    "--transformer-impl": "transformer_engine",
-    # without NVIDIA's apex Megatron has no fused weight gradient for its own output layer
-    "--no-gradient-accumulation-fusion": True,
-}
-
-LOCAL: dict[str, Value] = {
-    "--transformer-impl": "local",
-    # what Megatron's own layers fuse with kernels that come from apex or Transformer Engine
-    "--no-gradient-accumulation-fusion": True,
-    "--no-persist-layer-norm": True,
-    "--no-masked-softmax-fusion": True,
-    "--no-rope-fusion": True,
-}
-
-TINY: dict[str, Value] = {
-    **dict.fromkeys(("--hidden-size", "--ffn-hidden-size"), 64),
-    **dict.fromkeys(("--seq-length", "--max-position-embeddings"), 32),
-    "--num-layers": 2,
-    "--kv-channels": 16,
-    "--train-iters": 4,
-    "--micro-batch-size": 2,
-    "--global-batch-size": 4,
-}
+# the paper's shape in small; every size is a multiple of 128, as blockwise FP8 needs
+_RUN = {said.flag: said.words for said in say(**ATTENTION).values()} | _flags(f"""
+    --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --seq-length 256 --max-position-embeddings 256
+    --micro-batch-size 8 --global-batch-size 16 --train-iters {STEPS} --lr 5e-4 --min-lr 5e-5
+    --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+    --weight-decay 0.1 --clip-grad 1.0 --seed 1234 --bf16 --use-distributed-optimizer
+    --split 99,1,0 --num-workers 1 --eval-interval 100000 --eval-iters 0 --log-interval 10
+    --tensorboard-log-interval 1
+""")
+_EXPERTS = _flags("""
+    --num-experts 8 --moe-ffn-hidden-size 256 --moe-router-topk 2 --moe-router-dtype fp32
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-bias-update-rms --moe-router-load-balancing-type none
+    --moe-token-dispatcher-type alltoall
+""")
+# without NVIDIA's apex Megatron's output layer has no fused weight gradient
+_UNFUSED = "--no-gradient-accumulation-fusion"
+TE = _flags(f"--transformer-impl transformer_engine {_UNFUSED}")
+LOCAL = _flags(f"""
+    --transformer-impl local {_UNFUSED} --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion
+""")
+GROUPED = _flags("--moe-grouped-gemm --moe-permute-fusion")
+_PADDED = GROUPED | _flags("--moe-router-padding-for-quantization")
+TINY = _flags("""
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --kv-channels 16 --seq-length 32
+    --max-position-embeddings 32 --train-iters 4 --micro-batch-size 2 --global-batch-size 4
+""")
 """What a dense run on the CPU replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How far a loss curve may be from that of the case it must follow, in nats."""
+    """Largest distance in nats between the loss curves of a case and of its reference."""
 
     first: float | None
-    """At the first step, before any update; None where the two do not start from equal weights."""
+    """At the first step, before any update; None if the two start from different weights."""
 
     end: float
     """Mean of the last quarter of the steps."""
@@ -124,52 +81,43 @@ OTHER_START = Bound(first=None, end=0.3)
 """The same arithmetic from other random weights: two seeds were 0.26 apart on a CPU."""
 
 
-def _words(value: Value) -> tuple[str, ...]:
-    if value is True:
-        return ()
-    return tuple(map(str, value)) if isinstance(value, tuple) else (str(value),)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One short training."""
 
     name: str
-    flags: Mapping[str, Value]
-    """Megatron's, replacing the recipe's."""
+    flags: Arguments
+    """Megatron's flags, which replace the recipe's."""
 
     moe: bool = False
     preset: str = ""
-    """KHA's; empty is the paper's choice: linear for dense models, mlp for mixtures of experts."""
+    """KHA preset; by default linear for dense models and mlp for mixtures of experts."""
 
     needs: tuple[str, ...] = ()
     """Keys of :data:`NEEDS`."""
 
     like: str | None = None
-    """The case whose losses these must follow."""
+    """The reference, whose losses these must follow."""
 
     bound: Bound = SAME
     dropped: tuple[str, ...] = ()
-    """Flags of the recipe that this case leaves out."""
+    """Flags of the recipe that this case omits."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
-        """The run as the launcher takes it; overriding words can follow."""
-        megatron = _MODEL | _TRAINING | (_EXPERTS if self.moe else {}) | dict(self.flags)
-        words = {flag: _words(v) for flag, v in megatron.items() if flag not in self.dropped}
+        """Return the run as the launcher takes it."""
+        flags = _RUN | (_EXPERTS if self.moe else {}) | self.flags
+        flags = {flag: words for flag, words in flags.items() if flag not in self.dropped}
         preset = self.preset or ("kha_mlp" if self.moe else "kha_linear")
         return Recipe(
             name=f"gpu-check/{self.name}",
             description="one case of make gpu-check",
-            run=Run.of(vocab_size=4096).updated(render(words), kha_preset=preset),
+            run=Run.of(vocab_size=4096).updated(render(flags), kha_preset=preset),
             ranks=1,
-            environment={
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                "OMP_NUM_THREADS": "2",
-                **self.environment,
-            },
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "2"}
+            | dict(self.environment),
         )
 
 
@@ -178,45 +126,33 @@ NEEDS = {
     "fp8": "a GPU with FP8 (compute capability 8.9 or newer)",
     "blockwise": "Transformer Engine's blockwise FP8 (Hopper, CUDA 12.9 or newer)",
     "mxfp8": "Transformer Engine's MXFP8 (Blackwell)",
-    "flash-attn": "flash-attn in a version that Transformer Engine takes",
+    "flash-attn": "flash-attn in a version that Transformer Engine accepts",
     "apex": "NVIDIA's apex with fused_weight_gradient_mlp_cuda",
 }
 """What a machine may lack."""
 
 
-def _fp8(recipe: str, **more: Value) -> dict[str, Value]:
-    scaling: dict[str, Value] = {"--fp8-recipe": recipe, "--fp8-format": "hybrid"}
-    if recipe == "delayed":
-        scaling |= {"--fp8-amax-history-len": 1024, "--fp8-amax-compute-algo": "max"}
-    if recipe == "mxfp8":
-        scaling["--fp8-format"] = "e4m3"
-    return TE | scaling | {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+def _fp8(recipe: str, more: str = "") -> Arguments:
+    form = "e4m3" if recipe == "mxfp8" else "hybrid"
+    history = "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+    more += f" {history}" if recipe == "delayed" else ""
+    return TE | _flags(f"--fp8-recipe {recipe} --fp8-format {form} {more}")
 
 
-def _dense(name: str, flags: Mapping[str, Value], *needs: str, **more: object) -> Case:
+def _dense(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
     return Case(name=name, flags=flags, needs=needs, **({"like": "dense-bf16"} | more))
 
 
-def _moe(name: str, flags: Mapping[str, Value], *needs: str, **more: object) -> Case:
-    return Case(
-        name=name,
-        flags=flags,
-        needs=needs,
-        moe=True,
-        **({"like": "moe-bf16", "bound": MOE_SAME} | more),
-    )
+def _moe(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
+    more = {"like": "moe-bf16", "bound": MOE_SAME} | more
+    return Case(name=name, flags=flags, needs=needs, moe=True, **more)
 
 
-GROUPED: dict[str, Value] = {"--moe-grouped-gemm": True, "--moe-permute-fusion": True}
-_PADDED: dict[str, Value] = GROUPED | {"--moe-router-padding-for-quantization": True}
-_GRAPHS: dict[str, Value] = {"--cuda-graph-warmup-steps": 2}
-_FULL: dict[str, Value] = {
-    "--recompute-granularity": "full",
-    "--recompute-method": "uniform",
-    "--recompute-num-layers": 1,
-}
-_APEX = tuple(TE)[1:]
-"""Flags to drop if the output layer fuses its weight gradient."""
+_GRAPHS = _flags("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2")
+_FULL = _flags("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+_FLASH = _flags("--attention-backend flash")
+_NOT_FOLDED = _flags("--kha-fold never")
+_FP16 = _flags("--fp16 --initial-loss-scale 4096")
 
 CASES: tuple[Case, ...] = (
     # the references; local layers run without Transformer Engine
@@ -230,19 +166,19 @@ CASES: tuple[Case, ...] = (
     _dense("dense-fp8-blockwise", _fp8("blockwise"), "te", "blockwise", bound=FP8),
     _moe("moe-fp8-blockwise", _fp8("blockwise") | _PADDED, "te", "blockwise", bound=MOE_FP8),
     _dense("dense-fp8-mxfp8", _fp8("mxfp8"), "te", "mxfp8", bound=FP8),
-    _dense("dense-fp8-params", _fp8("tensorwise", fp8_param_gather=True), "te", "fp8", bound=FP8),
+    _dense("dense-fp8-params", _fp8("tensorwise", "--fp8-param-gather"), "te", "fp8", bound=FP8),
     # KHA in torch instead of its kernels, and applied instead of folded
     _moe("moe-plain-torch", TE | GROUPED, "te", environment={"KHA_KERNELS": "torch"}),
-    _dense("dense-not-folded", TE | {"--kha-fold": "never"}, "te"),
-    _dense("dense-flash-attention", TE | {"--attention-backend": "flash"}, "te", "flash-attn"),
+    _dense("dense-not-folded", TE | _NOT_FOLDED, "te"),
+    _dense("dense-flash-attention", TE | _FLASH, "te", "flash-attn"),
     _moe("moe-full-recompute", TE | GROUPED | _FULL, "te"),
     _dense(
         "dense-te-graphs",
-        TE | _GRAPHS | {"--cuda-graph-impl": "transformer_engine"},
+        TE | _GRAPHS,
         "te",
         bound=OTHER_START,  # Transformer Engine's random states
     ),
-    _dense("dense-fused-weight-gradients", TE, "te", "apex", dropped=_APEX, bound=SAME),
+    _dense("dense-fused-weight-gradients", TE, "te", "apex", dropped=(_UNFUSED,), bound=SAME),
     # other variants and mechanisms, which must only learn
     _dense("dense-gate", TE, "te", preset="kha_gate_v", like=None),
     _dense("dense-mlp-qkv-fp8", _fp8("tensorwise"), "te", "fp8", preset="kha_mlp_qkv", like=None),
@@ -252,7 +188,7 @@ CASES: tuple[Case, ...] = (
     _dense("dense-collaborative", TE, "te", preset="collaborative", like=None),
     _dense(
         "dense-fp16",
-        TE | {"--fp16": True, "--initial-loss-scale": 4096},
+        TE | _FP16,
         "te",
         dropped=("--bf16",),
         bound=OTHER_START,  # drawn in another dtype

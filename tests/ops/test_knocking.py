@@ -1,4 +1,4 @@
-"""The production path against the oracle, the initial values and folding."""
+"""Compare knocking and folding with the oracle; check initial values, FLOPs and saved tensors."""
 
 import pytest
 import torch
@@ -69,19 +69,17 @@ def test_folding_equals_knocking(dtype):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the bytes of the largest tensor that is made."""
+    """Record the bytes of the largest tensor that is allocated."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """As torch does, and look at what comes out."""
         made = func(*args, **(kwargs or {}))
         self.bytes = max(self.bytes, made.nbytes)
         return made
 
 
 def test_folding_makes_no_larger_tensor_than_it_gives():
-    """A conversion folds several projections side by side, in memory that is bounded by one."""
     projection = torch.randn(16 * HEAD_DIM, 130).bfloat16()
     weight, mixing = weight_of("linear", torch.bfloat16), torch.randn(16, HEAD_DIM).bfloat16()
     with Largest() as made:
@@ -145,37 +143,6 @@ def test_folding_into_latent_attention_is_exact():
     assert (plain - want).norm() > 0.1 * want.norm()  # the matrices do something
     rotary = torch.arange(HEADS * (NOPE + ROTARY)).view(HEADS, -1)[:, NOPE:].flatten()
     assert torch.equal(folded["w_query"][:, rotary], weights["w_query"][:, rotary])
-
-
-def test_a_cache_of_latents_is_enough_for_knocked_latent_attention():
-    """Decoding as MLA does: never a key or a value, and RANK + ROTARY numbers kept a token."""
-    weights, matrices = latent_layer()
-    hidden = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64)
-    kha = KHAConfig(query="linear", key="linear", value="linear")
-    sizes = {"heads": HEADS, "rotary_base": 10000.0}
-    want = reference.latent_attention(hidden, **weights, kha=kha, matrices=matrices, **sizes)
-    folded = fold_latent(weights, matrices)
-    cache = torch.cat(
-        [
-            reference.rms_norm(hidden @ folded["w_latent"], folded["kv_norm"], 1e-5),
-            reference.rotate_pairs(hidden @ folded["w_rotary"], 10000.0),
-        ],
-        dim=-1,
-    )
-    assert cache.shape[-1] == RANK + ROTARY
-    latent, rotary_key = cache.split([RANK, ROTARY], dim=-1)
-    query = (hidden @ folded["w_query"]).unflatten(-1, (HEADS, -1))
-    outputs = []
-    for head in range(HEADS):
-        w_key = folded["w_key"][:, head * NOPE : (head + 1) * NOPE]
-        absorbed = query[:, -1, head, :NOPE] @ w_key.T
-        rotary = reference.rotate_pairs(query[:, :, head, NOPE:], 10000.0)[:, -1]
-        scores = torch.einsum("bc,bsc->bs", absorbed, latent)
-        scores += torch.einsum("br,bsr->bs", rotary, rotary_key)
-        mixed = torch.einsum("bs,bsc->bc", (scores / (NOPE + ROTARY) ** 0.5).softmax(-1), latent)
-        outputs.append(mixed @ folded["w_value"][:, head * VALUE : (head + 1) * VALUE])
-    last = torch.cat(outputs, dim=-1) @ folded["w_output"]
-    torch.testing.assert_close(last, want[:, -1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", MATRICES)
