@@ -40,11 +40,7 @@ EXPERTS: dict[str, Any] = {
 def build(
     kha: KHAConfig, impl: str, dtype: torch.dtype, *, moe: bool, head: bool = True, **changes: Any
 ) -> GPTModel:
-    """A GPTModel of ``impl`` (``local`` or ``transformer_engine``) on this rank's device.
-
-    Args:
-        head: whether it ends with the output layer and the loss.
-    """
+    """Build a GPTModel of ``impl`` on this rank's device; ``head`` adds output layer and loss."""
     te = impl == "transformer_engine"
     experts = EXPERTS | ({"moe_grouped_gemm": True} if te else {}) if moe else {}
     settings = {
@@ -77,13 +73,12 @@ def build(
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
-    here = "cpu" if cpu.is_installed() else f"cuda:{torch.cuda.current_device()}"
-    return torch.device(here)
+    """Return the device of this rank."""
+    return torch.device("cpu" if cpu.is_installed() else f"cuda:{torch.cuda.current_device()}")
 
 
 def local_name(name: str) -> str:
-    """What the local form calls a parameter of the Transformer Engine form."""
+    """Return the local form's name for a parameter of the Transformer Engine form."""
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     name = name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
     name = re.sub(r"linear_(q|kv)_up_proj\.layer_norm_weight", r"\1_layernorm.weight", name)
@@ -93,7 +88,7 @@ def local_name(name: str) -> str:
 
 @torch.no_grad()
 def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Give ``target`` the values of ``source``, by the local names; both must have the same."""
+    """Copy the parameters of ``source`` to ``target`` by their local names."""
     values = {local_name(name): p for name, p in source.named_parameters()}
     into = {local_name(name): p for name, p in target.named_parameters()}
     assert values.keys() == into.keys(), values.keys() ^ into.keys()
@@ -102,7 +97,7 @@ def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
 
 
 def batch(seed: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids and position ids ``[b, s]``, and the causal mask ``[1, 1, s, s]``."""
+    """Return token ids and position ids ``[b, s]``, and the causal mask ``[1, 1, s, s]``."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
     positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
@@ -111,7 +106,7 @@ def batch(seed: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def outcome(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Logits and every parameter's gradient of the loss, float32, by the local names."""
+    """Return the logits and all gradients of the loss in float32, by the local names."""
     tokens, positions, mask = batch()
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
@@ -124,11 +119,9 @@ def outcome(model: GPTModel) -> dict[str, torch.Tensor]:
 
 
 def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tensor]:
-    """Gradients that Megatron's data parallelism has in ``main_grad`` after several microbatches.
+    """Return ``main_grad`` of Megatron's data parallelism after several microbatches.
 
-    Of a fixed random projection of what the model returns, float32, by the local names. A model
-    without a head is given, since Megatron's own output layer fuses its weight gradient only with
-    NVIDIA's apex.
+    Gradients of a fixed random projection of the model's output, in float32, by the local names.
     """
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(model.config, settings, model)
@@ -149,14 +142,14 @@ def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tenso
 
 
 class Errors(NamedTuple):
-    """How far two models are from the truth, by the local names of :func:`outcome` and its like."""
+    """Relative errors of two models, by the local names."""
 
     ours: dict[str, float]
     plain: dict[str, float]
-    """Of local layers in the dtype of ours."""
+    """Of local layers in the dtype of ours, in torch."""
 
     def beyond(self, floor: float, times: float = 2) -> dict[str, tuple[float, float]]:
-        """What of ours is more than ``times`` as far as the plain ones, and beyond ``floor``."""
+        """Return our errors that exceed ``floor`` and ``times`` the plain ones."""
         pairs = {name: (error, self.plain[name]) for name, error in self.ours.items()}
         return {n: (e, p) for n, (e, p) in pairs.items() if not e <= max(times * p, floor)}
 
@@ -173,16 +166,15 @@ def errors(
     sizes: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Errors:
-    """Relative errors, of norms, of what ``look`` finds.
+    """Return the relative errors, of norms, of what ``look`` returns.
 
-    Ours is a model of ``impl``, through the kernels where they run, and not through torch instead:
-    a refusal is an error. What judges it has the very same weights and computes in plain torch,
-    without any kernel of ours: Megatron's local layers in float32 are the truth, and those in
-    ``dtype`` say how far from it rounding leads.
+    Ours is a model of ``impl``, with the kernels if they run here. The truth are Megatron's local
+    layers in float32 with the same weights, in torch without kernels; the plain ones are local
+    layers in ``dtype``, which show the effect of rounding.
 
     Args:
         head: as in :func:`build`.
-        spoil: called with our model before it runs, to see that this is noticed.
+        spoil: called with our model before it runs.
         sizes: of the configuration of all three.
         changes: of our model's configuration.
     """
