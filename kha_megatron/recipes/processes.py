@@ -1,7 +1,7 @@
-"""The processes of one launch, found by a mark in their environment, and their end.
+"""Find and end the processes of one launch by a mark in their environment.
 
-torchrun puts each rank in a session of its own, so no process group holds them all. Run as a script
-this is the guard that outlives a killed launch: it waits until its standard input is closed.
+torchrun starts each rank in its own session, so no process group contains them all. Run as a
+script, this module is the guard that outlives a killed launch: it waits until stdin is closed.
 """
 
 import os
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 MARK = "KHA_MEGATRON_LAUNCH"
-"""Environment variable that every process of one launch carries, with a value of its own."""
+"""Environment variable of every process of a launch; each launch has its own value."""
 _GRACE_SECONDS = 20.0
-"""How long ranks may go on after SIGTERM, for instance to write a checkpoint, before SIGKILL."""
+"""Time between SIGTERM and SIGKILL, for instance to write a checkpoint."""
 
 
 @contextmanager
 def guarded(mark: str) -> Iterator[None]:
-    """No process with the mark outlives the block, nor this process, however it is killed."""
+    """End all processes with the mark when the block ends or this process is killed."""
     guard = subprocess.Popen(
         [sys.executable, "-I", __file__, mark],
         stdin=subprocess.PIPE,
@@ -44,10 +44,10 @@ def guarded(mark: str) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Inside of the block SIGTERM and SIGHUP end the work as Ctrl-C does; yields those that came.
+    """Let SIGTERM and SIGHUP act like Ctrl-C in the block; yield the list of received signals.
 
-    A second one is ignored: it would cut the cleaning up short. What somebody handles already, or
-    ignores as nohup does, stays so, as does everything in a thread that is not the main one.
+    A second signal is ignored so that cleaning up can finish. Existing handlers, signals ignored by
+    nohup, and threads other than the main one are left alone.
 
     Raises:
         KeyboardInterrupt: at the first signal.
@@ -72,7 +72,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def end(mark: str, grace: float = _GRACE_SECONDS) -> None:
-    """SIGTERM to those that others come from (torchrun passes it on), SIGKILL to what is left."""
+    """Send SIGTERM to parents (torchrun forwards it), then SIGKILL to what is left."""
     deadline = time.monotonic() + grace
     found = marked(mark)
     _signal(pid for pid, parent in found.items() if parent not in found)
@@ -82,7 +82,7 @@ def end(mark: str, grace: float = _GRACE_SECONDS) -> None:
 
 
 def marked(mark: str) -> dict[int, int]:
-    """Live processes that carry the mark, each with its parent: torchrun, ranks, their children."""
+    """Return the live processes with the mark, each with its parent."""
     wanted = f"{MARK}={mark}".encode()
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""What a recipe is: one training run as typed data, and where it is meant to run."""
+"""A recipe: one training run as typed data, from which the command line is generated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,50 +11,38 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
-"""Folders that a run writes inside its output folder."""
+"""Directories that a run writes in its output directory."""
 
 DECIDED = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
-"""Arguments that say which mechanisms heads have, and how they start."""
+"""Arguments that select head mechanisms and their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run: what Megatron and KHA are told, and where it is meant to run.
-
-    Paths are no part of it: :meth:`run_for` adds them.
-    """
+    """One training run without paths, which :meth:`run_for` adds."""
 
     name: str
-    """Name on the command line, and title of the NeMo-Run experiment."""
-
     description: str
-    """One line for lists and logs."""
-
     run: Run
-    """Model, layout, batch, training and heads, in the order in which they are written."""
-
+    """Model, layout, batch, training and heads."""
     ranks: int
-    """Processes on one machine, unless the caller says otherwise."""
-
+    """Default number of processes on one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables the ranks need; one that the user has set already is left alone."""
-
+    """Variables of the ranks. On this machine the user's own values are kept."""
     paper: Mapping[str, str | float] = field(default_factory=dict)
-    """What its paper prints of this run: ``total`` and ``active`` parameters, as it writes them and
-    without the knock's, the final ``loss``, or the mean ``accuracy`` over its tasks in percent."""
-
+    """What the paper prints: ``total`` and ``active`` parameters as text, without KHA's; the final
+    ``loss``; or the mean ``accuracy`` over its tasks in percent."""
     note: str = ""
-    """In what, besides its name, it is not like the recipes that it is compared with, and why."""
-
+    """How the run differs from the recipes that it is compared with, besides its name."""
     entry: str = "kha_megatron.training"
     """What every rank runs: a module, or the path of a script that ends in ``.py``."""
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """The recipe with other values: see :meth:`kha_megatron.model.run.Run.updated`."""
+        """Replace values; see :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
 
     def having(self, kha: KHAConfig) -> Self:
-        """The recipe with other mechanisms in the place of its own; its kind of attention stays."""
+        """Replace the mechanisms, but not the kind of attention."""
         asking = kha.asking()
         return self.updated(**{name: asking[name.removeprefix("kha_")] for name in DECIDED})
 
@@ -66,16 +54,16 @@ class Recipe:
         output: Path | None = None,
         **values: Any,
     ) -> Run:
-        """The run with its folders; what comes later replaces the same value before it.
+        """Return the run with its paths. ``words`` replace ``values`` and paths.
 
         Args:
-            words: in Megatron's own syntax; they come last.
-            data: folder made by ``kha-megatron data prepare``.
-            output: folder for checkpoints and TensorBoard files.
-            values: others, by the names of Megatron's arguments.
+            words: a user's arguments in Megatron's syntax.
+            data: directory made by ``kha-megatron data prepare``.
+            output: directory for checkpoints and TensorBoard files.
+            values: other values by the names of Megatron's arguments.
 
         Raises:
-            ConfigError: a word that belongs to no flag, or that is no value of its flag.
+            ConfigError: a word belongs to no flag, or is no value of its flag.
         """
         paths: dict[str, Any] = {}
         if data is not None:

@@ -21,7 +21,9 @@ sys.exit(sys.argv[-1] == "fail")
 WORKSPACE = """
 from dataclasses import replace
 from kha_megatron import recipes
-recipe = replace(recipes.get_recipe("quickstart"), name="table9/small", entry={script!r})
+one = ["--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1"]
+recipe = recipes.get_recipe("quickstart").updated(one)
+recipe = replace(recipe, name="table9/small", ranks=1, entry={script!r})
 recipes.RECIPES = {{recipe.name: recipe}}
 """
 
@@ -54,19 +56,18 @@ def test_recipe_trains_with_its_arguments_and_directories(nemo, data, tmp_path):
     words = ["megatron='--odd \"a b\"'", f"data={data}", f"output={tmp_path / 'runs'}"]
     done = nemo(*words)  # the data's path has a space
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank in (0, 1):
-        words = (tmp_path / f"rank{rank}").read_text().split("|")
-        assert words[0] == "1"
-        assert words[-1] == "a b"
-        assert words[words.index("--kha-preset") + 1] == "kha_mlp"
-        assert words[words.index("--data-path") + 1] == str(data / "corpus")
-        assert words[words.index("--save") + 1] == str(tmp_path / "runs" / "checkpoints")
+    words = (tmp_path / "rank0").read_text().split("|")
+    assert words[0] == "1"
+    assert words[-1] == "a b"
+    assert words[words.index("--kha-preset") + 1] == "kha_mlp"
+    assert words[words.index("--data-path") + 1] == str(data / "corpus")
+    assert words[words.index("--save") + 1] == str(tmp_path / "runs" / "checkpoints")
 
 
 @pytest.mark.whole
 def test_failing_rank_exits_with_1(nemo, tmp_path):
     assert nemo("megatron='--mock-data --x fail'").returncode == 1
-    assert list(tmp_path.glob("rank[01]"))  # the first to fail may end the other before it writes
+    assert (tmp_path / "rank0").exists()
 
 
 @pytest.mark.whole

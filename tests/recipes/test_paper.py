@@ -30,7 +30,7 @@ def _different():
 
 MODEL_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups")
 MODEL_FLAGS += ("--multi-latent-attention",)
-QUICK = {"moe-a0.8b-6.6b", "table3/mla-linear", "attention/gla-linear", "gated/15b-value-head"}
+QUICK = {"table3/mla-linear", "attention/gla-linear"}
 DIFFERENT = _different()
 
 
