@@ -10,8 +10,8 @@ import typer
 
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON
+from kha_megatron.compare.spikes import Definition, Spike, find_spikes
 from kha_megatron.errors import DataError
-from kha_megatron.history.spikes import Definition, Spike, find_spikes
 from kha_megatron.recipes.log_lines import LOSS, read_history, read_log
 
 

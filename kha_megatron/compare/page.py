@@ -12,7 +12,7 @@ from typing import Any
 
 from kha_megatron.compare import statistics
 from kha_megatron.compare.charts import Line, line_chart
-from kha_megatron.history.spikes import Definition
+from kha_megatron.compare.spikes import Definition
 
 _COLOURS = 8
 _MINUS = "\N{MINUS SIGN}"

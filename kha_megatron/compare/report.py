@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kha_megatron.compare.runs import Comparison
+from kha_megatron.compare.spikes import Spike, find_spikes
 from kha_megatron.compare.statistics import (
     Estimate,
     Floor,
@@ -19,7 +20,6 @@ from kha_megatron.compare.statistics import (
     paired,
 )
 from kha_megatron.compare.variants import NULL
-from kha_megatron.history.spikes import Spike, find_spikes
 from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")

@@ -14,11 +14,11 @@ from kha_megatron.config import PRESETS
 
 PACKAGE = Path(kha_megatron.__file__).parent
 EVERYONE = {"config", "errors", "heads", "announcements"}
-KNOWS_NO_MODEL = {room: {"errors", "announcements"} for room in ("checkpoint", "history")}
+KNOWS_NO_MODEL = {"checkpoint": {"errors", "announcements"}}
 """Files on disk are what they are, whatever the heads of a model do."""
 FREE = {
     "heads",
-    *("ops", "model", "checkpoint", "history", "mcore", "data", "training", "hf"),
+    *("ops", "model", "checkpoint", "mcore", "data", "training", "hf"),
     *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli"),
 }
 ARROWS = {
@@ -31,7 +31,6 @@ ARROWS = {
     "ops": set(),
     "model": set(),
     "checkpoint": set(),
-    "history": set(),
     "mcore": {"ops", "model", "checkpoint"},
     "data": {"checkpoint"},
     "training": {"mcore", "model", "checkpoint", "data"},
@@ -39,7 +38,7 @@ ARROWS = {
     "conversion": {"hf", "mcore", "ops", "model", "checkpoint", "data"},
     "recipes": {"model", "checkpoint", "data"},
     "plan": {"model"},
-    "compare": {"recipes", "plan", "model", "checkpoint", "history", "mcore", "ops"},
+    "compare": {"recipes", "plan", "model", "checkpoint", "mcore", "ops"},
     "bridge": {"hf", "mcore", "conversion", "checkpoint"},
     "serving": {"hf", "ops"},
     "cli": FREE - {"cli", "bridge", "serving"},
@@ -53,7 +52,6 @@ OUTSIDE = {
     "ops": {"torch", "triton"},
     "model": set(),
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
-    "history": set(),
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run", "tensorboard"},
     "plan": set(),
@@ -124,7 +122,7 @@ def test_no_import_goes_in_a_circle():
 
 
 def test_every_room_is_listed():
-    found = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    found = {p.parent.name for p in PACKAGE.glob("*/*.py")}
     assert found == FREE
 
 

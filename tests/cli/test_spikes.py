@@ -7,7 +7,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from kha_megatron import cli
-from tests.history.test_spikes import history, raised
+from tests.compare.test_spikes import history, raised
 
 VALUES = raised(raised(history(every=2), 300, [0.5, 1.5, 0.9]), 390, [2.0] * 10)
 

@@ -1,1 +1,0 @@
-"""What a run wrote about itself."""
