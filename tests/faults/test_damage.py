@@ -139,10 +139,6 @@ def _hostile_index(folder, bomb):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _hostile_common(folder, bomb):
-    torch.save({"args": bomb, "iteration": 2}, folder / "common.pt")
-
-
 def _hostile_object(name, folder, bomb):
     """Put a bomb where ``.metadata`` says that an object is, at the end of its shard."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -160,7 +156,6 @@ def _hostile_object(name, folder, bomb):
 
 HOSTILE = {
     "index": (_hostile_index, r".metadata is damaged or hostile"),
-    "common.pt": (_hostile_common, "common.pt holds no readable training state"),
     "common state": (functools.partial(_hostile_object, "common_state"), "hostile"),
     "random state": (functools.partial(_hostile_object, "rng_state"), "cannot be read"),
 }
