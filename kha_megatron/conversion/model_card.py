@@ -2,15 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kha_megatron import __version__
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import llama_cpp
-from kha_megatron.conversion.companions import load_tokenizer
 from kha_megatron.conversion.engine import Conversion
-from kha_megatron.errors import ConfigError
 from kha_megatron.model.model import Model
 
 CARD = "README.md"
@@ -25,10 +21,6 @@ tags:
 ---
 """
 
-_KNOWN_TO_LLAMA_CPP = ("qwen3", "qwen3_moe", "llama", "mistral", "deepseek_v3")
-"""Architectures whose tokenizers its converter takes as they come; glm4_moe's must have the special
-tokens of GLM's own."""
-
 
 def model_card(
     written: Conversion,
@@ -36,7 +28,6 @@ def model_card(
     *,
     origin: Mapping[str, Any],
     folded: KHAConfig | None,
-    lesson: str | None,
     unserved: str | None,
 ) -> str:
     """The text.
@@ -46,7 +37,6 @@ def model_card(
         model: what is in it.
         origin: what it was made from, as in its manifest.
         folded: what was folded into its projections; None if nothing was.
-        lesson: see ``llama_cpp.lesson``.
         unserved: why vLLM refuses it; None if it does not.
     """
     kha, is_kha = model.kha, written.architecture == "kha"
@@ -68,26 +58,14 @@ def model_card(
             *counts,
             f"- numbers: {written.dtype}; `manifest.json` has a SHA-256 for every tensor\n",
             "## Load it\n",
-            "From within this folder, with llama.cpp beside it.\n",
+            "From within this folder:\n",
             *_transformers(is_kha),
             *_vllm(is_kha, unserved),
-            *_llama_cpp(written.architecture, lesson),
             "## Licence\n",
             "Not said: it is for whoever trained this model to say. Name it in the first lines of "
             "this file.\n",
         ]
     )
-
-
-def teach(folder: Path, architecture: str) -> str | None:
-    """The lesson that llama.cpp's converter needs for a folder's tokenizer, if it can take one."""
-    if architecture not in _KNOWN_TO_LLAMA_CPP or not (folder / "tokenizer.json").is_file():
-        return None
-    try:
-        tokenizer = load_tokenizer(folder)
-    except ConfigError:  # one of the source's own, copied as it is: it may need code of its own
-        return None
-    return llama_cpp.lesson(tokenizer)
 
 
 _FORMATS = {"torch_dist": "Megatron checkpoint", "huggingface": "Hugging Face model"}
@@ -123,23 +101,3 @@ def _vllm(is_kha: bool, unserved: str | None) -> list[str]:
         return [f"vLLM: not this one. {unserved}\n"]
     beside = ", with kha_megatron beside it (`pip install 'kha-megatron[vllm]'`)" if is_kha else ""
     return [f"vLLM{beside}:\n", "```bash", "vllm serve .", "```\n"]
-
-
-def _llama_cpp(architecture: str, lesson: str | None) -> list[str]:
-    if architecture == "kha":
-        return [
-            "llama.cpp has no such architecture; a model whose knocks are all linear becomes one "
-            "that it has by `kha-megatron convert fold`.\n"
-        ]
-    if architecture not in _KNOWN_TO_LLAMA_CPP:
-        return ["llama.cpp: not known to convert this architecture with any tokenizer.\n"]
-    told = (
-        [
-            "(its converter knows tokenizers by what they make of one text, and none that was "
-            "trained on other text; the first line tells it that this one cuts words as GPT-2's):\n"
-        ]
-        if lesson
-        else []
-    )
-    convert = "python ../llama.cpp/convert_hf_to_gguf.py . --outfile ../model.gguf"
-    return ["llama.cpp:\n", *told, "```bash", *([lesson] if lesson else []), convert, "```\n"]

@@ -23,7 +23,7 @@ from kha_megatron.conversion.hf_configs import (
     stock_type,
     to_hf_config,
 )
-from kha_megatron.conversion.model_card import CARD, model_card, teach
+from kha_megatron.conversion.model_card import CARD, model_card
 from kha_megatron.conversion.sources import open_source, parse_dtype
 from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import Cast, Expressed, Upcycled, folded
@@ -84,19 +84,15 @@ class HFPlan(Plan):
             config.save_pretrained(folder)
             source.companions.write(folder)
             written = self.written(target, config.model_type, shards, wrong)
-            lesson = teach(folder, config.model_type)
             is_kha = isinstance(config, KHAModelConfig)
             card = model_card(
                 written,
                 model,
                 origin=origin,
                 folded=self.folded,
-                lesson=lesson,
                 unserved=vllm_obstacle(config, by_backend=False) if is_kha else None,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
-        if lesson is not None:
-            announce(f"llama.cpp's converter does not know this tokenizer: {CARD} teaches it")
         if count := sum(lost.values()):
             announce(
                 f"{count:,} weights of norms below 1/2 are rounded: {config.model_type} stores how "

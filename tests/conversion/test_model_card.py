@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from kha_megatron.conversion import llama_cpp, to_hf
+from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.companions import Companions
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
@@ -57,7 +57,6 @@ def test_the_card_of_a_fold(knocked, tokenizer, tmp_path):
     assert f"- parameters: {written.parameters:,}" in card
     assert "import kha_megatron" not in card
     assert "vllm serve ." in card
-    assert f'if chkhsh == "{llama_cpp.fingerprint(tokenizer)}"' in card
     config = json.loads((tmp_path / "my model" / "config.json").read_text())
     assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
 
@@ -69,7 +68,6 @@ def test_the_card_of_a_kha_model(knocked, tmp_path):
     assert "- of these knock's: 128" in card  # one 8x8 matrix in each of two layers
     assert "import kha_megatron.hf" in card
     assert "kha-megatron[vllm]" in card.split("\nvLLM")[1].split("vllm serve .")[0]
-    assert "chkhsh" not in card
 
 
 def test_the_card_of_what_was_made_from_within_its_folder(knocked, tmp_path, monkeypatch):
@@ -87,14 +85,6 @@ def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     card = (tmp_path / "talking" / "README.md").read_text()
     assert "vLLM's attention does not support talking: serve it with" in card
     assert "vllm serve" not in card
-
-
-def test_a_tokenizer_that_cuts_otherwise_is_taught_nothing(tokenizer):
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer._tokenizer.to_str())
-    )
-    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert llama_cpp.lesson(other) is None
 
 
 def test_there_is_a_token_to_pad_with(tokenizer, tmp_path):
