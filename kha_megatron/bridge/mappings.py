@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.packing import HeadParameter, QKVRows, Vocabulary
-from kha_megatron.conversion.table import OUTPUT_LAYER, Row, head_row, places
+from kha_megatron.conversion.table import (
+    OUTPUT_LAYER,
+    HeadRow,
+    QKVRow,
+    Row,
+    VocabularyRow,
+    head_row,
+    places,
+)
 from kha_megatron.hf import KHAModelConfig
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
@@ -76,7 +83,7 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
 
     Args:
         megatron_param: The parameter.
-        hf_param: Hugging Face names of its tensors, in the order of the packing.
+        hf_param: Hugging Face names of its tensors, in the order of the row's parts.
         row: Its row of the table.
         model: The sizes of the model.
     """
@@ -92,15 +99,15 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     @property
     def _over_ranks(self) -> MegatronParamMapping[Tensor]:
         """The mapping of tensor-parallel ranks: split by heads, or replicated."""
-        packing = self._row.packing
-        if isinstance(packing, HeadParameter) and packing.tensor.ranks(self.tp_size) == 1:
+        row = self._row
+        if isinstance(row, HeadRow) and row.tensor and row.tensor.ranks(self.tp_size) == 1:
             return self._whole
         return self._cut
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
         """Return this rank's part of the packed tensors."""
         parts = [hf_weights[name] for name in self.hf_param]
-        whole = torch.cat(self._row.packing.join(parts, self._model))
+        whole = torch.cat(self._row.join(parts, self._model))
         return self._over_ranks.hf_to_megatron(whole, megatron_module)
 
     def megatron_to_hf(
@@ -112,7 +119,7 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
             name: part.contiguous()
             for whole in found.values()
             for name, part in zip(
-                self.hf_param.values(), self._row.packing.split(whole, self._model), strict=True
+                self.hf_param.values(), self._row.split(whole, self._model), strict=True
             )
         }
 
@@ -133,25 +140,25 @@ def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
     model = None if config is None else from_hf_config(config.to_dict())
     plain = model is None or list(model.qkv.parts) == list(_EVERYTHING.qkv.parts)
     for row, layer, _ in _PLACES:
-        if isinstance(row.packing, QKVRows) and model is not None and not plain:
+        if isinstance(row, QKVRow) and model is not None and not plain:
             found.append(_packed(row, model))
-        elif not isinstance(row.packing, Vocabulary):
+        elif not isinstance(row, VocabularyRow):
             found += _of_row(row, layer is not None)
         elif config is not None and not (config.tie_word_embeddings and row is OUTPUT_LAYER):
-            found.append(VocabularyMapping(row.names[0], row.packing.name, config.vocab_size))
+            found.append(VocabularyMapping(row.names[0], row.hf, config.vocab_size))
     if model is None:
         return found
     return [*found, *(_packed(head_row(tensor), model) for tensor in model.head_tensors)]
 
 
 def _packed(row: Row, model: Architecture) -> PackedMapping:
-    names = {name: HF + name for name in row.packing.names(model)}
+    names = {name: HF + name for name in row.hf_names(model)}
     return PackedMapping(MEGATRON + row.names[0], names, row, model)
 
 
 def _of_row(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
     ours, theirs = (MEGATRON, HF) if in_layer else ("", "")
-    keys, parts = [ours + row.names[0]], row.packing.names(_EVERYTHING)
+    keys, parts = [ours + row.names[0]], row.hf_names(_EVERYTHING)
     if row.per_expert:
         # grouped GEMM names an expert's weights one way, a list of MLPs another
         matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."

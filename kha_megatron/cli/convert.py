@@ -1,6 +1,6 @@
-"""``kha-megatron convert``: checkpoints between Megatron and Hugging Face, four ways."""
+"""``kha-megatron convert``: checkpoints between Megatron and Hugging Face."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -31,20 +31,40 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
 
 _ROWS, _LENGTH = 8, 256
-"""Sequences that are read of ``--text``, and tokens of one at most."""
+"""Number and length of the sequences that are read of ``--text``, at most."""
 
 app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
 Source = Annotated[
     Path,
-    typer.Argument(help="Megatron's --save folder, one iteration of it, or a Hugging Face folder."),
+    typer.Argument(help="Megatron's --save directory, one iteration of it, or a Hugging Face one."),
 ]
-Out = Annotated[Path, typer.Argument(help="Folder to write; new or empty.")]
-ShardSize = Annotated[str, typer.Option(help="Such as 500MB or 5GB.")]
+Out = Annotated[Path, typer.Argument(help="Directory to write, new or empty.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
+]
+AllowOverflow = Annotated[
+    bool,
+    typer.Option("--allow-overflow", help="Let numbers beyond the range of --dtype be infinite."),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(help="Tokenizer directory instead of the model's own.")
+]
+Verify = Annotated[bool, typer.Option(help="Compare every tensor and the logits afterwards.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
+Architecture = Annotated[
+    str,
+    typer.Option(
+        help="kha for every attention and mechanism. Without KHA: qwen3, qwen3_moe, glm4_moe, "
+        "deepseek_v3 (MLA), llama, mistral; with Megatron's output gate: qwen3_next, "
+        "qwen3_5_text. auto chooses the one that fits."
+    ),
+]
+ShardSize = Annotated[str, typer.Option(help="Largest file size, such as 500MB or 5GB.")]
 DivisibleBy = Annotated[
     int,
     typer.Option(
-        "--make-vocab-size-divisible-by", min=1, help="As in the training that goes on from it."
+        "--make-vocab-size-divisible-by", min=1, help="As in the training that will load OUT."
     ),
 ]
 TensorParallel = Annotated[
@@ -52,42 +72,9 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-model-parallel-size",
         min=1,
-        help="Pads the vocabulary as that training would; any other size loads it as well.",
+        help="Pad the vocabulary for this size. Any other size loads OUT as well.",
     ),
 ]
-
-
-DType = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")
-]
-AllowOverflow = Annotated[
-    bool,
-    typer.Option(
-        "--allow-overflow",
-        help="Let values beyond the range of --dtype become infinite. The report counts them.",
-    ),
-]
-Tokenizer = Annotated[
-    Path | None, typer.Option(help="Tokenizer directory, if not the model's own.")
-]
-Verify = Annotated[
-    bool, typer.Option(help="Compare every tensor, and the logits of both models, afterwards.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """How to write and check a converted model."""
-
-    workers: int | None = None
-    verify: bool = True
-    overwrite: bool = False
-    as_json: bool = False
-
-    def __post_init__(self) -> None:
-        if self.verify:  # fail before the conversion, not after it
-            check_version()
 
 
 @app.callback()
@@ -99,17 +86,9 @@ def _commands() -> None:
 def to_hf(
     checkpoint: Source,
     out: Out,
-    architecture: Annotated[
-        str,
-        typer.Option(
-            help="kha, which has every attention and variant; of models without KHA also qwen3, "
-            "qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama, mistral; with a gate on attention's "
-            "output qwen3_next, qwen3_5_text, qwen3_5_moe_text (element-wise), lfm3 (head-wise); "
-            "or auto for the one that fits."
-        ),
-    ] = "kha",
+    architecture: Architecture = "kha",
     max_shard_size: ShardSize = "5GB",
-    dtype: DType = None,
+    dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     tokenizer: Tokenizer = None,
     workers: Workers = None,
@@ -117,28 +96,29 @@ def to_hf(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, and prove that it computes the same.
+    """Convert a checkpoint to a Hugging Face directory and verify it.
 
-    Reads torch_dist checkpoints whatever TP, PP or EP wrote them; writes safetensors, the
-    configuration, the tokenizer and the generation configuration.
+    Reads torch_dist checkpoints of any TP, PP or EP layout. Writes safetensors, the configuration,
+    the tokenizer and the generation configuration.
 
     Examples:
       kha-megatron convert to-hf quickstart/run/checkpoints my-model
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
       kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
     """
+    _check_version(verify)
     from kha_megatron.conversion import to_hf
 
-    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
     plan = to_hf.plan(
         checkpoint,
         architecture=architecture,
-        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
         dtype=dtype,
         allow_overflow=allow_overflow,
         tokenizer=tokenizer,
+        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
     )
-    _carry_out(plan, out, how)
+    written = _write(plan, out, workers, overwrite)
+    _finish(plan, written, workers, verify, as_json)
 
 
 @app.command("to-megatron")
@@ -147,7 +127,7 @@ def to_megatron(
     out: Out,
     divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
-    dtype: DType = None,
+    dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     tokenizer: Tokenizer = None,
     workers: Workers = None,
@@ -155,41 +135,39 @@ def to_megatron(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Write a Hugging Face model as a Megatron checkpoint for --load, under any layout of ranks.
+    """Convert a Hugging Face model to a Megatron checkpoint that any layout of ranks loads.
 
-    Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3, and of full attention in
-    every layer qwen3_next, qwen3_5_text, qwen3_5_moe_text and lfm3. The folder holds a release,
-    which starts a run at iteration 0 without optimizer state, and the tokenizer.
+    Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe, deepseek_v3, and qwen3_next and
+    qwen3_5_text with full attention in every layer. The checkpoint is a release: a run starts from
+    it at iteration 0 without optimizer state.
 
     Examples:
       kha-megatron convert to-megatron Qwen3-0.6B-Base ckpt/qwen3
       kha-megatron convert to-megatron my-model ckpt/my-model \\
         --tensor-model-parallel-size 4
     """
+    _check_version(verify)
     from kha_megatron.conversion import to_megatron
 
-    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
     plan = to_megatron.plan(
         model,
-        divisible_by=divisible_by,
-        tensor_parallel=tensor_parallel,
         dtype=dtype,
         allow_overflow=allow_overflow,
         tokenizer=tokenizer,
+        divisible_by=divisible_by,
+        tensor_parallel=tensor_parallel,
     )
-    _carry_out(plan, out, how)
+    written = _write(plan, out, workers, overwrite)
+    _finish(plan, written, workers, verify, as_json)
 
 
 @app.command()
 def fold(
     checkpoint: Source,
     out: Out,
-    architecture: Annotated[
-        str,
-        typer.Option(help="As to-hf's without kha; auto: what fits."),
-    ] = "auto",
+    architecture: Architecture = "auto",
     max_shard_size: ShardSize = "5GB",
-    dtype: DType = None,
+    dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     tokenizer: Tokenizer = None,
     workers: Workers = None,
@@ -197,46 +175,47 @@ def fold(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Fold linear knocking heads into the projections: a stock model that any server runs.
+    """Fold linear knocking heads into the projections to get a stock model.
 
-    W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3; GTA and
-    GLA have no stock architecture. Collaborative heads fold into ordinary ones with the same key,
-    as wide as keys or values: where those differ, into an architecture that rotates a part of a
-    head.
+    W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3. GTA and
+    GLA have no stock architecture. Collaborative heads fold into ordinary heads with the same key.
 
     Examples:
       kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
       kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
     """
+    _check_version(verify)
     from kha_megatron.conversion import to_hf
 
-    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
     plan = to_hf.plan(
         checkpoint,
         fold=True,
         architecture=architecture,
-        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
         dtype=dtype,
         allow_overflow=allow_overflow,
         tokenizer=tokenizer,
+        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
     )
-    _carry_out(plan, out, how)
+    written = _write(plan, out, workers, overwrite)
+    _finish(plan, written, workers, verify, as_json)
 
 
 @app.command()
 def upcycle(
     model: Source,
     out: Out,
-    to: Annotated[Literal["megatron", "hf"], typer.Option(help="What OUT is for.")] = "megatron",
+    to: Annotated[
+        Literal["megatron", "hf"], typer.Option(help="Format to write OUT in.")
+    ] = "megatron",
     kha_preset: Preset = None,
     kha_query: Annotated[
-        str | None, typer.Option(help="linear, mlp, gate or none, over the preset.")
+        str | None, typer.Option(help="linear, mlp, gate or none, instead of the preset's.")
     ] = None,
     kha_key: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
     kha_value: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
     heads: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME.FIELD=VALUE", help="A head mechanism's setting; repeat it."),
+        typer.Option(metavar="NAME.FIELD=VALUE", help="Setting of a head mechanism; repeatable."),
     ] = None,
     gate: Annotated[
         list[str] | None,
@@ -252,7 +231,7 @@ def upcycle(
     divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
     max_shard_size: ShardSize = "5GB",
-    dtype: DType = None,
+    dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     tokenizer: Tokenizer = None,
     workers: Workers = None,
@@ -260,13 +239,12 @@ def upcycle(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Give a pretrained model mechanisms of the heads: the same logits, ready to train on.
+    """Add KHA, gates or MoH to a pretrained model without changing its outputs.
 
-    Knocking heads begin at the identity, gates at one half behind doubled weights, both bit for
-    bit; an element-wise gate on the output makes a stock gated model. Mixture-of-head
-    (moh.router=query_norm moh.quantized=true) changes no tensor, but tokens lose heads: --text
-    shows what that costs. Takes stock Hugging Face models and checkpoints of plain Megatron. Models
-    with multi-latent attention (deepseek_v3) take linear matrices and gates on the output only.
+    Knocking heads start at the identity. Gates start at one half, behind doubled weights. Both keep
+    every bit of the logits. Mixture-of-head (moh.router=query_norm moh.quantized=true) changes no
+    tensor, but tokens lose heads; --text prints the effect on the loss. Models with multi-latent
+    attention (deepseek_v3) take linear matrices and gates on the output only.
 
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
@@ -279,70 +257,71 @@ def upcycle(
     )
     if kha is None:
         raise ConfigError(
-            "nothing to add: give --kha-preset, or --kha-query, --kha-key, --kha-value, --gate, "
-            "--heads"
+            "Expected head mechanisms to add. Pass --kha-preset, --kha-query, --kha-key, "
+            "--kha-value, --gate or --heads."
         )
     if text is None and any(mechanism.drops_heads for mechanism in kha.mechanisms):
-        announce(f"{kha}: tokens lose heads, and the loss is another: --text FILE prints it")
+        announce(f"With {kha}, tokens lose heads and the loss changes. Pass --text to print it.")
+    _check_version(verify)
     from kha_megatron.conversion import to_hf, to_megatron
 
-    how = Output(workers=workers, verify=verify, overwrite=overwrite, as_json=as_json)
     plan: Plan
     if to == "hf":
         plan = to_hf.plan(
             model,
             upcycle=kha,
-            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
             dtype=dtype,
             allow_overflow=allow_overflow,
             tokenizer=tokenizer,
+            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
         )
     else:
         plan = to_megatron.plan(
             model,
             upcycle=kha,
-            divisible_by=divisible_by,
-            tensor_parallel=tensor_parallel,
             dtype=dtype,
             allow_overflow=allow_overflow,
             tokenizer=tokenizer,
+            divisible_by=divisible_by,
+            tensor_parallel=tensor_parallel,
         )
-    _carry_out(plan, out, how, text=text)
+    tokens = None
+    if text is not None:
+        source, entries = plan.source, plan.source.model.vocab_size
+        length = min(_LENGTH, source.model.max_position_embeddings)
+        words = read_beginning(text, _ROWS * _LENGTH)
+        tokens = source.companions.read(words, _ROWS, length, entries=entries)
+    written = _write(plan, out, workers, overwrite)
+    losses: dict[str, float] = {}
+    if tokens is not None:
+        from kha_megatron.conversion.verify import loss_of
+
+        with console.log.status("Running both models on the text"):
+            losses = {"before": loss_of(plan.source.path, tokens), "after": loss_of(out, tokens)}
+            losses["tokens"] = tokens.numel()
+    _finish(plan, written, workers, verify, as_json, losses)
 
 
 def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification]":
-    """What ``to-hf`` does by itself, for other commands."""
+    """Convert a checkpoint as ``to-hf`` does by default, for other commands."""
+    _check_version(True)
     from kha_megatron.conversion import to_hf
 
-    how, plan = Output(overwrite=overwrite), to_hf.plan(checkpoint)
-    return _write(plan, out, how), report(plan.source.path, out, how.workers)
+    plan = to_hf.plan(checkpoint)
+    return _write(plan, out, None, overwrite), report(plan.source.path, out, None)
 
 
-def _carry_out(plan: "Plan", out: Path, how: Output, *, text: Path | None = None) -> None:
-    """Write, verify and report; exit with 1 when the two models disagree by more than rounding."""
-    if text is not None:
-        source, model = plan.source, plan.source.model
-        length = min(_LENGTH, model.max_position_embeddings)
-        words = read_beginning(text, _ROWS * _LENGTH)
-        tokens = source.companions.read(words, _ROWS, length, entries=model.vocab_size)
-    written = _write(plan, out, how)
-    values, facts = asdict(written), _facts(written)
-    verification = report(plan.source.path, out, how.workers) if how.verify else None
-    if text is not None:
-        from kha_megatron.conversion.verify import loss_of
-
-        with console.log.status("running both models on the text"):
-            losses = {"before": loss_of(plan.source.path, tokens), "after": loss_of(out, tokens)}
-        values |= {"loss": losses | {"tokens": tokens.numel()}}
-        facts |= {f"loss {when}": f"{loss:.4f} nats" for when, loss in losses.items()}
-    conclude(verification, how.as_json, facts=facts, values=values)
+def _check_version(verify: bool) -> None:
+    """Check that the installed Megatron can verify, before the work starts."""
+    if verify:
+        check_version()
 
 
-def _write(plan: "Plan", out: Path, how: Output) -> "Conversion":
-    """Write under a bar of bytes, with rate and time left."""
-    plan.check_target(out, overwrite=how.overwrite)
+def _write(plan: "Plan", out: Path, workers: int | None, overwrite: bool) -> "Conversion":
+    """Write under a progress bar in bytes."""
+    plan.check_target(out, overwrite=overwrite)
     columns = (
         TextColumn("converting"),
         BarColumn(),
@@ -353,30 +332,42 @@ def _write(plan: "Plan", out: Path, how: Output) -> "Conversion":
     log = console.log
     with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
         task = progress.add_task("", total=plan.size)
-        advance = partial(progress.advance, task)
-        written = plan.write(out, workers=how.workers, on_bytes=advance)
+        written = plan.write(out, workers=workers, on_bytes=partial(progress.advance, task))
     companions, rows = plan.source.companions, plan.source.model.vocab_size
+    entries = len(companions.loaded) if companions.loaded is not None else rows
     if companions.origin is None:
-        console.log.print("no tokenizer written: there is none of Hugging Face")
-    elif companions.loaded is None or plan.source.padding_arguments:
-        pass  # either nothing is known, or the padding is kept on purpose
-    elif rows > (entries := len(companions.loaded)):
-        console.log.print(
-            f"all {rows} rows of the embedding are kept: padding does not explain that the "
-            f"tokenizer has only {entries} entries"
+        log.print("No tokenizer was written: the source has no Hugging Face tokenizer.")
+    elif rows > entries and not plan.source.padding_arguments:
+        log.print(
+            f"Kept all {rows} rows of the embedding, because Megatron's padding does not explain "
+            f"that the tokenizer has only {entries} entries."
         )
     return written
 
 
-def _facts(written: "Conversion") -> dict[str, str]:
-    rows = {
+def _finish(
+    plan: "Plan",
+    written: "Conversion",
+    workers: int | None,
+    verify: bool,
+    as_json: bool,
+    losses: dict[str, float] | None = None,
+) -> None:
+    """Verify and report. Exit with 1 if the two models differ by more than rounding."""
+    files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
+    facts = {
         "written": str(written.path),
         "architecture": written.architecture,
         "tensors": f"{written.tensors} ({written.parameters:,} parameters, "
-        f"{written.size / 1e6:,.1f} MB of {written.dtype} in {written.shards} "
-        f"file{'s' if written.shards > 1 else ''})",
+        f"{written.size / 1e6:,.1f} MB of {written.dtype} in {files})",
         "tokenizer": written.tokenizer or "none",
     }
-    if written.architecture == "megatron":
-        rows["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
-    return rows | not_finite(written.not_finite)
+    if written.arguments:
+        facts["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
+    facts |= not_finite(written.not_finite)
+    values = asdict(written)
+    if losses:
+        values["loss"] = losses
+        facts |= {f"loss {when}": f"{losses[when]:.4f} nats" for when in ("before", "after")}
+    verification = report(plan.source.path, written.path, workers) if verify else None
+    conclude(verification, as_json, facts=facts, values=values)

@@ -1,4 +1,4 @@
-"""``kha-megatron verify``: are two checkpoints the same model?"""
+"""``kha-megatron verify``: compare two checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,16 +18,16 @@ _PROBLEMS = ("missing", "unexpected", "mismatched", "different")
 
 
 def verify(
-    one: Annotated[Path, typer.Argument(help="A Megatron checkpoint or a Hugging Face folder.")],
-    other: Annotated[Path, typer.Argument(help="Another one, of either side.")],
+    one: Annotated[Path, typer.Argument(help="A Megatron checkpoint or a Hugging Face model.")],
+    other: Annotated[Path, typer.Argument(help="Another one of either kind.")],
     logits: Annotated[bool, typer.Option(help="Run both models, if they fit into memory.")] = True,
     workers: Workers = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Compare two checkpoints: every key, what no tensor tells, and each one's own logits.
+    """Compare two checkpoints: tensor names and shapes, config fields, and logits.
 
-    A model with linear knocking heads or collaborative ones equals its folded form, and an upcycled
-    model the one that it was made of. Exits with 1 when they differ.
+    A model with linear knocking heads or collaborative heads equals its folded form. An upcycled
+    model equals the one that it was made from. Exits with 1 if the two differ.
 
     Examples:
       kha-megatron verify ckpt/iter_0001000 my-model
@@ -42,10 +42,10 @@ def verify(
 
 
 def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) -> "Verification":
-    """Compare two checkpoints, and say on stderr that it takes time."""
+    """Compare two checkpoints and show a status on stderr meanwhile."""
     from kha_megatron.conversion import verify as comparison
 
-    with console.log.status("verifying: comparing every tensor, then running both models"):
+    with console.log.status("Verifying: comparing every tensor, then running both models"):
         return comparison.Pair.open(one, other).verify(logits=logits, workers=workers)
 
 
@@ -56,22 +56,21 @@ def conclude(
     facts: Mapping[str, str] = MappingProxyType({}),
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Print the result; exit with 1 when the two models disagree by more than rounding.
+    """Print the result, and exit with 1 if the two models differ by more than rounding.
 
     Args:
-        verification: None where the user asked for none.
-        as_json: instead of two columns.
-        facts: what else there is to say, for the columns.
-        values: the same as JSON, of which the verification is then one.
+        verification: None if the user asked for none.
+        as_json: Print JSON instead of two columns.
+        facts: Further rows for the columns.
+        values: Further values for the JSON, of which the verification is then one.
     """
-    rows, problem = {**facts, **_facts(verification)}, _problem(verification)
-    told = verification and asdict(verification) | {"agrees": verification.agrees}
+    found = verification and asdict(verification) | {"agrees": verification.agrees}
     if as_json:
-        console.print_json({**values, "verification": told} if values else told)
+        console.print_json({**values, "verification": found} if values else found)
     else:
-        console.print_facts(rows)
-    if problem:
-        console.error(f"not the same model: {problem}")
+        console.print_facts({**facts, **_facts(verification)})
+    if verification is not None and not verification.agrees:
+        console.error(f"The two models differ: {_problem(verification)}.")
         raise typer.Exit(1)
 
 
@@ -86,7 +85,7 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
             rows[name] = f"{len(names)}: {', '.join(names[:5])}"
     rows |= not_finite(tensors.not_finite)
     if tensors.agrees:
-        rows[""] = "all equal, none missing, none too many"
+        rows[""] = "all equal"
     if verification.settings:
         rows["other settings"] = "; ".join(verification.settings)
     if logits is None:
@@ -102,19 +101,17 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
 
 
 def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
-    """Where there is NaN or infinity and how much, if anywhere, for the columns."""
-    listed = [f"{name} {count:,}" for name, count in tensors.items()]
-    if not listed:
+    """Return a row that lists tensors with NaN or infinities, if there are any."""
+    if not tensors:
         return {}
+    listed = [f"{name} {count:,}" for name, count in tensors.items()]
     return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
 
 
-def _problem(verification: "Verification | None") -> str | None:
-    if verification is None or verification.agrees:
-        return None
+def _problem(verification: "Verification") -> str:
     tensors, logits = verification.tensors, verification.logits
     problems = [
-        f"{len(names)} tensors {name}, {names[0]} for one"
+        f"{len(names)} tensors {name}, such as {names[0]}"
         for name in _PROBLEMS
         if (names := getattr(tensors, name))
     ]

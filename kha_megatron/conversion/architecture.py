@@ -1,13 +1,10 @@
-"""What a decoder computes, for checkpoints of either side.
+"""The model description that checkpoints of both sides are translated to and from.
 
-Both are translated to and from this description (``megatron_arguments``, ``hf_configs``), and the
-table of tensors is written against it. What it cannot say cannot be converted. Its fields are those
-of :class:`~kha_megatron.model.model.Model`, whose table has Megatron's and Hugging Face's names;
-None and False stand for what a model has not.
+``megatron_arguments`` and ``hf_configs`` translate, and the table of tensors is written against it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,18 +17,18 @@ from kha_megatron.model.rules import head_facts
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A stretched RoPE; its fields are those of ``rope_parameters`` in ``config.json``."""
+    """Scaled RoPE. The fields are those of ``rope_parameters`` in ``config.json``."""
 
     rope_type: ClassVar[str]
     arguments: ClassVar[Mapping[str, str]]
-    """Megatron's argument of each field that has one."""
+    """Megatron's argument for each field that has one."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(Scaling):
-    """Llama 3.1's."""
+    """RoPE scaling of Llama 3.1."""
 
     rope_type = "llama3"
     arguments = MappingProxyType({"factor": "rope_scaling_factor"})
@@ -43,7 +40,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(Scaling):
-    """YaRN, of multi-latent attention only."""
+    """YaRN, for multi-latent attention only."""
 
     rope_type = "yarn"
     arguments = MappingProxyType(
@@ -65,14 +62,14 @@ class Yarn(Scaling):
 class Architecture(Model):
     """A decoder-only transformer with RMSNorm, SwiGLU and RoPE.
 
-    ``kv_channels`` is a value's width in MLA and GLA, ``moe_layer_freq`` a 0 or 1 for each layer
-    where there are experts.
+    ``kv_channels`` is the width of a value head in MLA and GLA. ``moe_layer_freq`` has a 0 or 1 for
+    each layer if the model has experts.
 
     Raises:
-        ConfigError: mechanisms of the heads that the attention cannot carry.
+        ConfigError: The attention cannot have the requested head mechanisms.
     """
 
-    if TYPE_CHECKING:  # known of every model, or asked where it has such experts or latents
+    if TYPE_CHECKING:  # always set here, or read only if the model has such experts or latents
         num_layers: int
         vocab_size: int
         padded_vocab_size: int
@@ -84,7 +81,6 @@ class Architecture(Model):
         moe_shared_expert_intermediate_size: int
         q_lora_rank: int
     scaling: Scaling | None = None
-    """Of RoPE."""
     normalised: bool = True
     """Whether the weights of a token's experts sum to one before they are scaled."""
     moe_router_topk_scaling_factor: float | None = said(
@@ -104,17 +100,42 @@ class Architecture(Model):
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:
-        """The parameters of one layer that its heads' mechanisms have."""
+        """Parameters of the head mechanisms in one layer."""
         return self.kha.tensors(self.head_sizes)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are alike, so that Megatron stacks them in its checkpoints."""
+        """Whether all layers have the same tensors, so that Megatron stacks them."""
         return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
 
+    def differing(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the settings in which two models differ, each with this and the other value.
+
+        Head mechanisms are compared setting by setting. The two row counts of the embedding and
+        settings that only matter to training from scratch are left out.
+        """
+        ours, theirs = self._settings(ignored), other._settings(ignored)
+        names = ours | theirs
+        found = {name: (ours.get(name), theirs.get(name)) for name in names}
+        return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+
+    def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
+        left_out = {"vocab_size", "padded_vocab_size", "kha", "kha_attention", "kha_latent_heads"}
+        left_out.update(ignored)
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        for name, value in self.kha.to_dict(start=False).items():
+            settings = value if isinstance(value, dict) else {"": value}
+            for setting, held in settings.items():
+                if setting not in _OF_TRAINING:
+                    found[f"kha {name}.{setting}".rstrip(".")] = held
+        return found
+
+
+_OF_TRAINING = ("start", "balance", "balance_scale", "anneal")
+"""Settings of head mechanisms that do not change what a trained model computes."""
 
 ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
-"""What Megatron and Hugging Face call each field."""
+"""Megatron's and Hugging Face's name of each field."""
 HF_KEYS: dict[str, str] = {name: row.hf for name, row in ROWS.items() if row.hf}
 
 STYLE: dict[str, Any] = {
@@ -124,7 +145,7 @@ STYLE: dict[str, Any] = {
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
 }
-"""What all of them have in common."""
+"""What all convertible models have in common."""
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Fields of MLA and GLA."""

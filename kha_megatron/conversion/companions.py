@@ -1,4 +1,4 @@
-"""What travels with a model's tensors: the tokenizer, special tokens, generation settings."""
+"""The tokenizer, special token ids and generation settings that travel with a model's tensors."""
 
 import json
 import math
@@ -27,146 +27,138 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a tokenizer; code is never among it."""
-
 _TEMPLATES = "additional_chat_templates"
-
 COMPANIONS = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
-"""What :meth:`Companions.write` writes: names, and patterns of other tokenizers' vocabularies."""
-
+"""Names and patterns of the files that :meth:`Companions.write` writes."""
 PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
-"""Arguments to a multiple of which Megatron pads a vocabulary."""
+"""Megatron pads a vocabulary to a multiple of the product of these arguments."""
 
 
 @dataclass(frozen=True)
 class Companions:
-    """The tokenizer of a model and what goes with it."""
+    """The tokenizer of a model and its generation settings."""
 
     token_ids: Mapping[str, Any]
     """Ids of the special tokens, for ``config.json``."""
     origin: str | None = None
-    """The folder that the tokenizer comes from; None if there is none that can be saved."""
+    """The directory that the tokenizer comes from; None without a Hugging Face tokenizer."""
     loaded: PreTrainedTokenizerBase | None = None
-    """The tokenizer of a Megatron run, or the one named in place of a Hugging Face folder's."""
+    """The tokenizer, unless its files are copied from a Hugging Face directory."""
     folder: Path = Path()
     files: tuple[str, ...] = ()
-    """What is copied as it is from a Hugging Face folder: names of files of the tokenizer, and
-    ``generation_config.json``."""
+    """Files that are copied from ``folder``: the tokenizer's and ``generation_config.json``."""
 
     @classmethod
     def of_megatron(cls, args: Mapping[str, Any], override: Path | None) -> "Companions":
-        """Of a Megatron run: nothing if it used no Hugging Face tokenizer.
-
-        Generation settings are those that lie beside its tokenizer: Megatron has none of its own.
+        """Return those of a Megatron run, empty if it used no Hugging Face tokenizer.
 
         Args:
-            args: the run's arguments.
-            override: a tokenizer folder instead of the one that they name.
+            args: The run's arguments.
+            override: A tokenizer directory instead of the one in ``args``.
 
         Raises:
-            ConfigError: the folder is not there, or holds no tokenizer.
-            CheckpointError: a file of it is a link that leads elsewhere, or no regular file.
+            ConfigError: The directory does not exist or holds no tokenizer.
+            CheckpointError: One of its files is a link out of it, or not a regular file.
         """
-        named = override or args.get("tokenizer_model")
         if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
             return cls({})
-        if not named or not (folder := Path(named)).is_dir():
-            raise ConfigError(
-                f"no tokenizer: {named} is not a folder: name the run's tokenizer folder with "
-                "--tokenizer"
-            )
-        return cls._of_tokenizer(folder, settings=folder)
+        named = Path(override or args.get("tokenizer_model") or "")
+        return cls.of_tokenizer(named, settings=named)
 
     @classmethod
-    def _of_tokenizer(cls, folder: Path, *, settings: Path) -> "Companions":
-        """Of one folder, with the generation settings of another."""
-        _files(folder)
+    def of_tokenizer(cls, folder: Path, *, settings: Path) -> "Companions":
+        """Return a tokenizer directory's, with the generation settings of ``settings``.
+
+        Raises:
+            ConfigError: See :meth:`of_megatron`.
+            CheckpointError: See :meth:`of_megatron`.
+        """
+        if not folder.name or not folder.is_dir():
+            raise ConfigError(f"No tokenizer directory {folder}. Pass one with --tokenizer.")
+        _files(folder)  # checks them
         loaded = load_tokenizer(folder)
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
     @classmethod
     def of_hf(cls, path: Path, config: Mapping[str, Any], override: Path | None) -> "Companions":
-        """Of a Hugging Face folder, or with the tokenizer of another folder and its ids.
+        """Return those of a Hugging Face directory.
 
         Args:
-            path: the model's folder.
-            config: its ``config.json``.
-            override: a tokenizer folder instead of it.
+            path: The model's directory.
+            config: Its ``config.json``.
+            override: A tokenizer directory instead of ``path``, which also gives the token ids.
 
         Raises:
-            ConfigError: ``override`` is not there, or holds no tokenizer.
-            CheckpointError: a file is a link that leads out of its folder, or none to copy.
+            ConfigError: See :meth:`of_megatron`.
+            CheckpointError: See :meth:`of_megatron`.
         """
         if override is not None:
-            if not override.is_dir():
-                raise ConfigError(f"no tokenizer: {override} is not a folder")
-            return cls._of_tokenizer(override, settings=path)
+            return cls.of_tokenizer(override, settings=path)
         files = _files(path)
         origin = str(path) if set(files) & set(VOCABULARIES) else None
-        ids = {name: _id(config.get(name)) for name in _TOKEN_IDS}
+        # some old configurations have -1 instead of null
+        ids = {name: None if config.get(name) == -1 else config.get(name) for name in _TOKEN_IDS}
         return cls(ids, origin, folder=path, files=files)
 
     def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
-        """Rows of a Megatron embedding without its padding; all if padding does not explain them.
+        """Return the rows of an embedding without Megatron's padding.
 
         Args:
-            args: the run's arguments.
-            rows: of the embedding.
+            args: The run's arguments.
+            rows: Rows of the embedding. All are kept if padding does not explain them.
 
         Raises:
-            CheckpointError: the tokenizer has more entries than the embedding has rows.
+            CheckpointError: The tokenizer has more entries than the embedding has rows.
         """
         multiple = math.prod(args.get(name) or 1 for name in PADDING)
         entries = len(self.loaded) if self.loaded is not None else 0
         if entries > rows:
             raise CheckpointError(
-                f"the tokenizer {self.origin} has {entries} entries, the embedding {rows} rows: "
-                "name the tokenizer of this run with --tokenizer"
+                f"The tokenizer {self.origin} has {entries} entries, but the embedding has {rows} "
+                "rows. Pass the tokenizer of this model with --tokenizer."
             )
-        # the argument says more than the tokenizer, which may have fewer entries than the model
+        # the argument comes first: a tokenizer may have fewer entries than its model
         for size in (args.get("vocab_size"), entries):
             if size and entries <= size <= rows < size + multiple:
                 return size
         return rows
 
     def read(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
-        """The tokens of the beginning of a text, ``[B, S]``: full rows, or one that is shorter.
+        """Return the first tokens of a text, ``[B, S]`` with ``B <= rows`` and ``S <= length``.
 
         Args:
-            text: what to read.
-            rows: how many at most.
-            length: of a row.
-            entries: of the model's vocabulary.
+            text: The text.
+            rows: Largest number of sequences.
+            length: Largest number of tokens of a sequence.
+            entries: Size of the model's vocabulary.
 
         Raises:
-            ConfigError: there is no tokenizer, or it cannot be loaded, or finds no two tokens.
-            CheckpointError: it finds one that the model has not.
+            ConfigError: There is no tokenizer, it cannot be loaded, or the text is too short.
+            CheckpointError: The model does not have one of the tokens.
         """
         if self.origin is None:
-            raise ConfigError("no tokenizer to read a text with: name one with --tokenizer")
+            raise ConfigError("No tokenizer to read the text with. Pass one with --tokenizer.")
         tokenizer = self.loaded or load_tokenizer(Path(self.origin))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
-            raise ConfigError(f"a text of {len(ids)} tokens has no next token: give a longer one")
-        if (most := max(ids)) >= entries:
+            raise ConfigError(f"Expected a text of at least 2 tokens, got {len(ids)}.")
+        if (largest := max(ids)) >= entries:
             raise CheckpointError(
-                f"the tokenizer {self.origin} makes token {most}, the model has {entries}: name "
-                "the model's own with --tokenizer"
+                f"The tokenizer {self.origin} gives token {largest}, but the model has {entries} "
+                "entries. Pass the tokenizer of this model with --tokenizer."
             )
         length = min(length, len(ids))
         rows = min(rows, len(ids) // length)
         return torch.tensor(ids[: rows * length]).view(rows, length)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer into a folder, if there is one. Files are copied, never run.
+        """Write the tokenizer and the generation settings; return False if there is no tokenizer.
 
-        Generation settings go with it: models that chat end at more tokens than their tokenizers
-        name, and a checkpoint of Megatron's has no other place for them. Those of another folder
-        get the tokenizer's ids.
+        Generation settings of another directory than the tokenizer's get the tokenizer's ids.
 
         Raises:
-            CheckpointError: ``generation_config.json`` is no JSON object.
+            CheckpointError: ``generation_config.json`` is not a JSON object.
         """
         if self.origin is None:
             return False
@@ -187,14 +179,13 @@ class Companions:
         return True
 
     def write(self, target: Path) -> None:
-        """Write everything into a Hugging Face folder.
+        """Write everything into a Hugging Face directory.
 
-        Where a run's tokenizer has no token to pad with, its end of text is one, for tokenizer and
-        generation. ``config.json`` names none then: the embedding of the token that stands there
-        gets no gradient.
+        A tokenizer without a padding token pads with its end of text. ``config.json`` names no
+        padding token then, because the embedding of that token would get no gradient.
 
         Raises:
-            CheckpointError: see :meth:`write_tokenizer`.
+            CheckpointError: See :meth:`write_tokenizer`.
         """
         ids = self.token_ids
         if self.loaded is not None and self.loaded.pad_token is None:
@@ -212,26 +203,21 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> tuple[str, ...]:
-    """A folder's tokenizer, templates that are loaded with it, and its generation settings."""
-    more = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
-    return tuple(n for n in (*_TOKENIZER, *more, _GENERATION) if has_file(folder, n))
-
-
-def _id(value: Any) -> Any:
-    """Of a special token; some old configurations say -1 for none."""
-    return None if value == -1 else value
+    """Return the files of a tokenizer and the generation settings that a directory has."""
+    templates = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
+    return tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer folder without running any code of it.
+    """Load a tokenizer directory without running code from it.
 
     Raises:
-        ConfigError: it cannot be loaded so.
+        ConfigError: It cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a damaged file fails wherever the loader first trips over it
+    except Exception as error:  # a damaged file fails anywhere in the loader
         raise ConfigError(
-            f"no tokenizer: {folder} cannot be loaded ({type(error).__name__}: "
-            f"{in_one_line(error)})"
+            f"The tokenizer {folder} cannot be loaded ({type(error).__name__}: "
+            f"{in_one_line(error)}). Pass another with --tokenizer."
         ) from error

@@ -1,7 +1,6 @@
-"""Move every tensor of a source to where it belongs, several at a time, in bounded memory.
+"""Move every tensor of a source to its target, several at a time, in bounded memory.
 
-Threads, not processes: copies, hashing and files release Python's lock. What is held at any time
-is bounded in bytes, so that many small tensors go side by side and large ones one by one.
+Threads suffice: copies, hashing and file access release Python's lock.
 """
 
 import math
@@ -25,9 +24,9 @@ OnBytes = Callable[[int], None]
 Put = Callable[[Place, list[Tensor]], None]
 
 _COPIES = 2
-"""Times the bytes of a place that moving it holds: as read, and cast or in the other packing."""
+"""Copies of a place's tensors in memory: as read, and cast or packed differently."""
 _BESIDE = 256 * 2**20
-"""Bytes in flight besides the largest place, so that nobody waits for the one that moves it."""
+"""Bytes that may be moved besides the largest place."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class Conversion:
 
     path: Path
     architecture: str
-    """``model_type`` of a Hugging Face folder, ``megatron`` otherwise."""
+    """``model_type`` of a Hugging Face directory, ``megatron`` otherwise."""
     tensors: int
     parameters: int
-    """Numbers that training moves by gradients: all but the biases that balance experts."""
+    """Elements of all trained tensors. The biases that balance experts are not trained."""
     size: int
     """Bytes of all tensors."""
     shards: int
@@ -47,25 +46,25 @@ class Conversion:
     tokenizer: str | None
     """Where the tokenizer came from; None if the source had none that can be saved."""
     not_finite: dict[str, int]
-    """Tensors that hold NaN or infinities, and how many."""
+    """Tensors with NaN or infinities, and how many they have."""
     arguments: list[str] = field(default_factory=list)
-    """Of a Megatron checkpoint: what a run that begins with it needs on its command line."""
+    """For a Megatron checkpoint: the arguments of a run that starts from it."""
 
 
 @dataclass(frozen=True)
 class Plan(ABC):
-    """Everything checked and read but the tensors: nothing has been written yet."""
+    """A checked conversion. Nothing has been written yet."""
 
     source: Source
 
     mark: ClassVar[str]
-    """The file by which a folder that it writes is known."""
+    """The file that identifies a directory written by this kind of conversion."""
     holds: ClassVar[tuple[str, ...]]
-    """Patterns of what lies in such a folder: nothing else is ever deleted."""
+    """Patterns of the files in such a directory. Nothing else is ever deleted."""
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """What will be written, in the order of the model."""
+        """The tensors to write, in model order."""
         return [entry for _, held in self.source.entries() for entry in held]
 
     @property
@@ -74,47 +73,44 @@ class Plan(ABC):
         return sum(entry.nbytes for entry in self.entries)
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
-        """Refuse a folder that :meth:`write` must not replace.
+        """Check that :meth:`write` may write to ``target``.
 
         Raises:
-            OutputError: it holds what would be lost, such as the source, or is no converted model
-                and ``overwrite`` is to delete it.
+            OutputError: It holds the source, or files that are not a converted model's, or a
+                converted model without ``overwrite``.
         """
         if self.source.path.resolve().is_relative_to(target.resolve()):
-            raise OutputError(
-                f"{target} holds what is converted, which must stay to be compared with: name "
-                "another folder"
-            )
+            raise OutputError(f"{target} holds the source of this conversion. Choose another path.")
         check_output_folder(target, overwrite=overwrite, mark=self.mark, only=self.holds)
 
     @abstractmethod
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        """Write the folder.
+        """Write the directory beside ``target`` and rename it at the end.
 
         Args:
-            target: a folder; it is replaced at the end, all at once.
-            workers: threads; None for one a core.
-            on_bytes: called with the bytes of each tensor written.
+            target: The directory to write or replace.
+            workers: Threads; None for one per core.
+            on_bytes: Called with the bytes of each tensor written.
 
         Raises:
-            CheckpointError: a shard of the source is damaged.
-            OutputError: the disk refuses; what was at ``target`` is still there.
+            CheckpointError: A file of the source is damaged, or numbers overflow.
+            OutputError: Writing failed. What was at ``target`` is still there.
         """
 
     def written(
         self, target: Path, architecture: str, shards: int, wrong: dict[str, int], *words: str
     ) -> Conversion:
-        """What :meth:`write` answers; ``words`` are the arguments of a training."""
+        """Return the result of :meth:`write`; ``words`` are the arguments of a training."""
         entries = self.entries
-        balances = (held for place, held in self.source.entries() if not place.row.trained)
+        untrained = (held for place, held in self.source.entries() if not place.row.trained)
         return Conversion(
             path=target,
             architecture=architecture,
             tensors=len(entries),
-            parameters=_numbers(entries) - sum(map(_numbers, balances)),
-            size=sum(entry.nbytes for entry in entries),
+            parameters=_elements(entries) - sum(map(_elements, untrained)),
+            size=self.size,
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
             tokenizer=self.source.companions.origin,
@@ -123,7 +119,7 @@ class Plan(ABC):
         )
 
 
-def _numbers(entries: Iterable[TensorEntry]) -> int:
+def _elements(entries: Iterable[TensorEntry]) -> int:
     return sum(math.prod(entry.shape) for entry in entries)
 
 
@@ -136,26 +132,25 @@ def transfer(
 ) -> dict[str, int]:
     """Call ``put`` with the tensors of every place, from several threads, the largest first.
 
-    Holds at most two copies of the largest place's tensors and 256 MiB more, whatever the number of
-    workers. The first error stops the rest. Shards that have hashes are hashed meanwhile; all are
-    right when it returns.
+    Holds at most two copies of the largest place's tensors and 256 MiB more. The first error stops
+    the rest. The hashes of the source's files are checked meanwhile.
 
     Args:
-        source: the tensors.
-        put: writes the tensors of a place.
-        workers: threads; None for one for each core that this process may use.
-        on_bytes: called in this thread with the bytes of each place that is done.
+        source: The tensors.
+        put: Writes the tensors of a place.
+        workers: Threads; None for one per available core.
+        on_bytes: Called in this thread with the bytes of each finished place.
 
     Returns:
-        Tensors that hold NaN or infinities, sorted, and how many.
+        The tensors with NaN or infinities, sorted, and how many they have.
 
     Raises:
-        CheckpointError: a file is damaged, or numbers overflow (``transforms.Cast``).
+        CheckpointError: A file is damaged, or numbers overflow.
     """
     wrong: dict[str, int] = {}
     workers = workers or len(os.sched_getaffinity(0))
     sizes = {place: sum(entry.nbytes for entry in held) for place, held in source.entries()}
-    # a large one that came last would keep one thread busy while the others have nothing to do
+    # a large one at the end would keep one thread busy while the others have nothing to do
     waiting = sorted(sizes, key=sizes.__getitem__, reverse=True)[::-1]  # taken from the end
     free = _COPIES * sizes[waiting[-1]] + _BESIDE
 
@@ -172,7 +167,7 @@ def transfer(
         put(place, parts)
         return place
 
-    with source.verifying(), ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         running: set[Future[Place]] = set()
         try:
             while waiting or running:

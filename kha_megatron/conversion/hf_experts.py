@@ -1,14 +1,12 @@
-"""Mixture-of-experts fields of Hugging Face configurations, each way.
+"""Mixture-of-experts fields of Hugging Face configurations, read and written."""
 
-What has no way is said here and refused by ``hf_configs``.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from kha_megatron.conversion.architecture import HF_KEYS, Architecture
+from kha_megatron.errors import CheckpointError
 
 _OFF = {
     "moe_router_topk_scaling_factor": 1.0,
@@ -16,71 +14,53 @@ _OFF = {
     "moe_router_group_topk": 1,
     "moe_shared_expert_intermediate_size": 0,
 }
-"""What configurations say where a field is None."""
+"""Values of configuration fields for our None."""
 
 
 class ExpertFields(NamedTuple):
-    """How one architecture of transformers says what an :class:`Architecture` says of experts."""
+    """How one architecture names the experts of an :class:`Architecture`."""
 
     fields: tuple[str, ...]
-    """Those of :class:`Architecture` that have a configuration field of their own."""
+    """Our fields that have a configuration field."""
     read: Callable[[PreTrainedConfig], dict[str, Any]]
-    """The other fields; ``moe_layer_freq`` is among them."""
+    """Return our other fields, ``moe_layer_freq`` among them."""
     write: Callable[[Architecture], dict[str, Any]]
-    """The other configuration fields."""
+    """Return the other configuration fields."""
     known: tuple[str, ...]
-    """The other configuration fields that ``config.json`` may have."""
+    """Names of the other configuration fields."""
     number: str = "num_experts"
-    """Configuration field of the number of experts."""
-    normalised: str | None = "norm_topk_prob"
-    """Configuration field of ``normalised``; None where ``only`` settles it."""
-    only: Mapping[str, Any] = {}
-    """Fields of :class:`Architecture` of which there is one value."""
+    """Configuration field for the number of experts."""
+    always: Mapping[str, Any] = {}
+    """Our fields that the architecture fixes."""
     implied: Mapping[str, Any] = {}
-    """Configuration fields that may be there, with the one value that they may have."""
-    dense: Callable[[Architecture], dict[str, Any]] | None = None
-    """The configuration fields of a model without experts."""
-    unreadable: Callable[[PreTrainedConfig], Iterator[tuple[str, Any, str]]] = lambda _: iter(())
-    """Configuration fields with a value that Megatron cannot compute: name, value and why."""
-    unwritable: Callable[[Architecture], Iterator[str]] = lambda _: iter(())
-    """What ``only`` does not say of a model with experts that the architecture cannot compute."""
+    """Configuration fields that may be there, with the only value that they may have."""
+    dense: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    """Return the configuration fields of a model without experts."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """Configuration field of each of ``fields``."""
-        own = {"num_experts": self.number}
-        own |= {"normalised": self.normalised} if self.normalised else {}
+        """Configuration field for each of our fields."""
+        own = {"num_experts": self.number, "normalised": "norm_topk_prob"}
         return own | {name: HF_KEYS[name] for name in self.fields}
 
-    def of(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Fields of :class:`Architecture` from a configuration; none if no layer has experts."""
-        rest = self.read(config)
-        if not any(rest["moe_layer_freq"]):
+    def from_config(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Return our fields; none if no layer has experts."""
+        special = self.read(config)
+        if not any(special["moe_layer_freq"]):
             return {}
         given = {ours: getattr(config, theirs) for ours, theirs in self.keys.items()}
-        given |= self.only
-        given = {k: None if k in _OFF and v == _OFF[k] else v for k, v in given.items()} | rest
-        if factor := given["moe_router_topk_scaling_factor"]:
-            given["moe_router_topk_scaling_factor"] = float(factor)
-        if not given["moe_router_num_groups"]:
-            given["moe_router_group_topk"] = None
-        return given
+        off = {k: None for k, v in given.items() if k in _OFF and v == _OFF[k]}
+        found = given | off | dict(self.always) | special
+        if factor := found.get("moe_router_topk_scaling_factor"):
+            found["moe_router_topk_scaling_factor"] = float(factor)
+        chooses_groups = bool(found.get("moe_router_num_groups"))
+        found["moe_router_group_topk"] = given["moe_router_group_topk"] if chooses_groups else None
+        return found
 
-    def beyond(self, model: Architecture) -> Iterator[str]:
-        """What of a model its architecture cannot compute."""
+    def to_config(self, model: Architecture) -> dict[str, Any]:
+        """Return the configuration fields of a model."""
         if not model.num_experts:
-            if self.dense is None:
-                yield "a dense model"
-            return
-        for name, value in self.only.items():
-            if (found := getattr(model, name)) != value:
-                yield f"{name}={found!r}, only {value!r}"
-        yield from self.unwritable(model)
-
-    def to(self, model: Architecture) -> dict[str, Any]:
-        """The configuration fields of a model, of which nothing is ``beyond`` the architecture."""
-        if not model.num_experts:
-            return self.dense(model) if self.dense else {}
+            return self.dense(model)
         values = {ours: getattr(model, ours) for ours in self.keys}
         given = {self.keys[k]: _OFF.get(k) if v is None else v for k, v in values.items()}
         return given | self.write(model)
@@ -113,50 +93,29 @@ def _write_qwen3(model: Architecture) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _read_all_sparse(config: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "moe_layer_freq": (1,) * config.num_hidden_layers,
-        # of no layer, but Megatron wants one; its own default follows from the hidden size
-        "ffn_hidden_size": config.moe_intermediate_size,
-    }
-
-
-def _without_experts(config: PreTrainedConfig) -> Iterator[tuple[str, Any, str]]:
-    if not config.num_experts:
-        yield "num_experts", config.num_experts, "every layer has experts"
-
-
-def _dense_layers(model: Architecture) -> Iterator[str]:
-    if not all(model.moe_layer_freq):
-        yield "dense layers among those with experts"
-
-
 def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     dense = config.first_k_dense_replace
     freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
-    if not any(freq):
-        return {"moe_layer_freq": freq}
+    if any(freq):
+        _check_groups(config)
     shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
     return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
 
 
-def _unreadable_deepseek(config: PreTrainedConfig) -> Iterator[tuple[str, Any, str]]:
-    if config.first_k_dense_replace >= config.num_hidden_layers:
-        return
+def _check_groups(config: PreTrainedConfig) -> None:
+    """Refuse groups of experts that the two libraries rank differently."""
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
     size, rest = divmod(config.n_routed_experts, groups)
     if size < 2 or rest:
-        yield (
-            f"n_group={groups} with n_routed_experts",
-            config.n_routed_experts,
-            "every group needs as many experts, and two of them",
+        raise CheckpointError(
+            f"config.json has n_group={groups} with n_routed_experts={config.n_routed_experts}. "
+            "Expected groups of the same size with at least two experts each."
         )
     if groups > 1 and per_token != 2 * config.topk_group:
-        yield (
-            f"n_group={groups} with topk_group={config.topk_group} and num_experts_per_tok",
-            per_token,
-            "Megatron ranks a group by its best num_experts_per_tok / topk_group experts, "
-            "transformers by two",
+        raise CheckpointError(
+            f"config.json has n_group={groups} with topk_group={config.topk_group} and "
+            f"num_experts_per_tok={per_token}, which cannot be expressed: Megatron ranks a group "
+            "by its best num_experts_per_tok / topk_group experts, transformers by its best two."
         )
 
 
@@ -166,19 +125,6 @@ def _write_deepseek(model: Architecture) -> dict[str, Any]:
         "n_shared_experts": shared // model.moe_ffn_hidden_size,
         "first_k_dense_replace": model.moe_layer_freq.index(1),
     }
-
-
-def _unwritable_deepseek(model: Architecture) -> Iterator[str]:
-    freq, size = model.moe_layer_freq, model.moe_ffn_hidden_size
-    shared, groups = model.moe_shared_expert_intermediate_size or 0, model.moe_router_group_topk
-    if not all(freq[freq.index(1) :]):
-        yield "a dense layer behind one with experts"
-    if shared % size:
-        yield f"a shared expert of {shared} features, no multiple of {size}"
-    if model.num_experts < 2:
-        yield "a single expert"
-    if groups is not None and model.moe_router_topk != 2 * groups:
-        yield f"moe_router_group_topk={groups} of {model.moe_router_topk} experts"
 
 
 KHA = ExpertFields(
@@ -192,70 +138,37 @@ KHA = ExpertFields(
     _read_kha,
     _write_kha,
     ("num_local_experts", "mlp_layer_types"),
-    dense=lambda model: {},
 )
-"""Of ``kha``, whose fields are Megatron's."""
 
+_SOFTMAX = {
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+}
 QWEN3 = ExpertFields(
     _COMMON,
     _read_qwen3,
     _write_qwen3,
     ("num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
-    only={
-        "moe_router_score_function": "softmax",
-        "moe_router_topk_scaling_factor": None,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_router_num_groups": None,
-    },
+    always=_SOFTMAX,
 )
-"""Of ``qwen3_moe``: softmax, no shared expert, any layer dense."""
+"""``qwen3_moe``: softmax scores, no shared expert, any layer may be dense."""
 
-QWEN3_NEXT = ExpertFields(
-    (*_COMMON, "moe_shared_expert_intermediate_size"),
-    _read_qwen3,
-    _write_qwen3,
-    QWEN3.known,
-    only={
-        "moe_router_score_function": "softmax",
-        "moe_router_topk_scaling_factor": None,
-        "moe_router_num_groups": None,
-        "moe_shared_expert_gate": True,
-    },
+QWEN3_NEXT = QWEN3._replace(
+    fields=(*_COMMON, "moe_shared_expert_intermediate_size"),
+    always=_SOFTMAX | {"moe_shared_expert_gate": True},
     dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
 )
-"""Of ``qwen3_next``: as ``qwen3_moe``, and always a shared expert with a gate of its own."""
-
-QWEN3_5 = ExpertFields(
-    QWEN3_NEXT.fields,
-    _read_all_sparse,
-    lambda model: {},
-    ("num_local_experts",),
-    normalised=None,
-    only={**QWEN3_NEXT.only, "normalised": True},
-    unreadable=_without_experts,
-    unwritable=_dense_layers,
-)
-"""Of ``qwen3_5_moe_text``: as ``qwen3_next``, in every layer, and the weights of a token's experts
-always sum to one."""
+"""``qwen3_next``: as ``qwen3_moe``, and always a shared expert with a gate of its own."""
 
 DEEPSEEK = ExpertFields(
     (*_COMMON, *_SCALED),
     _read_deepseek,
     _write_deepseek,
-    (
-        "num_local_experts",
-        "n_shared_experts",
-        "first_k_dense_replace",
-    ),
+    ("num_local_experts", "n_shared_experts", "first_k_dense_replace"),
     number="n_routed_experts",
-    only={
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_shared_expert_gate": False,
-    },
+    always={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     dense=lambda model: {"first_k_dense_replace": model.num_layers},
-    unreadable=_unreadable_deepseek,
-    unwritable=_unwritable_deepseek,
 )
-"""Of ``deepseek_v3`` and ``glm4_moe``: sigmoid with a correction bias, dense layers first."""
+"""``deepseek_v3`` and ``glm4_moe``: sigmoid scores with a correction bias, dense layers first."""

@@ -1,4 +1,4 @@
-"""Megatron's saved arguments as an architecture, and back to arguments and command line."""
+"""Translate Megatron's saved arguments to an :class:`Architecture`, and back to a command line."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,6 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import Gate
 
 REPRESENTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -44,15 +43,15 @@ REPRESENTED: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "heterogeneous_layers_config_path": (None,),
 }
-"""Arguments that change what a model computes, with the values that we can express."""
+"""Arguments that change what a model computes, with the values that can be expressed."""
 
 _ROUTING_BY_BALANCE = ("sinkhorn", "quantile_balancing")
-"""Load balancing that is a routing rule of its own, not a loss."""
+"""Load balancing that chooses experts itself, instead of by a loss."""
 
 _HYBRID = {"-": 0, "E": 1}
 """Symbols of an MLP in ``--hybrid-layer-pattern``, and whether it has experts."""
 
-_AS_THEY_ARE = (
+_READ = (
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -65,18 +64,8 @@ _AS_THEY_ARE = (
     "init_method_std",
     "attention_dropout",
 )
-"""Fields that are read and written without a thought."""
-
-_OF_EXPERTS = (
-    "num_experts",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-)
-_OF_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
-_SIZES = (
+"""Fields that are read and written unchanged."""
+_WRITTEN = (
     "num_layers",
     "num_query_groups",
     "group_query_attention",
@@ -86,23 +75,29 @@ _SIZES = (
     "multi_latent_attention",
     "attention_output_gate",
 )
-"""Fields that are written as they are."""
-
-_OUTPUT_GATE = KHAConfig(gate=Gate(output="element"))
-"""What ``attention_output_gate`` means, without anything beside it."""
+"""Fields that are written unchanged."""
+_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
-    """The architecture of a Megatron model; ``vocab_size`` is still the padded one.
+    """Return the architecture of a Megatron model. ``vocab_size`` still includes the padding.
 
     Args:
         args: Megatron's saved arguments (``MegatronCheckpoint.args``).
-        kha: what is knocked.
-        padded_vocab_size: rows of the embedding.
+        kha: The model's head mechanisms.
+        padded_vocab_size: Rows of the embedding.
 
     Raises:
-        CheckpointError: an argument changes the model in a way that we cannot express.
-        ConfigError: a kind of attention that the other arguments contradict.
+        CheckpointError: An argument changes the model in a way that cannot be expressed.
+        ConfigError: The attention cannot have the head mechanisms.
     """
     for name, allowed in REPRESENTED.items():
         if args.get(name) not in allowed:
@@ -111,19 +106,16 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
         return _architecture(args, kha, padded_vocab_size)
     except KeyError as error:
         raise CheckpointError(
-            f"the checkpoint's training arguments lack {error.args[0]}: it was not saved by a "
-            "supported version of Megatron's training loop"
+            f"The checkpoint's training arguments lack {error.args[0]}. Expected a checkpoint of "
+            "a supported version of Megatron's training loop."
         ) from error
 
 
 def hybrid_layers(args: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """For a HybridModel that is a GPT model cut in two, which of its MLPs have experts.
-
-    Returns:
-        1 for those, 0 for the others; None for a GPTModel.
+    """Return which MLPs of a HybridModel have experts (1) or not (0); None for a GPTModel.
 
     Raises:
-        CheckpointError: its layers are no alternation of attention and MLPs.
+        CheckpointError: The layers do not alternate between attention and MLP.
     """
     pattern = args.get("hybrid_layer_pattern")
     if pattern is None:
@@ -131,15 +123,13 @@ def hybrid_layers(args: Mapping[str, Any]) -> tuple[int, ...] | None:
     symbols = pattern.replace("|", "") if isinstance(pattern, str) else ""
     mlps = symbols[1::2]
     if not mlps or set(symbols[::2]) != {"*"} or len(symbols) % 2 or not set(mlps) <= set(_HYBRID):
-        raise _refused(
-            "hybrid_layer_pattern", pattern, "only attention * and an MLP, - or E, by turns"
-        )
+        raise _refused("hybrid_layer_pattern", pattern, "only * and one of - and E by turns")
     return tuple(_HYBRID[symbol] for symbol in mlps)
 
 
 def _refused(name: str, value: Any, remedy: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint was trained with {name}={value!r}, which cannot be expressed ({remedy})"
+        f"The checkpoint was trained with {name}={value!r}, which cannot be expressed ({remedy})."
     )
 
 
@@ -153,12 +143,14 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         if hybrid and args.get(name):
             raise _refused(name, args[name], "not with hybrid_layer_pattern")
     latent = bool(args.get("multi_latent_attention"))
-    given: dict[str, Any] = _read(args, _AS_THEY_ARE) | (_latent(args) if latent else {})
+    given = _read(args, (*_READ, *(LATENT if latent else ())))
+    if latent and given["q_lora_rank"] is None and given["qk_layernorm"]:
+        # here Megatron normalises the input of the query projection
+        raise _refused("q_lora_rank", None, "only a compressed query with qk_layernorm")
     if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
         raise _refused("rotary_percent", given["rotary_percent"], "only 0.5 with kha_attention=gta")
     heads, layers = given["num_attention_heads"], len(hybrid or ()) or args["num_layers"]
-    grouped = args["group_query_attention"] and not latent
-    groups = args["num_query_groups"] if grouped else heads
+    groups = args["num_query_groups"] if args["group_query_attention"] and not latent else heads
     return Architecture(
         **STYLE,
         **given | (_experts(args, layers, hybrid) if args["num_experts"] else {}),
@@ -169,48 +161,51 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         group_query_attention=groups != heads,
         kv_channels=given["v_head_dim"] if latent else args["kv_channels"],
         rotary_base=float(args["rotary_base"]),
-        scaling=_latent_scaling(args) if latent else _scaling(args),
+        scaling=_yarn(args) if latent else _llama3(args),
         multi_latent_attention=latent,
         kha=kha,
     )
 
 
-def _latent(args: Mapping[str, Any]) -> dict[str, Any]:
-    if args["q_lora_rank"] is None and args["qk_layernorm"]:
-        # then Megatron normalises what queries are projected from
-        raise _refused("q_lora_rank", None, "queries must be compressed with qk_layernorm")
-    if args.get("rope_type") == "rope" and args["rotary_percent"] != 1.0:
-        raise _refused("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
-    if args["add_qkv_bias"]:
-        raise _refused("add_qkv_bias", True, "not with multi_latent_attention")
-    return _read(args, LATENT)
-
-
-def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | None:
-    if not args.get("use_rope_scaling"):
-        return None
-    asked, factor = float(args["rope_scaling_factor"]), rope_scaling_factor(args)
-    if asked != factor:
-        announce(
-            f"--rope-scaling-factor {asked:g} was recorded by a script of Megatron's, which drops "
-            f"it and computes with {factor:g}: read as {factor:g}. Where yours heeds it, set "
-            f"rope_parameters.factor to {asked:g} in the exported config.json",
-            once=("rope_scaling_factor", asked),
-        )
-    return Llama3Scaling(factor=factor)
+def _experts(
+    args: Mapping[str, Any], layers: int, hybrid: tuple[int, ...] | None
+) -> dict[str, Any]:
+    score, balance = args["moe_router_score_function"], args["moe_router_load_balancing_type"]
+    if score not in ("softmax", "sigmoid"):
+        raise _refused("moe_router_score_function", score, "only softmax and sigmoid")
+    if args["moe_router_enable_expert_bias"] and score != "sigmoid":
+        raise _refused("moe_router_enable_expert_bias", True, "only with sigmoid scores")
+    if balance in _ROUTING_BY_BALANCE:
+        raise _refused("moe_router_load_balancing_type", balance, "only losses or expert biases")
+    frequency = args["moe_layer_freq"]
+    if isinstance(frequency, int):
+        frequency = [layer % frequency == 0 for layer in range(layers)]
+    factor, groups = args["moe_router_topk_scaling_factor"], args.get("moe_router_num_groups") or 1
+    # Megatron divides sigmoid scores by their sum only if there is more than one, and takes the
+    # softmax of the chosen logits unless told to take it before the choice
+    sigmoid = score == "sigmoid"
+    normalised = args["moe_router_topk"] > 1 if sigmoid else not args["moe_router_pre_softmax"]
+    return _read(args, _EXPERTS) | {
+        "moe_ffn_hidden_size": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
+        "moe_shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"] or None,
+        "moe_layer_freq": hybrid or tuple(map(int, frequency)),
+        "normalised": normalised,
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        **({name: args.get(name) for name in _GROUPS} if groups > 1 else {}),
+    }
 
 
 STOCK_FACTOR = 8.0
-"""By which Megatron's own scripts stretch RoPE, whatever ``--rope-scaling-factor`` says."""
+"""Scaling of RoPE in Megatron's own scripts, whatever ``--rope-scaling-factor`` says."""
 _STOCK_SPEC = "kha_megatron.training.stock"
 """The module that a patched Megatron names as its spec where ``--kha-*`` choose the heads."""
 
 
 def rope_scaling_factor(args: Mapping[str, Any]) -> float:
-    """What a training with ``--use-rope-scaling`` has computed with.
+    """Return the factor that a training with ``--use-rope-scaling`` has computed with.
 
-    Megatron's own scripts are told by ``spec``, which every training records, beside no ``kha_*``
-    of our entry point; that one heeds the argument. A converted checkpoint has no ``spec``.
+    Megatron's own scripts ignore the argument. They record a ``spec`` without the ``kha_*``
+    arguments of our entry point, which heeds it. A converted checkpoint has no ``spec``.
     """
     of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
     if "spec" in args and not of_our_entry_point:
@@ -218,122 +213,82 @@ def rope_scaling_factor(args: Mapping[str, Any]) -> float:
     return float(args["rope_scaling_factor"])
 
 
-def _latent_scaling(args: Mapping[str, Any]) -> Yarn | None:
-    """Megatron's latent attention has YaRN unless told otherwise; a factor of 1 is plain RoPE."""
-    factor = float(args["rotary_scaling_factor"])
-    plain = args.get("rope_type") == "rope"
-    if plain and factor > 1.0 and args["mscale_all_dim"]:  # which Megatron's softmax heeds alone
+def _llama3(args: Mapping[str, Any]) -> Llama3Scaling | None:
+    if not args.get("use_rope_scaling"):
+        return None
+    asked, factor = float(args["rope_scaling_factor"]), rope_scaling_factor(args)
+    if asked != factor:
+        announce(
+            f"Reading --rope-scaling-factor {asked:g} as {factor:g}: Megatron's own scripts ignore "
+            f"it. If your script does not, set rope_parameters.factor to {asked:g} in the "
+            "exported config.json.",
+            once=("rope_scaling_factor", asked),
+        )
+    return Llama3Scaling(factor=factor)
+
+
+def _yarn(args: Mapping[str, Any]) -> Yarn | None:
+    """Return the YaRN of latent attention; None for plain RoPE."""
+    factor, plain = float(args["rotary_scaling_factor"]), args.get("rope_type") == "rope"
+    if plain and args["rotary_percent"] != 1.0:
+        raise _refused("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
+    if plain and factor > 1.0 and args["mscale_all_dim"]:  # the softmax scale would use it
         raise _refused("mscale_all_dim", args["mscale_all_dim"], "only 0.0 with rope_type=rope")
     if plain or factor == 1.0:
         return None
     return Yarn(factor=factor, mscale=args["mscale"], mscale_all_dim=args["mscale_all_dim"])
 
 
-def _experts(
-    args: Mapping[str, Any], layers: int, hybrid: tuple[int, ...] | None
-) -> dict[str, Any]:
-    score = args["moe_router_score_function"]
-    if score not in ("softmax", "sigmoid"):
-        raise _refused("moe_router_score_function", score, "only softmax and sigmoid")
-    if args["moe_router_enable_expert_bias"] and score != "sigmoid":
-        raise CheckpointError(
-            "moe_router_enable_expert_bias with softmax scores cannot be expressed: only sigmoid"
-        )
-    if args["moe_router_load_balancing_type"] in _ROUTING_BY_BALANCE:
-        raise _refused(
-            "moe_router_load_balancing_type",
-            args["moe_router_load_balancing_type"],
-            "it chooses experts by itself; only balancing by losses or expert biases",
-        )
-    frequency = args["moe_layer_freq"]
-    if isinstance(frequency, int):
-        frequency = [layer % frequency == 0 for layer in range(layers)]
-    factor, groups = args["moe_router_topk_scaling_factor"], args.get("moe_router_num_groups") or 1
-    return _read(args, _OF_EXPERTS) | {
-        "moe_ffn_hidden_size": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
-        "moe_shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"] or None,
-        "moe_layer_freq": hybrid or tuple(map(int, frequency)),
-        # Megatron divides sigmoid scores by their sum only when there is more than one, and takes
-        # the softmax over the chosen logits unless told to take it before
-        "normalised": args["moe_router_topk"] > 1
-        if score == "sigmoid"
-        else not args["moe_router_pre_softmax"],
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
-        **({name: args.get(name) for name in _OF_GROUPS} if groups > 1 else {}),
-    }
-
-
 def to_arguments(model: Architecture) -> dict[str, Any]:
-    """What Megatron would have saved for a model: its model arguments, by their names.
+    """Return the model arguments that Megatron would have saved.
+
+    The arguments are read back and must describe the same model.
 
     Raises:
-        CheckpointError: Megatron cannot compute what the model does.
+        CheckpointError: Megatron cannot compute what the model does. The message names the setting.
     """
-    names = (*STYLE, *_AS_THEY_ARE, *_SIZES, *(LATENT if model.multi_latent_attention else ()))
-    args = {ROWS[name].argument: getattr(model, name) for name in names}
+    names = (*STYLE, *_READ, *_WRITTEN, *(LATENT if model.multi_latent_attention else ()))
+    scaling, base = model.scaling, model.rotary_base
+    args: dict[str, Any] = {ROWS[name].argument: getattr(model, name) for name in names}
     args |= {
         "seq_length": model.max_position_embeddings,
         "norm_epsilon": model.layernorm_epsilon,
-        **_rope_arguments(model),
-        **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
-    }
-    if model.multi_latent_attention and model.q_lora_rank is None and model.qk_layernorm:
-        raise CheckpointError(
-            "q_lora_rank=None with a norm of the latent: Megatron would normalise what queries are "
-            "projected from as well: compress queries, or do without the norm"
-        )
-    said = model.attention_output_gate and model.kha == _OUTPUT_GATE
-    if (model.kha.mechanisms or model.kha.attention is not None) and not said:
-        args |= model.kha.recording(multi_latent=model.multi_latent_attention)
-    return args
-
-
-def _rope_arguments(model: Architecture) -> dict[str, Any]:
-    scaling, base = model.scaling, model.rotary_base
-    args: dict[str, Any] = {
         "add_position_embedding": False,
         "use_rotary_position_embeddings": False,
         "rotary_base": int(base) if base == int(base) else base,
         "rotary_interleaved": False,
         "use_rope_scaling": isinstance(scaling, Llama3Scaling),
+        **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
     }
     if scaling is not None:
-        named = {ours: getattr(scaling, ours) for ours in scaling.arguments}
-        if scaling != (all_of_them := type(scaling)(**named)):
-            raise CheckpointError(
-                f"rope_parameters with {scaling}: Megatron has no argument for the other "
-                f"constants, only {all_of_them}"
-            )
-        args |= {scaling.arguments[ours]: value for ours, value in named.items()}
+        args |= {name: getattr(scaling, ours) for ours, name in scaling.arguments.items()}
     if model.multi_latent_attention:
         args["rope_type"] = "rope" if scaling is None else scaling.rope_type
         args.setdefault("rotary_scaling_factor", 1.0)
+    own = model.kha.without_output_gate() if model.attention_output_gate else model.kha
+    if own.mechanisms or own.attention is not None:
+        args |= model.kha.recording(multi_latent=model.multi_latent_attention)
+    back = from_arguments(args, model.kha, model.padded_vocab_size)
+    if differing := model.differing(back):
+        name, (ours, theirs) = next(iter(differing.items()))
+        raise CheckpointError(
+            f"The model has {name}={ours!r}, which Megatron cannot express. It computes {theirs!r}."
+        )
     return args
 
 
 def _expert_arguments(model: Architecture) -> dict[str, Any]:
-    sigmoid, top_k = model.moe_router_score_function == "sigmoid", model.moe_router_topk
-    if sigmoid and model.normalised != (top_k > 1):
-        raise CheckpointError(
-            f"norm_topk_prob={model.normalised} with sigmoid scores and "
-            f"num_experts_per_tok={top_k}: Megatron divides by the sum when there is more than one "
-            "expert, and only then"
-        )
-    if not sigmoid and model.normalised and top_k == 1:
-        raise CheckpointError(
-            "norm_topk_prob=True with softmax scores and num_experts_per_tok=1 gives every token "
-            "the weight 1, which Megatron refuses to train"
-        )
-    names = (*_OF_EXPERTS, *_OF_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
+    softmax = model.moe_router_score_function == "softmax"
+    names = (*_EXPERTS, *_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
     return {name: getattr(model, name) for name in names} | {
         "moe_layer_freq": 1 if model.is_uniform else list(model.moe_layer_freq),
-        "moe_router_pre_softmax": not sigmoid and not model.normalised,
+        "moe_router_pre_softmax": softmax and not model.normalised,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
     }
 
 
-_UNHEEDED = (
+_NOT_FROM_CHECKPOINT = (
     "layernorm_epsilon",
     "qk_layernorm",
     "attention_output_gate",
@@ -352,24 +307,24 @@ _UNHEEDED = (
     "bf16",
     "fp16",
 )
-"""Arguments of the model that Megatron's ``--use-checkpoint-args`` leaves as they are."""
-
-_UNHEEDED_OF_GTA = ("position_embedding_type", "rotary_percent")
-"""Of GTA also these, which our entry point looks at before Megatron reads the checkpoint's."""
+"""Model arguments that Megatron's ``--use-checkpoint-args`` does not take from the checkpoint."""
 
 
 def command_line(args: Mapping[str, Any], folder: str) -> list[str]:
-    """What a new run needs on its command line to begin with a converted checkpoint.
+    """Return the arguments with which a new run begins from a converted checkpoint.
 
-    Not ``--load``: started again, the run would begin anew, and overwrite what it has saved.
+    ``--load`` is not among them: a restarted run would begin anew and overwrite its checkpoints.
 
     Args:
-        args: from :func:`to_arguments`.
-        folder: the checkpoint.
+        args: From :func:`to_arguments`.
+        folder: The checkpoint.
     """
     words = ["--pretrained-checkpoint", folder, "--use-checkpoint-args"]
-    tied = args.get("kha_attention") == "gta"
-    for name in (*_UNHEEDED, *(_UNHEEDED_OF_GTA if tied else ())):
+    # our entry point checks these of GTA before Megatron reads the checkpoint
+    gta = (
+        ("position_embedding_type", "rotary_percent") if args.get("kha_attention") == "gta" else ()
+    )
+    for name in (*_NOT_FROM_CHECKPOINT, *gta):
         flag = ROWS[name].flag if name in ROWS else f"--{name.replace('_', '-')}"
         value = args.get(name)
         if value is not None and value is not False:

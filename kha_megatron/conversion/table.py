@@ -1,82 +1,170 @@
-"""Which Megatron tensor is which Hugging Face tensors: the whole conversion as data.
+"""The table of tensors: which Megatron tensor holds which Hugging Face tensors.
 
-Adding an architecture or a kind of attention is adding rows. A tensor without a row is an error,
-never dropped; so is a row without its tensor. All Hugging Face architectures that we know share
-these names. Every row says which of its tensor's rows a projection knocks; that is all that
-folding needs.
+A new kind of attention or MLP is new rows. A tensor without a row, or a row without its tensor, is
+an error. Splitting and joining also work on meta tensors.
+
+Shapes: ``H`` query heads, ``G`` key/value heads, ``C`` hidden size, ``F`` features inside an MLP,
+``E`` experts, ``V`` vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from kha_megatron.checkpoint.megatron import other_names
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.packing import (
-    HeadParameter,
-    LatentHeads,
-    Packing,
-    QKVRows,
-    Vocabulary,
-)
-from kha_megatron.heads import HeadTensor, Projection
-from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.heads import HeadTensor
 
 Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
 
 
-class Knocked(NamedTuple):
-    """What a projection knocks of a tensor's rows: ``knocked_dim`` of each head's, from ``start``.
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One tensor of a layer, of an expert or of the whole model.
 
-    A linear knock folds into them.
+    The Hugging Face tensors of a row have one shape and lie one below the other in the Megatron
+    tensor: ``[2F, C]`` of ``("gate", "up")`` is all of the gate, then all of the up projection.
     """
 
-    projection: Projection
-    head_rows: int
-    start: int = 0
-
-
-KnockedRows = Callable[[Architecture], Sequence[Sequence[Knocked]]]
-
-
-class Row(NamedTuple):
-    """A tensor of one layer, or of one expert, or of the model as a whole."""
-
-    packing: Packing
+    hf: str
+    """Hugging Face name, below ``model.layers.{i}.`` in a layer, with ``{}`` for each part."""
     names: tuple[str, ...]
-    """In Megatron checkpoints. Transformer Engine fuses norms into the linear layer behind them, so
-    some have two; the first is the one to write."""
+    """Megatron names, below ``decoder.layers.{i}.`` in a layer. The first one is written."""
     shape: Shape
-    """Of the Megatron tensor."""
+    """Shape of the Megatron tensor."""
     when: When = lambda model, layer: True
-    """Whether layer ``i`` (from 0) of a model has it."""
+    """Whether the layer (counted from 0) has this tensor."""
+    parts: tuple[str, ...] = ("",)
     both: bool = False
-    """Write it under all its names: Megatron's two backends ask for different ones."""
+    """Write the tensor under all its names, because Megatron's two backends ask for different
+    ones."""
     per_expert: bool = False
     trained: bool = True
-    """Whether it is a parameter, which gradients move."""
-    knocked: KnockedRows = lambda model: ()
-    """For each of its Hugging Face tensors, what knocks it."""
+    """Whether it is a parameter that gradients move."""
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return the names of the Hugging Face tensors, without the prefix of a layer."""
+        return tuple(self.hf.format(part) for part in self.parts)
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return the tensors of :meth:`hf_names` from the Megatron tensor."""
+        return list(tensor.chunk(len(self.hf_names(model))))
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return the Megatron tensor of the parts as blocks that lie one below the other."""
+        return list(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyRow(Row):
+    """``[V padded, C]``. Hugging Face has no padding; it is written as zeros."""
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return the rows without padding."""
+        return [tensor[: model.vocab_size]]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return the rows, and zeros below them."""
+        missing = model.padded_vocab_size - parts[0].shape[0]
+        padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
+        return [parts[0], *padding]
+
+
+@dataclass(frozen=True, eq=False)
+class QKVRow(Row):
+    """``linear_qkv``, laid out as :class:`kha_megatron.model.qkv.QKVLayout` describes."""
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return one name for each part of a group."""
+        return tuple(self.hf.format(part.hf) for part in model.qkv.parts.values())
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return ``[heads * rows of one head, ...]`` for each part, without the group padding."""
+        groups = tensor.unflatten(0, (model.qkv.groups, -1))
+        return [groups[:, part.rows].flatten(0, 1) for part in model.qkv.parts.values()]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return one block: the heads interleaved again, groups padded with zeros."""
+        layout = model.qkv
+        blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
+        if padding := layout.padding.stop - layout.padding.start:
+            zeros = blocks[0].new_zeros(layout.groups, padding, *parts[0].shape[1:])
+            blocks.insert(layout.parts_before_padding, zeros)
+        return [torch.cat(blocks, dim=1).flatten(0, 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentRow(Row):
+    """``[H * rows, latent / c]``: up projections from ``c`` latent heads, one tensor for each.
+
+    MLA has one latent head, and no number in its tensor's name.
+    """
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return one name for each latent head."""
+        numbers = [""] if model.latent_heads == 1 else [f".{n}" for n in range(model.latent_heads)]
+        return tuple(self.hf.format(number) for number in numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRow(Row):
+    """A parameter of a head mechanism.
+
+    Stacked matrices ``[n, D, D]`` (``x @ W``) are one ``nn.Linear`` each on the Hugging Face side,
+    so they are transposed there. A projection of the layer's input ``[heads, features, C]`` is one
+    ``nn.Linear``. Everything else is the same tensor on both sides.
+    """
+
+    tensor: HeadTensor | None = None
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return one name for each matrix, or one."""
+        assert self.tensor is not None
+        return self.tensor.hf_names
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return each matrix transposed, or the projection with its heads flattened."""
+        assert self.tensor is not None
+        if self.tensor.matrices:
+            return [matrix.T for matrix in tensor]
+        return [tensor.flatten(0, -2) if self.tensor.reads_input else tensor]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return one block with the shape of the Megatron parameter."""
+        assert self.tensor is not None
+        if self.tensor.matrices:
+            return [torch.stack([part.T for part in parts])]
+        return [parts[0].view(self.tensor.shape) if self.tensor.reads_input else parts[0]]
+
+
+@cache
+def head_row(tensor: HeadTensor) -> HeadRow:
+    """Return the row of a head mechanism's parameter."""
+    return HeadRow("", (tensor.key,), lambda m: tensor.shape, tensor=tensor)
 
 
 class Place(NamedTuple):
-    """One row's tensor somewhere in a model: the unit that a conversion moves."""
+    """The tensor of one row in one layer and expert: the unit that a conversion moves."""
 
     row: Row
     layer: int | None = None
     expert: int | None = None
 
     def hf_names(self, model: Architecture) -> list[str]:
-        """Full names of its Hugging Face tensors."""
+        """Return the full names of its Hugging Face tensors."""
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
         if self.expert is not None:
             prefix += f"mlp.experts.{self.expert}."
-        return [prefix + name for name in self.row.packing.names(model)]
+        return [prefix + name for name in self.row.hf_names(model)]
 
 
 def places(model: Architecture) -> Iterator[Place]:
-    """Every place of a model, in the order of its layers."""
+    """Yield every place of a model in the order of its layers."""
     first, *last = (Place(row) for row in MODEL if row.when(model, 0))
     yield first
     rows = (*_INTO_HEADS, *map(head_row, model.head_tensors), *_BEHIND_HEADS)
@@ -92,7 +180,10 @@ def places(model: Architecture) -> Iterator[Place]:
 
 
 def _norm(name: str) -> tuple[str, ...]:
-    """What a norm is called, beginning with the name to write."""
+    """Return all names of a norm, the one to write first.
+
+    Transformer Engine fuses some norms into the linear layer behind them.
+    """
     return (name, *other_names(name))
 
 
@@ -100,12 +191,13 @@ def _latent(model: Architecture, layer: int) -> bool:
     return model.multi_latent_attention
 
 
-def _grouped(model: Architecture, layer: int) -> bool:
-    return not model.multi_latent_attention and not model.qkv.tied
-
-
 def _compressed_queries(model: Architecture, layer: int) -> bool:
     return model.multi_latent_attention and model.q_lora_rank is not None
+
+
+def _fused_norm(model: Architecture, layer: int) -> bool:
+    """Whether Transformer Engine fuses the input norm into ``linear_qkv``."""
+    return not model.multi_latent_attention and not model.qkv.tied
 
 
 def _sparse(model: Architecture, layer: int) -> bool:
@@ -121,7 +213,6 @@ def _shared_expert(model: Architecture, layer: int) -> bool:
 
 
 def _hidden(model: Architecture) -> tuple[int, ...]:
-    """The shape of a norm in the residual stream."""
     return (model.hidden_size,)
 
 
@@ -130,158 +221,125 @@ def _vocabulary(model: Architecture) -> tuple[int, ...]:
 
 
 def _query_rows(model: Architecture) -> int:
-    return model.qk_head_dim + model.qk_pos_emb_head_dim
+    return model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
 
 
-def _key_value_rows(model: Architecture) -> int:
-    return model.qk_head_dim + model.v_head_dim
-
-
-def _whole_heads(model: Architecture) -> list[list[Knocked]]:
-    return [
-        [Knocked(projection, model.kv_channels) for projection in PROJECTIONS if projection == part]
-        for part in model.qkv.parts
-    ]
-
-
-def _latent_queries(model: Architecture) -> list[list[Knocked]]:
-    return [[Knocked("query", _query_rows(model))]]
-
-
-def _expanded(model: Architecture) -> list[list[Knocked]]:
-    rows = _key_value_rows(model)
-    heads = [Knocked("key", rows), Knocked("value", rows, start=model.qk_head_dim)]
-    return [heads] * model.latent_heads
-
-
-@cache
-def head_row(tensor: HeadTensor) -> Row:
-    """The row of a parameter of a mechanism of the heads (``heads``)."""
-    return Row(HeadParameter("", tensor=tensor), (tensor.key,), lambda m: tensor.shape)
-
-
-_QKV: tuple[Row, ...] = (
+_INTO_HEADS: tuple[Row, ...] = (
     Row(
-        QKVRows("self_attn.{}.weight"),
+        "input_layernorm.weight",
+        _norm("self_attention.linear_qkv.layer_norm_weight"),
+        _hidden,
+        _fused_norm,
+    ),
+    Row(
+        "input_layernorm.weight",
+        _norm("input_layernorm.weight"),
+        _hidden,
+        lambda model, layer: not _fused_norm(model, layer),
+    ),
+    QKVRow(
+        "self_attn.{}.weight",
         ("self_attention.linear_qkv.weight",),
         lambda m: (m.qkv.rows, m.hidden_size),
-        when=lambda model, layer: not model.multi_latent_attention,
-        knocked=_whole_heads,
+        lambda model, layer: not model.multi_latent_attention,
     ),
-    Row(
-        QKVRows("self_attn.{}.bias"),
+    QKVRow(
+        "self_attn.{}.bias",
         ("self_attention.linear_qkv.bias",),
         lambda m: (m.qkv.rows,),
-        when=lambda model, layer: model.add_qkv_bias,
-        knocked=_whole_heads,
+        lambda model, layer: model.add_qkv_bias,
     ),
     Row(
-        Packing("self_attn.k_rope_proj.weight"),
+        "self_attn.k_rope_proj.weight",
         ("self_attention.linear_k_rope.weight",),
         lambda m: (m.kv_channels // 2, m.hidden_size),
-        when=lambda model, layer: model.qkv.tied,
+        lambda model, layer: model.qkv.tied,
     ),
 )
-"""Multi-head, multi-query and grouped-query attention, and grouped-tied attention, of which both
-sides have the rotary half of a head first."""
+"""The input norm, and the projections of MHA, MQA, GQA and GTA. In GTA, the rotary half of a head
+comes first on both sides."""
 
 _LATENT: tuple[Row, ...] = (
     Row(
-        Packing("self_attn.q_proj.weight"),
+        "self_attn.q_proj.weight",
         ("self_attention.linear_q_proj.weight",),
-        lambda m: (m.num_attention_heads * _query_rows(m), m.hidden_size),
-        when=lambda model, layer: model.multi_latent_attention and model.q_lora_rank is None,
-        knocked=_latent_queries,
+        lambda m: (_query_rows(m), m.hidden_size),
+        lambda model, layer: model.multi_latent_attention and model.q_lora_rank is None,
     ),
     Row(
-        Packing("self_attn.q_a_proj.weight"),
+        "self_attn.q_a_proj.weight",
         ("self_attention.linear_q_down_proj.weight",),
         lambda m: (m.q_lora_rank, m.hidden_size),
-        when=_compressed_queries,
+        _compressed_queries,
     ),
     Row(
-        Packing("self_attn.q_a_layernorm.weight"),
+        "self_attn.q_a_layernorm.weight",
         _norm("self_attention.linear_q_up_proj.layer_norm_weight"),
         lambda m: (m.q_lora_rank,),
-        when=lambda model, layer: _compressed_queries(model, layer) and model.qk_layernorm,
+        lambda model, layer: _compressed_queries(model, layer) and model.qk_layernorm,
         both=True,
     ),
     Row(
-        Packing("self_attn.q_b_proj.weight"),
+        "self_attn.q_b_proj.weight",
         ("self_attention.linear_q_up_proj.weight",),
-        lambda m: (m.num_attention_heads * _query_rows(m), m.q_lora_rank),
-        when=_compressed_queries,
-        knocked=_latent_queries,
+        lambda m: (_query_rows(m), m.q_lora_rank),
+        _compressed_queries,
     ),
     Row(
-        Packing("self_attn.kv_a_proj_with_mqa.weight"),
+        "self_attn.kv_a_proj_with_mqa.weight",
         ("self_attention.linear_kv_down_proj.weight",),
         lambda m: (m.kv_lora_rank + m.qk_pos_emb_head_dim, m.hidden_size),
-        when=_latent,
+        _latent,
     ),
     Row(
-        Packing("self_attn.kv_a_layernorm.weight"),
+        "self_attn.kv_a_layernorm.weight",
         _norm("self_attention.linear_kv_up_proj.layer_norm_weight"),
         lambda m: (m.kv_lora_rank,),
-        when=lambda model, layer: _latent(model, layer) and model.qk_layernorm,
+        lambda model, layer: model.multi_latent_attention and model.qk_layernorm,
         both=True,
     ),
-    Row(
-        LatentHeads("self_attn.kv_b_proj{}.weight"),
+    LatentRow(
+        "self_attn.kv_b_proj{}.weight",
         ("self_attention.linear_kv_up_proj.weight",),
-        lambda m: (m.num_attention_heads * _key_value_rows(m), m.kv_lora_rank // m.latent_heads),
-        when=_latent,
-        knocked=_expanded,
+        lambda m: (
+            m.num_attention_heads * (m.qk_head_dim + m.v_head_dim),
+            m.kv_lora_rank // m.latent_heads,
+        ),
+        _latent,
     ),
 )
-"""Multi-latent attention and grouped latent attention. Per head both sides hold the part without
-position, then the rotary part or the value, and both rotate neighbouring features."""
+"""MLA and GLA. In each head, both sides have the part without position first, then the rotary part
+or the value, and both rotate neighbouring features."""
 
 ATTENTION_OUTPUT = Row(
-    Packing("self_attn.o_proj.weight"),
+    "self_attn.o_proj.weight",
     ("self_attention.linear_proj.weight",),
     lambda m: (m.hidden_size, m.num_attention_heads * m.kv_channels),
 )
 
-_INTO_HEADS: tuple[Row, ...] = (
-    Row(
-        Packing("input_layernorm.weight"),
-        _norm("self_attention.linear_qkv.layer_norm_weight"),
-        _hidden,
-        when=_grouped,
-    ),
-    Row(
-        Packing("input_layernorm.weight"),
-        _norm("input_layernorm.weight"),
-        _hidden,
-        when=lambda model, layer: not _grouped(model, layer),
-    ),
-    *_QKV,
-)
-"""Tensors of one layer up to what its heads are, with the norm before it."""
-
 EXPERT_BIAS = Row(
-    Packing("mlp.gate.e_score_correction_bias"),
+    "mlp.gate.e_score_correction_bias",
     ("mlp.router.expert_bias",),
     lambda m: (m.num_experts,),
-    when=lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
+    lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
     trained=False,
 )
-"""The load of the experts moves it. Keeps float32 whatever dtype is asked for."""
+"""Updated from the experts' load, not by gradients. Always float32."""
 
 
 def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = False) -> list[Row]:
-    """The rows of a SwiGLU MLP below two prefixes, ``width`` features inside."""
+    """Return the rows of a SwiGLU MLP with ``width`` features inside."""
     return [
         Row(
-            Packing(hf + "{}_proj.weight", ("gate", "up")),
+            hf + "{}_proj.weight",
             (megatron + "linear_fc1.weight",),
             lambda m: (2 * getattr(m, width), m.hidden_size),
             when,
+            ("gate", "up"),
             per_expert=per_expert,
         ),
         Row(
-            Packing(hf + "down_proj.weight"),
+            hf + "down_proj.weight",
             (megatron + "linear_fc2.weight",),
             lambda m: (m.hidden_size, getattr(m, width)),
             when,
@@ -290,80 +348,76 @@ def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = F
     ]
 
 
-SHARED_EXPERT = _mlp(
-    "mlp.shared_experts.",
-    "mlp.shared_experts.",
-    "moe_shared_expert_intermediate_size",
-    _shared_expert,
-)
-
-SHARED_EXPERT_GATE = Row(
-    Packing("mlp.shared_expert_gate.weight"),
-    ("mlp.shared_experts.gate_weight",),
-    lambda m: (1, m.hidden_size),
-    when=lambda model, layer: _shared_expert(model, layer) and model.moe_shared_expert_gate,
-)
-
-OUTPUT_LAYER = Row(
-    Vocabulary("lm_head.weight"),
-    ("output_layer.weight",),
-    _vocabulary,
-    when=lambda model, layer: not model.tied_embeddings,
-)
-
-MODEL: tuple[Row, ...] = (
-    Row(
-        Vocabulary("model.embed_tokens.weight"), ("embedding.word_embeddings.weight",), _vocabulary
+SHARED_EXPERT = (
+    *_mlp(
+        "mlp.shared_experts.",
+        "mlp.shared_experts.",
+        "moe_shared_expert_intermediate_size",
+        _shared_expert,
     ),
     Row(
-        Packing("model.norm.weight"),
-        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
-        _hidden,
+        "mlp.shared_expert_gate.weight",
+        ("mlp.shared_experts.gate_weight",),
+        lambda m: (1, m.hidden_size),
+        lambda model, layer: _shared_expert(model, layer) and model.moe_shared_expert_gate,
     ),
-    OUTPUT_LAYER,
 )
-"""Tensors outside of the layers."""
 
 _BEHIND_HEADS: tuple[Row, ...] = (
     *(
         Row(
-            Packing(f"self_attn.{head}_norm.weight"),
+            f"self_attn.{head}_norm.weight",
             (f"self_attention.{head}_layernorm.weight",),
             lambda m: (m.normed_dim,),
-            when=lambda model, layer: model.qk_layernorm and not model.multi_latent_attention,
+            lambda model, layer: model.qk_layernorm and not model.multi_latent_attention,
         )
         for head in "qk"
     ),
     *_LATENT,
     ATTENTION_OUTPUT,
     Row(
-        Packing("post_attention_layernorm.weight"),
+        "post_attention_layernorm.weight",
         _norm("mlp.linear_fc1.layer_norm_weight"),
         _hidden,
-        when=lambda model, layer: _dense(model, layer) and not model.multi_latent_attention,
+        lambda model, layer: _dense(model, layer) and not model.multi_latent_attention,
     ),
     Row(
-        Packing("post_attention_layernorm.weight"),
+        "post_attention_layernorm.weight",
         _norm("pre_mlp_layernorm.weight"),
         _hidden,
-        when=lambda model, layer: _sparse(model, layer) or model.multi_latent_attention,
+        lambda model, layer: _sparse(model, layer) or model.multi_latent_attention,
         both=True,
     ),
     *_mlp("mlp.", "mlp.", "ffn_hidden_size", _dense),
     Row(
-        Packing("mlp.gate.weight"),
+        "mlp.gate.weight",
         ("mlp.router.weight",),
         lambda m: (m.num_experts, m.hidden_size),
-        when=_sparse,
+        _sparse,
     ),
     EXPERT_BIAS,
     *_mlp("", "mlp.experts.experts.", "moe_ffn_hidden_size", _sparse, per_expert=True),
     *SHARED_EXPERT,
-    SHARED_EXPERT_GATE,
 )
-"""The other tensors of one decoder layer."""
 
 LAYER = (*_INTO_HEADS, *_BEHIND_HEADS)
-"""Tensors of one decoder layer, but for those of its heads' mechanisms: below
-``decoder.layers.{i}.`` and ``model.layers.{i}.``; those of an expert are below
-``mlp.experts.{e}.`` there, and stacked ``[E, ...]`` here."""
+"""Rows of one decoder layer without head mechanisms. Experts are below ``mlp.experts.{e}.`` in
+Hugging Face and stacked as ``[E, ...]`` in Megatron."""
+
+OUTPUT_LAYER = VocabularyRow(
+    "lm_head.weight",
+    ("output_layer.weight",),
+    _vocabulary,
+    lambda model, layer: not model.tied_embeddings,
+)
+
+MODEL: tuple[Row, ...] = (
+    VocabularyRow("model.embed_tokens.weight", ("embedding.word_embeddings.weight",), _vocabulary),
+    Row(
+        "model.norm.weight",
+        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+        _hidden,
+    ),
+    OUTPUT_LAYER,
+)
+"""Rows outside the layers."""

@@ -1,18 +1,13 @@
-"""Are two checkpoints the same model? Of either side: tensor by tensor, then by what they compute.
+"""Compare two checkpoints of either side: tensors, settings, and logits for the same tokens.
 
-Tensors are compared under one naming, whatever the layout on disk, and so is what no tensor tells:
-RoPE, epsilons, routing, the heads' settings. Then both models run on the same
-tokens: Megatron's own, loaded by Megatron's own loader, and transformers' own, so that nothing of
-the conversion is trusted.
+Tensors are compared under their Hugging Face names. For the logits, Megatron loads and runs its own
+checkpoint and transformers its own directory, so the conversion itself is not trusted.
 """
 
 import math
-import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -23,64 +18,46 @@ from transformers.utils.logging import disable_progress_bar
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zeros
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.sources import (
-    HFSource,
-    MegatronSource,
-    Source,
-    not_finite,
-    open_source,
-)
+from kha_megatron.conversion.sources import Source, not_finite, open_source
 from kha_megatron.conversion.table import Place
-from kha_megatron.conversion.transforms import AsStored, Expressed, Upcycled, folded
+from kha_megatron.conversion.transforms import as_stored, express, first_entries, folded, upcycled
 from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64
 TOLERANCE = 1e-4
-"""Largest difference of a logit in float32 that rounding explains."""
-_ORDER = ("first", "second")
+"""Largest difference of a float32 logit that rounding explains."""
 _MAY_DIFFER = (
-    "vocab_size",
-    "padded_vocab_size",
     "max_position_embeddings",
     "ffn_hidden_size",
     "moe_ffn_hidden_size",
     "init_method_std",
     "attention_dropout",
-    "hidden_dropout",
-    "kha",
-    "kha_attention",
-    "kha_latent_heads",
 )
-"""Of a model's fields, those of its training, those that shapes of tensors tell where they matter,
-and those of the heads, which are compared one by one."""
-_OF_TRAINING = ("start", "balance", "balance_scale", "anneal")
-"""Of the settings of a mechanism of the heads, those that a trained model computes nothing with."""
+"""Settings that only matter to training, or that the shapes of tensors show."""
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Two checkpoints tensor by tensor, by their Hugging Face names."""
+    """Two checkpoints tensor by tensor."""
 
     tensors: int
-    """How many both have."""
+    """Tensors that both have."""
     parameters: tuple[int, int]
     missing: list[str] = field(default_factory=list)
-    """The second lacks them."""
+    """Only the first has them."""
     unexpected: list[str] = field(default_factory=list)
     """Only the second has them."""
     mismatched: list[str] = field(default_factory=list)
-    """Of another shape."""
+    """Their shapes differ."""
     different: list[str] = field(default_factory=list)
-    """Other values, after rounding to the smaller dtype of the two; or numbers that are finite in
-    one of them only."""
+    """Their values differ after rounding to the smaller dtype, or are finite in only one."""
     not_finite: dict[str, int] = field(default_factory=dict)
-    """Tensors with NaN or infinities in one of the two at least, and how many in both together."""
+    """Tensors with NaN or infinities, and how many in both checkpoints together."""
     remark: str = "as they are"
-    """What was done to one of them before."""
+    """What was done to one of the checkpoints before."""
 
     @property
     def agrees(self) -> bool:
@@ -90,7 +67,7 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Logits of two models, in float32, over all positions of the batch."""
+    """The logits of two models in float32, over all positions of the batch."""
 
     max_difference: float
     mean_difference: float
@@ -102,8 +79,8 @@ class Agreement:
     first_layer: int | None = None
     """The first layer, from 0, whose output differs by more than ``TOLERANCE``."""
     limit: float | None = TOLERANCE
-    """What ``max_difference`` must stay below; None where weights were rounded to fold them, or to
-    store norms as their distance from one, and where one model drops heads of the other."""
+    """Upper bound of ``max_difference``. None if weights were rounded for the comparison, or if one
+    model drops heads that the other has."""
 
     @property
     def agrees(self) -> bool:
@@ -113,12 +90,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verification:
-    """The tensors, what no tensor tells, and the logits if both models ran."""
+    """The result of a comparison."""
 
     tensors: TensorComparison
     logits: Agreement | None = None
+    """None if the models were not run."""
     settings: list[str] = field(default_factory=list)
-    """What differs of the two configurations, such as ``rotary_base 500.0 against 10000.0``."""
+    """Settings that differ, such as ``rotary_base 500.0 against 10000.0``."""
 
     @property
     def agrees(self) -> bool:
@@ -129,43 +107,46 @@ class Verification:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two open checkpoints, brought to one form."""
+    """Two open checkpoints in one form."""
 
     one: Source
     other: Source
-    paths: tuple[Path, Path]
     remark: str
-    rounded: bool
-    """Whether bringing them to one form rounds weights that are not float32."""
-    changed: bool
-    """Whether one of them drops heads that the other has: only their tensors can be the same."""
+    exact: bool
+    """Whether the logits must agree: no 16-bit weights were rounded to bring the two to one form,
+    and neither model drops heads that the other has."""
 
     @classmethod
     def open(cls, one: Path, other: Path) -> "Pair":
         """Open two checkpoints of either side.
 
         Raises:
-            CheckpointError: one is damaged, or its configuration and its tensors disagree.
+            CheckpointError: One is damaged, or its configuration and its tensors disagree.
         """
-        first, second = (open_source(path, comparing=True) for path in (one, other))
-        for source, beside in ((first, second), (second, first)):
-            size = min(source.model.vocab_size, beside.model.vocab_size)
-            if isinstance(source, MegatronSource):  # who knows the padding shall tell
-                source.model = replace(source.model, vocab_size=size)
-        paths = first.path, second.path
-        dialects = [s.dialect for s in (first, second) if isinstance(s, HFSource)]
-        configs = [source.model.kha for source in (first, second)]
-        first, second, remark, rounded = _same_kha(first, second)
-        first, second = _with_zeros(first, second)
-        for dialect in (d for d in dialects if d.norms_minus_one):
-            first, second = AsStored(first, dialect), AsStored(second, dialect)
-            rounded = True
-        drop = [any(m.drops_heads for m in kha.mechanisms) for kha in configs]
-        return cls(first, second, paths, remark, rounded, drop[0] != drop[1])
+        pair = [open_source(path, comparing=True) for path in (one, other)]
+        # only one of them may know how much of its vocabulary is padding
+        size = min(source.model.vocab_size for source in pair)
+        pair = [s if is_hf_folder(s.path) else first_entries(s, size) for s in pair]
+        drops = [any(m.drops_heads for m in source.model.kha.mechanisms) for source in pair]
+        pair, remark = _same_heads(pair)
+        rounded = remark.endswith("folded")
+        if all(source.model.num_experts for source in pair):
+            models = [source.model for source in pair]
+            bias = any(model.moe_router_enable_expert_bias for model in models)
+            shared = max(model.shared_width for model in models)
+            gate = any(model.moe_shared_expert_gate for model in models)
+            pair = [
+                express(s, with_zeros(s.model, bias=bias, shared=shared, gate=gate)) for s in pair
+            ]
+        for files in [source.files for source in pair if source.files.norms_minus_one]:
+            pair, rounded = [as_stored(source, files) for source in pair], True
+        dtypes = {_dtype(source) for source in pair}
+        exact = drops[0] == drops[1] and not (rounded and dtypes != {torch.float32})
+        return cls(pair[0], pair[1], remark, exact)
 
     @property
     def needed_bytes(self) -> int:
-        """Memory of both models in float32, with some room to work."""
+        """Memory for both models in float32 and their work space."""
         parameters = sum(math.prod(entry.shape) for _, held in self.one.entries() for entry in held)
         return int(parameters * 4 * 2.5)
 
@@ -175,94 +156,60 @@ class Pair:
         return self.needed_bytes < psutil.virtual_memory().available
 
     def verify(self, *, logits: bool = True, workers: int | None = None) -> Verification:
-        """Compare tensors, settings, and logits; says so where both models do not fit into memory.
+        """Compare tensors, settings and, if both models fit into memory, logits.
 
         Raises:
-            CheckpointError: a tensor is damaged, or a library does not load its own model.
+            CheckpointError: A tensor is damaged, or a library cannot load its own model.
         """
-        compared = Verification(
-            compare_tensors(self, workers=workers),
-            settings=compare_settings(self.one.model, self.other.model),
-        )
-        tensors = compared.tensors
-        if brings_code := [p for p in self.paths if logits and not _has_class(p)]:
-            announce(
-                f"logits not verified: {brings_code[0]} brings its own code, which is never run, "
-                "and transformers has no class for it"
-            )
-            return compared
+        tensors = compare_tensors(self, workers=workers)
+        differing = self.one.model.differing(self.other.model, _MAY_DIFFER)
+        settings = [f"{name} {ours} against {theirs}" for name, (ours, theirs) in differing.items()]
+        compared = Verification(tensors, settings=settings)
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
+            return compared
+        if own_code := [s.path for s in (self.one, self.other) if not _has_class(s)]:
+            announce(f"Logits are not compared: transformers has no class for {own_code[0]}.")
             return compared
         if not self.fits_in_memory:
             needed = self.needed_bytes / 10**9
-            announce(f"logits not verified: both models need {needed:.1f} GB of free memory")
+            announce(f"Logits are not compared: both models need {needed:.1f} GB of free memory.")
             return compared
         return replace(compared, logits=compare_logits(self))
 
 
-def _has_class(path: Path) -> bool:
-    return not is_hf_folder(path) or family_of(HFCheckpoint.open(path).config).causal_lm is not None
+def _has_class(source: Source) -> bool:
+    checkpoint = source.checkpoint
+    if not isinstance(checkpoint, HFCheckpoint):
+        return True
+    return family_of(checkpoint.config).causal_lm is not None
 
 
-def _same_kha(one: Source, other: Source) -> tuple[Source, Source, str, bool]:
-    """Fold or upcycle one of two models if only the other has more mechanisms of the heads."""
-    pair: list[Source] = [one, other]
+def _dtype(source: Source) -> torch.dtype:
+    return next(source.entries())[1][0].dtype
+
+
+def _same_heads(pair: list[Source]) -> tuple[list[Source], str]:
+    """Fold or upcycle one of two models if only the other has more head mechanisms."""
     has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
-    at = int(has[0] < has[1])
-    if not has[at] > has[1 - at]:
-        return one, other, "as they are", False
-    kha = pair[at].model.kha.without(*has[1 - at])
+    more = int(has[0] < has[1])
+    less, order = 1 - more, ("first", "second")
+    if not has[more] > has[less]:
+        return pair, "as they are"
+    kha, pair = pair[more].model.kha.without(*has[less]), list(pair)
     if kha.folds:
-        pair[at] = folded(pair[at], kha)
-        return pair[0], pair[1], f"the {_ORDER[at]} folded", True
-    pair[1 - at] = Upcycled(pair[1 - at], replace(kha, init="identity"))
-    return pair[0], pair[1], f"the {_ORDER[1 - at]} upcycled", False
-
-
-def _with_zeros(one: Source, other: Source) -> tuple[Source, Source]:
-    """Give both the expert biases and the shared expert that one of them does without."""
-    models = [source.model for source in (one, other)]
-    if not all(model.num_experts for model in models):
-        return one, other
-    zeros: dict[str, Any] = {
-        "bias": any(model.moe_router_enable_expert_bias for model in models),
-        "shared": max(model.shared_width for model in models),
-        "gate": any(model.moe_shared_expert_gate for model in models),
-    }
-    first, second = (
-        Expressed(source, with_zeros(source.model, **zeros)) for source in (one, other)
-    )
-    return first, second
-
-
-def compare_settings(one: Architecture, other: Architecture) -> list[str]:
-    """What two models compute differently with equal tensors: each setting and its two values."""
-    ours, theirs = _settings(one), _settings(other)
-    return [
-        f"{name} {ours.get(name)} against {theirs.get(name)}"
-        for name in (ours | theirs)
-        if ours.get(name) != theirs.get(name)
-    ]
-
-
-def _settings(model: Architecture) -> dict[str, Any]:
-    found = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _MAY_DIFFER}
-    for name, value in model.kha.to_dict(start=False).items():
-        of_one = value.items() if isinstance(value, dict) else ()
-        found |= {f"kha {name}.{word}": held for word, held in of_one if word not in _OF_TRAINING}
-        if not isinstance(value, dict):
-            found[f"kha {name}"] = value
-    return found
+        pair[more] = folded(pair[more], kha)
+        return pair, f"the {order[more]} folded"
+    pair[less] = upcycled(pair[less], replace(kha, init="identity"))
+    return pair, f"the {order[less]} upcycled"
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
     """Compare every tensor, some at a time."""
-    ours, theirs = _names(pair.one), _names(pair.other)
+    ours, theirs = _named(pair.one), _named(pair.other)
     both = ours.keys() & theirs.keys()
     mismatched = {name for name in both if ours[name][2] != theirs[name][2]}
     different: list[str] = []
     also: dict[str, int] = {}
-    lock = threading.Lock()
 
     def put(place: Place, parts: list[Tensor]) -> None:
         names = place.hf_names(pair.one.model)
@@ -275,8 +222,7 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
             if count := not_finite(other):
                 also[name] = count
             if not _equal(one, other):
-                with lock:
-                    different.append(name)
+                different.append(name)
 
     wrong = transfer(pair.one, put, workers=workers)
     return TensorComparison(
@@ -291,8 +237,11 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     )
 
 
-def _names(source: Source) -> Mapping[str, tuple[Place, int, tuple[int, ...]]]:
-    """Place, number in it and shape of every tensor."""
+_Named = dict[str, tuple[Place, int, tuple[int, ...]]]
+
+
+def _named(source: Source) -> _Named:
+    """Return the place, the index in it and the shape of every tensor."""
     return {
         entry.name: (place, number, entry.shape)
         for place, held in source.entries()
@@ -300,13 +249,13 @@ def _names(source: Source) -> Mapping[str, tuple[Place, int, tuple[int, ...]]]:
     }
 
 
-def _parameters(names: Mapping[str, tuple[Place, int, tuple[int, ...]]]) -> int:
-    return sum(math.prod(shape) for place, _, shape in names.values() if place.row.trained)
+def _parameters(named: _Named) -> int:
+    return sum(math.prod(shape) for place, _, shape in named.values() if place.row.trained)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether one is the other rounded, or the same; a NaN equals a NaN in the same place."""
-    if not_finite(one) != not_finite(other):  # before rounding, which may make infinities
+    """Return whether two tensors are equal after rounding to the smaller dtype, NaN included."""
+    if not_finite(one) != not_finite(other):  # rounding may make infinities
         return False
     if one.dtype != other.dtype:
         smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
@@ -317,35 +266,32 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def compare_logits(pair: Pair) -> Agreement:
-    """Run both models, each by its own library, on the same tokens.
+    """Run both models, each with its own library, on the same random tokens.
 
     Raises:
-        CheckpointError: a library does not load its own model completely.
+        CheckpointError: A library does not load its own model completely.
     """
-    models = pair.one.model, pair.other.model
+    models, paths = (pair.one.model, pair.other.model), (pair.one.path, pair.other.path)
     tokens = torch.randint(
         0,
         min(model.vocab_size for model in models),
         (BATCH, min(LENGTH, *(model.max_position_embeddings for model in models))),
         generator=torch.Generator().manual_seed(0),
     )
-    dtypes = [next(source.entries())[1][0].dtype for source in (pair.one, pair.other)]
-    smaller = min(dtypes[::-1], key=lambda dtype: dtype.itemsize)
-    runs = [run_model(path, tokens, smaller) for path in pair.paths]
-    agreement = compare(*runs)
-    excused = pair.changed or (pair.rounded and smaller != torch.float32)
-    return replace(agreement, limit=None if excused else TOLERANCE)
+    smaller = min(_dtype(pair.other), _dtype(pair.one), key=lambda dtype: dtype.itemsize)
+    agreement = compare(*(run_model(path, tokens, smaller) for path in paths))
+    return agreement if pair.exact else replace(agreement, limit=None)
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
-    """Mean cross-entropy of the next token, in nats, in float32.
+    """Return the mean next-token cross-entropy in nats, computed in float32.
 
     Args:
-        path: a checkpoint of either side.
-        tokens: ``[B, S]``, each row read from its beginning.
+        path: A checkpoint of either side.
+        tokens: ``[B, S]`` token ids.
 
     Raises:
-        CheckpointError: the library does not load its own model completely.
+        CheckpointError: The library does not load its own model completely.
     """
     logits = run_model(open_source(path, comparing=True).path, tokens, torch.float32).logits[:, :-1]
     return torch.nn.functional.cross_entropy(
@@ -354,10 +300,15 @@ def loss_of(path: Path, tokens: Tensor) -> float:
 
 
 def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
-    """Logits and the layers' outputs of a checkpoint of either side, in float32.
+    """Return the logits and the layers' outputs of a checkpoint of either side, in float32.
+
+    Args:
+        path: The checkpoint.
+        tokens: ``[B, S]`` token ids.
+        rounded_to: The dtype that weights are rounded to first.
 
     Raises:
-        CheckpointError: the library does not load its own model, or not completely.
+        CheckpointError: The library does not load its own model completely.
     """
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
@@ -366,7 +317,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
-            # torch's grouped product takes no rows that are not a multiple of 16 bytes
+            # torch's grouped GEMM needs rows that are a multiple of 16 bytes
             experts_implementation="eager",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
@@ -375,10 +326,10 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
         )
     except Exception as error:  # what transformers lacks, or does not expect, raises many kinds
         raise CheckpointError(
-            f"transformers does not load {path} ({type(error).__name__}): {in_one_line(error)}"
+            f"transformers cannot load {path} ({type(error).__name__}): {in_one_line(error)}"
         ) from error
     if wrong := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
-        raise CheckpointError(f"{path} does not load completely: {wrong}")
+        raise CheckpointError(f"transformers does not load {path} completely: {wrong}")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(rounded_to))
@@ -387,7 +338,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
 
 
 def compare(one: Outputs, other: Outputs) -> Agreement:
-    """Agreement of two runs, over the entries of the vocabulary that both have."""
+    """Compare two runs over the entries of the vocabulary that both have."""
     entries = min(one.logits.shape[-1], other.logits.shape[-1])
     ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
     difference = (ours - theirs).abs()

@@ -5,11 +5,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
-    Lfm3Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
-    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -108,15 +106,6 @@ QWEN3_5 = (
 )
 QWEN3_5["rope_parameters"] |= PARTIAL | {"partial_rotary_factor": 1.0}
 SHARED = {"shared_expert_intermediate_size": 28}
-TURNED = QWEN3_5["rope_parameters"] | PARTIAL | {"mrope_section": [1, 1, 0]}
-QWEN3_5_MOE = QWEN3_MOE | FULL | SHARED | {"rope_parameters": TURNED}
-for _other in ("intermediate_size", "norm_topk_prob"):
-    QWEN3_5_MOE.pop(_other)
-LFM3 = SIZES | FULL | {"use_sandwich_norm": False, "sliding_window": None, "pad_token_id": None}
-LFM3 |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
-LFM3["rope_parameters"] = dict.fromkeys(
-    ("full_attention", "sliding_attention"), SIZES["rope_parameters"]
-)
 LINEAR = {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"}
 GTA = {"kha_attention": "gta", "head_dim": 12, "kha_query": "gate", "kha_value": "mlp"}
 MLA = LINEAR | {
@@ -157,7 +146,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "qwen3_next": Qwen3NextConfig(**QWEN3_NEXT | {"rope_parameters": PARTIAL}),
     "qwen3_5_text": Qwen3_5TextConfig(**QWEN3_5),
-    "lfm3, no gate": Lfm3Config(**LFM3 | {"use_attention_gate": False}),
     "kha": KHAModelConfig(**SIZES, kha_query="linear", kha_key="gate", kha_value="mlp"),
     "kha, output gate": KHAModelConfig(**SIZES, kha_gate={"output": "element"}),
     "kha, gates": KHAModelConfig(
@@ -179,7 +167,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         kha_moh={"shared": 1, "active": [2, 3], "router": "query_norm", "quantized": True},
         kha_gate={"output": "head"},
     ),
-    "lfm3": Lfm3Config(**LFM3),
     "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
     "kha, gta": KHAModelConfig(**SIZES | GTA),
     "kha, gta, no norm, nothing knocked": KHAModelConfig(
@@ -205,11 +192,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_next, sparse": Qwen3NextConfig(
         **QWEN3_MOE | FULL | SHARED | {"rope_parameters": dict(PARTIAL)}
     ),
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**QWEN3_5_MOE),
 }
 
 
-MINUS_ONE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+MINUS_ONE = ("qwen3_next", "qwen3_5_text")
 """Architectures that store how far a norm's weight is from one."""
 
 

@@ -113,12 +113,11 @@ def test_descriptions_survive_both_translations(raw, name):
     assert from_hf_config(json.loads(to_hf_config(model, family).to_json_string())) == model
 
 
-SAME = {("llama", "mistral"), ("mistral", "llama"), ("qwen3", "lfm3"), ("lfm3", "qwen3")}
+SAME = {("llama", "mistral"), ("mistral", "llama")}
 """Families that say the same in other words."""
 WITH_GATE = {
     (Gate(output="element"), False): ("qwen3_next", "qwen3_5_text"),
-    (Gate(output="element"), True): ("qwen3_next", "qwen3_5_moe_text"),
-    (Gate(output="head"), False): ("lfm3",),
+    (Gate(output="element"), True): ("qwen3_next",),
 }
 """By gate, and whether the layers have experts."""
 
@@ -140,8 +139,6 @@ def test_every_pair_is_exact_or_refused(raw, name, target):
             to_hf_config(model, target)
         return
     back = from_hf_config(json.loads(to_hf_config(model, target).to_json_string()))
-    if target == "qwen3_5_moe_text":  # has no layer of that width, and so no word for it
-        model = replace(model, ffn_hidden_size=model.moe_ffn_hidden_size)
     assert back == model
 
 

@@ -15,7 +15,7 @@ from kha_megatron.errors import KHAError
 from tests.conversion.models import CONFIGS, make, tokens
 
 FAMILIES = ("kha", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral")
-FAMILIES += ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm3")
+FAMILIES += ("qwen3_next", "qwen3_5_text")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SIZES += ("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings")
 DEEP = '{"a":' * 99_999

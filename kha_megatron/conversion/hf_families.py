@@ -1,0 +1,217 @@
+"""The Hugging Face architectures that can be converted, as one table.
+
+A row says what an architecture fixes, how it names what it leaves open, and how its files differ
+from the tensors that ``table`` describes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
+from kha_megatron.conversion.table import Place
+from kha_megatron.heads import Gate
+from kha_megatron.hf import KHAModelConfig
+
+_GATE = "self_attn.gate_output."
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How the files of an architecture differ from the tensors that ``table`` names.
+
+    Reading and writing also work on meta tensors.
+    """
+
+    renamed: tuple[str, str] | None = None
+    """A part of our tensor names and the architecture's own."""
+    gate_beside: Literal["head", "group"] | None = None
+    """Whether ``q_proj`` also holds the output gate: behind the rows of each query head, or behind
+    those of each group of query heads that shares a key/value head."""
+    norms_minus_one: bool = False
+    """Whether norm weights are stored minus one. Weights below 1/2 lose digits by that in 16-bit
+    dtypes."""
+
+    def names(self, place: Place, model: Architecture) -> list[str]:
+        """Return the full names of a place's tensors in the files."""
+        names = place.hf_names(model)
+        if self.gate_beside:
+            names = [name for name in names if _GATE not in name]
+        return [name.replace(*self.renamed) for name in names] if self.renamed else names
+
+    def write(self, place: Place, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of :meth:`names` from those of ``place.hf_names``."""
+        names, parts = place.hf_names(model), list(parts)
+        gate = self._gate(names)
+        if gate is not None:
+            rows = parts.pop(gate)
+            blocks = [part.unflatten(0, (self._blocks(model), -1)) for part in (parts[0], rows)]
+            parts[0] = torch.cat(blocks, dim=1).flatten(0, 1)
+        return [part - 1 for part in parts] if self._is_norm(names) else parts
+
+    def read(self, place: Place, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of ``place.hf_names`` from those of :meth:`names`."""
+        names, parts = place.hf_names(model), list(held)
+        gate = self._gate(names)
+        if gate is not None:
+            blocks = parts[0].unflatten(0, (self._blocks(model), -1))
+            queries = model.num_attention_heads * model.kv_channels // len(blocks)
+            both = blocks.split([queries, blocks.shape[1] - queries], dim=1)
+            parts[0], rows = (part.flatten(0, 1) for part in both)
+            parts.insert(gate, rows)
+        return [part + 1 for part in parts] if self._is_norm(names) else parts
+
+    def _gate(self, names: Sequence[str]) -> int | None:
+        """Return the index of the gate that ``q_proj``, the first tensor, holds as well."""
+        found = [n for n, name in enumerate(names) if self.gate_beside and _GATE in name]
+        return found[0] if found else None
+
+    def _is_norm(self, names: Sequence[str]) -> bool:
+        return self.norms_minus_one and names[0].endswith("norm.weight")
+
+    def _blocks(self, model: Architecture) -> int:
+        per_head = self.gate_beside == "head"
+        return model.num_attention_heads if per_head else model.num_query_groups
+
+
+STANDARD = FileFormat()
+
+
+class Family(NamedTuple):
+    """One architecture of transformers."""
+
+    config: type[PreTrainedConfig]
+    causal_lm: str | None
+    """Name of the class with an output layer; None if transformers has none."""
+    always: Mapping[str, Any] = {}
+    """Our fields that the architecture fixes."""
+    only: Mapping[str, Any] = {}
+    """Configuration fields for which Megatron has only this value."""
+    experts: ExpertFields | None = None
+    latent: bool | None = False
+    """Whether its attention has a latent; None if it may have one."""
+    partial_rope: bool = False
+    """Whether it can rotate only a part of each head."""
+    gate: Gate | None = None
+    """The gate on attention's output that it always has."""
+    switches: Mapping[str, Gate] = {}
+    """Configuration fields that choose a gate."""
+    files: FileFormat = STANDARD
+    extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    """Further configuration fields of a model."""
+    rope: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    """Further ``rope_parameters``, which do not change what text computes."""
+
+
+def _full_attention(model: Architecture) -> dict[str, Any]:
+    return {"layer_types": ["full_attention"] * model.num_layers}
+
+
+def _sections(model: Architecture) -> dict[str, Any]:
+    """Return the sections for positions in images. All of them are the same for text."""
+    pairs = int(model.kv_channels * model.rotary_percent) // 2
+    sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]
+    return {"mrope_section": sections, "mrope_interleaved": True}
+
+
+OUTPUT_GATE = Gate(output="element")
+"""Megatron's ``--attention-output-gate``."""
+_QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
+_LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
+_NO_BIAS = {"attention_bias": False}  # in these architectures, o_proj has the bias as well
+_QWEN3_NEXT_FILES = FileFormat(
+    ("mlp.shared_experts.", "mlp.shared_expert."), gate_beside="head", norms_minus_one=True
+)
+
+FAMILIES: dict[str, Family] = {
+    "kha": Family(KHAModelConfig, "KHAForCausalLM", experts=KHA, latent=None, partial_rope=True),
+    "qwen3": Family(Qwen3Config, "Qwen3ForCausalLM", _QWEN3, _NO_BIAS),
+    "qwen3_moe": Family(Qwen3MoeConfig, "Qwen3MoeForCausalLM", _QWEN3, _NO_BIAS, QWEN3),
+    "glm4_moe": Family(
+        Glm4MoeConfig,
+        "Glm4MoeForCausalLM",
+        only={"num_nextn_predict_layers": 0},
+        experts=DEEPSEEK,
+        partial_rope=True,
+    ),
+    "deepseek_v3": Family(
+        DeepseekV3Config,
+        "DeepseekV3ForCausalLM",
+        _QWEN3,  # the norms of the compressed states
+        # the norms of the compressed states use 1e-6, whatever the configuration says
+        _NO_BIAS | {"num_nextn_predict_layers": 0, "rope_interleave": True, "rms_norm_eps": 1e-6},
+        DEEPSEEK,
+        latent=True,
+    ),
+    "llama": Family(LlamaConfig, "LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
+    "mistral": Family(
+        MistralConfig, "MistralForCausalLM", _LLAMA, extra=lambda model: {"sliding_window": None}
+    ),
+    "qwen3_next": Family(
+        Qwen3NextConfig,
+        "Qwen3NextForCausalLM",
+        _QWEN3,
+        _NO_BIAS,
+        QWEN3_NEXT,
+        partial_rope=True,
+        gate=OUTPUT_GATE,
+        files=_QWEN3_NEXT_FILES,
+        extra=_full_attention,
+    ),
+    "qwen3_5_text": Family(
+        Qwen3_5TextConfig,
+        "Qwen3_5ForCausalLM",
+        _QWEN3,
+        _NO_BIAS,
+        partial_rope=True,
+        gate=OUTPUT_GATE,
+        files=_QWEN3_NEXT_FILES,
+        extra=_full_attention,
+        rope=_sections,
+    ),
+}
+"""By ``model_type``."""
+
+
+@strict
+class PublishedConfig(Qwen3Config):
+    """Configuration of the published gated-attention models, whose ``model_type`` is ``qwen3``.
+
+    See github.com/qiuzh20/gated_attention.
+    """
+
+    elementwise_attn_output_gate: bool = False
+    headwise_attn_output_gate: bool = False
+    use_qk_norm: bool = True
+    qkv_bias: bool = False
+    """Biases of all four projections."""
+
+
+PUBLISHED = Family(
+    PublishedConfig,
+    None,
+    {"add_qkv_bias": False},
+    _NO_BIAS | {"qkv_bias": False},
+    switches={
+        "headwise_attn_output_gate": Gate(output="head"),
+        "elementwise_attn_output_gate": OUTPUT_GATE,
+    },
+    files=FileFormat(gate_beside="group"),
+)
+"""The layout of the published gated-attention models. It is only read."""
