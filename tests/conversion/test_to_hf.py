@@ -31,30 +31,22 @@ SIGMOID = MOE | {
 
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
 LATENT = {"multi_latent_attention": True}
-GTA = {"kv_channels": 12}
 HALF = {"rotary_percent": 0.5}
 ONE_EXPERT_RANK = {"expert_tensor_parallel_size": 1}
 
 CASES = {
     "plain Megatron": (None, {}, {}, {}),
-    "TP2, linear on all": (KHAConfig.from_preset("kha_linear"), TP2, {"num_layers": 3}, {}),
     "PP2, tied": (
         KHAConfig(query="gate", key="mlp", value="linear"),
         PP2,
         {"num_layers": 4, "layernorm_epsilon": 1e-2},
         TIED,
     ),
-    "tied, 3 of 9 heads": (
-        KHAConfig(key="linear", value="gate"),
-        {},
-        {"num_attention_heads": 9, "num_query_groups": 3},
-        TIED | {"rotary_base": 300},
-    ),
     "TP2, MQA, half of the rotary features": (
         KHAConfig(query="mlp"),
         TP2,
         {"num_query_groups": 1, "kv_channels": 8},
-        {"rotary_percent": 0.5},
+        HALF,
     ),
     "TP2, MHA, biases, no QK-norm": (
         KHAConfig(query="linear", key="gate", value="mlp"),
@@ -65,21 +57,9 @@ CASES = {
     "EP2, softmax over the chosen": (KHAConfig.from_preset("kha_mlp"), EP2, MOE, {}),
     "TP2, softmax before the choice": (
         KHAConfig.from_preset("kha_mlp_qkv"),
-        TP2 | {"expert_tensor_parallel_size": 1},
+        TP2 | ONE_EXPERT_RANK,
         MOE | {"moe_router_pre_softmax": True, "moe_router_topk": 3, "num_layers": 3},
         {},
-    ),
-    "every other layer sparse, softmax top-1": (
-        KHAConfig(value="gate"),
-        {},
-        MOE
-        | {
-            "moe_layer_freq": 2,
-            "num_layers": 3,
-            "moe_router_topk": 1,
-            "moe_router_pre_softmax": True,
-        },
-        TIED,
     ),
     "PP2, pattern, shared experts, sigmoid": (
         KHAConfig(key="gate", value="mlp"),
@@ -103,22 +83,12 @@ CASES = {
         },
         {},
     ),
-    "sigmoid without a bias": (
-        KHAConfig(query="gate"),
-        {},
-        MOE | {"moe_router_score_function": "sigmoid"},
-        {},
-    ),
-    "GTA": (KHAConfig(attention="gta", query="gate", value="mlp"), {}, GTA, HALF),
-    "TP2, GTA, nothing knocked": (KHAConfig(attention="gta"), TP2, GTA, HALF),
     "TP2, GTA, sparse, one state for both ranks": (
         KHAConfig(attention="gta", value="mlp"),
         TP2 | ONE_EXPERT_RANK,
-        GTA | SIGMOID | {"num_query_groups": 1},
+        SIGMOID | {"kv_channels": 12, "num_query_groups": 1},
         HALF,
     ),
-    "MLA": (KHAConfig(**LINEAR), {}, LATENT, {}),
-    "TP2, MLA, sparse": (KHAConfig(**LINEAR), TP2 | ONE_EXPERT_RANK, LATENT | SIGMOID, {}),
     "TP2, MLA, YaRN": (
         KHAConfig(**LINEAR),
         TP2,
@@ -132,7 +102,6 @@ CASES = {
         LATENT | {"q_lora_rank": None, "qk_layernorm": False},
         {},
     ),
-    "GLA": (KHAConfig(attention="gla", **LINEAR), {}, LATENT, {}),
     "TP2, GLA, sparse": (
         KHAConfig(attention="gla", **LINEAR),
         TP2 | ONE_EXPERT_RANK,
@@ -146,6 +115,13 @@ CASES = {
         TIED,
     ),
 }
+WHOLE = (
+    "PP2, tied",
+    "EP2, softmax over the chosen",
+    "TP2, MLA, direct queries",
+    "TP2, GLA, sparse",
+)
+"""Cases that repeat what others of the grid show."""
 
 
 def _load(folder):
@@ -171,7 +147,10 @@ def _assert_same_logits(folder, logits):
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.whole) if c in WHOLE else c for c in CASES],
+)
 def test_logits_are_those_of_the_sharded_model(ranks, tmp_path, case):
     kha, layout, config, args = CASES[case]
     if (kha and kha.attention) or "multi_latent_attention" in config:
@@ -196,30 +175,6 @@ def test_logits_are_those_of_the_sharded_model(ranks, tmp_path, case):
     assert ("lm_head.weight" in stored) == (not tied)
 
 
-def test_tensors_of_plain_layout_are_equal(dense, tmp_path):
-    folder, parts = dense
-    to_hf.plan(folder).write(tmp_path / "hf")
-    stored = _tensors(tmp_path / "hf")
-    for layer in range(3):
-        ours, theirs = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        same = {
-            "input_layernorm.weight": "input_layernorm.weight",
-            "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
-            "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
-            "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
-        }
-        for ours_name, theirs_name in same.items():
-            expected = torch.from_numpy(parts[0][theirs + theirs_name])
-            assert torch.equal(stored[ours + ours_name], expected)
-        output = [part[f"{theirs}self_attention.linear_proj.weight"] for part in parts]
-        expected = torch.from_numpy(np.concatenate(output, axis=1))
-        assert torch.equal(stored[f"{ours}self_attn.o_proj.weight"], expected)
-        mlp = parts[0][f"{theirs}self_attention.knock_value.weight"]
-        for matrix, expected in zip(("up", "gate", "down"), mlp, strict=True):
-            weight = stored[f"{ours}self_attn.v_knock.{matrix}_proj.weight"]
-            assert torch.equal(weight.T, torch.from_numpy(expected))
-
-
 @pytest.fixture(scope="module")
 def bf16(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bf16") / "save"
@@ -228,7 +183,7 @@ def bf16(ranks, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", [None, "float16"])
 def test_dtype_casts_everything_but_expert_biases(bf16, tmp_path, dtype):
     original = tmp_path / "original"
     to_hf.plan(bf16).write(original)
@@ -293,27 +248,22 @@ def _hf_folder(tmp_path, files):
     [
         {},
         {"tokenizer.json": "junk"},
-        {"tokenizer.json": '{"version": "1.0", "model": {"type": "None"}}'},
-        {
-            "tokenizer.json": "{}",
-            "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
-        },
         {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}'},
     ],
 )
 def test_a_tokenizer_that_cannot_be_loaded_is_named(sparse, tmp_path, files):
-    with pytest.raises(ConfigError, match=r"no tokenizer: .*tokenizer cannot be loaded") as caught:
+    with pytest.raises(ConfigError, match=r"tokenizer cannot be loaded") as caught:
         to_hf.plan(sparse[0], tokenizer=_hf_folder(tmp_path, files))
     assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_converted_is_refused_before_writing(sparse, tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown dtype 'int8'.*float32, bfloat16"):
+    with pytest.raises(ConfigError, match=r"Unknown dtype 'int8'.*float32, bfloat16"):
         to_hf.plan(sparse[0], dtype="int8")
     big = write_tokenizer(tmp_path / "big", 57)
-    with pytest.raises(CheckpointError, match=r"big has 57 entries, the embedding 56 rows.*--tok"):
+    with pytest.raises(CheckpointError, match=r"big has 57 entries, but .* 56 rows.*--tok"):
         to_hf.plan(sparse[0], tokenizer=big)
-    with pytest.raises(ConfigError, match=r"nowhere is not a folder.*--tokenizer"):
+    with pytest.raises(ConfigError, match=r"nowhere.*--tokenizer"):
         to_hf.plan(sparse[0], tokenizer=tmp_path / "nowhere")
 
 
@@ -332,7 +282,6 @@ def _plan_with(sparse, monkeypatch, edit, **args):
         "decoder.layers.1.self_attention.new.weight",
         "decoder.layers.3.mlp.router.weight",  # one layer too many
         "decoder.layers.0.mlp.router.weight",  # this layer is dense
-        "decoder.layers.1.self_attention.linear_qkv.bias",  # add_qkv_bias is off
         "mtp.layers.0.eh_proj.weight",
     ],
 )
@@ -348,12 +297,8 @@ def test_a_tensor_without_a_place_is_refused(sparse, monkeypatch, extra):
     "lost",
     [
         "embedding.word_embeddings.weight",
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
         "decoder.layers.1.mlp.router.expert_bias",
         "decoder.layers.2.self_attention.linear_qkv.weight",
-        "decoder.layers.0.self_attention.k_layernorm.weight",
-        "decoder.layers.2.mlp.shared_experts.linear_fc2.weight",
     ],
 )
 def test_a_missing_tensor_is_refused(sparse, monkeypatch, lost):
@@ -365,7 +310,6 @@ def test_arguments_and_tensors_must_agree(dense, sparse, monkeypatch):
     for edit, message in (
         ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "no place for: decoder.layers.2"),
         ({"qk_layernorm": False}, "no place for: decoder.layers.0.self_attention.k_layernorm"),
-        ({"untie_embeddings_and_output_weights": False}, "no place for: output_layer.weight"),
         ({"add_qkv_bias": True}, "lacks 3 tensors .*linear_qkv.bias"),
     ):
         with pytest.raises(CheckpointError, match=message), monkeypatch.context() as patch:

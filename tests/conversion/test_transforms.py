@@ -21,7 +21,6 @@ from tests.conversion.checkpoints import save_and_run
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import (
     CONFIGS,
-    GLA,
     GTA,
     KHA_MOE,
     LINEAR,
@@ -49,15 +48,9 @@ HALF = PARTIAL | {"partial_rotary_factor": 0.5}
 EPSILON = {"rms_norm_eps": 1e-6}  # the only one of deepseek_v3
 FOLDED = {
     "qwen3": KHAModelConfig(**SIZES, **LINEAR),
-    "qwen3, tied, value only": KHAModelConfig(
-        **SIZES | {"tie_word_embeddings": True}, kha_value="linear"
-    ),
     "llama, without QK-norm": KHAModelConfig(**SIZES, **LINEAR, use_qk_norm=False),
     "qwen3_moe": KHAModelConfig(**SOFTMAX, **LINEAR),
     "glm4_moe, biases": KHAModelConfig(**SIGMOID, **LINEAR, attention_bias=True),
-    "glm4_moe, no shared expert": KHAModelConfig(
-        **SIGMOID | {"shared_expert_intermediate_size": 0}, **LINEAR
-    ),
     "deepseek_v3": KHAModelConfig(**SIZES | MLA | EPSILON),
     "deepseek_v3, yarn, keys only": KHAModelConfig(
         **SIZES
@@ -67,11 +60,6 @@ FOLDED = {
         | {"kha_query": None, "kha_value": None}
     ),
     "qwen3, collaborative": KHAModelConfig(**SIZES, kha_collaborative={"dim": 6}),
-    "llama, collaborative, one key/value head": KHAModelConfig(
-        **SIZES | {"num_key_value_heads": 1},
-        use_qk_norm=False,
-        kha_collaborative={"dim": 6},
-    ),
     "qwen3_next, collaborative, wider keys": KHAModelConfig(
         **SIZES,
         kha_value="linear",
@@ -173,25 +161,25 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path, kha):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kha_query": "linear", "kha_value": "mlp"}, "value=mlp: only linear"),
-        ({"kha_key": "gate"}, "key=gate: only linear"),
+        ({"kha_query": "linear", "kha_value": "mlp"}, "value=mlp, but only linear"),
         ({}, "has no knocking heads to fold away"),
-        ({"kha_collaborative": {"dim": 14}}, r"qwen3 cannot express partial RoPE \(0\.4"),
+        (
+            {"kha_collaborative": {"dim": 14}},
+            r"qwen3 cannot express .*partial_rotary_factor=0\.4",
+        ),
         (
             {"kha_collaborative": {"dim": 6}, "head_dim": 8, "rope_parameters": HALF},
-            r"QK-norm over collaborative\.dim=6 features, and .* values have 8",
+            r"collaborative\.dim=6 cannot be folded: QK-norm over 6 features",
         ),
         (
             {"kha_collaborative": {"dim": 14}, "kha_gate": {"output": "shared"}},
-            r"gate\(output=shared\) for heads of 6 features, and .* have 14: export it as kha",
+            r"gate\(output=shared\) has parameters for heads of 6 features, and .* have 14",
         ),
-        (GTA, "query=gate.*only linear"),
         (
             GTA | {"kha_query": "linear", "kha_value": None},
-            "kha_attention='gta' has no stock architecture",
+            "in gta, which no stock architecture has",
         ),
-        (GLA, "kha_attention='gla' has no stock architecture"),
-        (MLA, "deepseek_v3 cannot express rms_norm_eps=3e-05"),
+        (MLA, "deepseek_v3 cannot express layernorm_epsilon=3e-05"),
         (MLA | EPSILON | {"use_qk_norm": False}, "deepseek_v3 cannot express qk_layernorm=False"),
     ],
 )
@@ -206,8 +194,6 @@ def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
     [
         (6, {"scale": "paper"}, False),
         (6, {"scale": "code"}, True),
-        (6, {"scale": "paper", "quantized": True}, True),
-        (8, {"scale": "paper"}, True),
     ],
 )
 def test_a_router_by_norms_beside_narrow_collaborative_heads(tmp_path, dim, changes, folds):
@@ -218,7 +204,7 @@ def test_a_router_by_norms_beside_narrow_collaborative_heads(tmp_path, dim, chan
     model = make(KHAModelConfig(**sizes, **kha, use_qk_norm=False))
     model.save_pretrained(tmp_path / "kha")
     if not folds:
-        with pytest.raises(CheckpointError, match=r"norms of their queries.*export it as kha"):
+        with pytest.raises(CheckpointError, match=r"norms of their queries"):
             to_hf.plan(tmp_path / "kha", fold=True, architecture="kha")
         return
     to_hf.plan(tmp_path / "kha", fold=True, architecture="kha").write(tmp_path / "folded")
@@ -234,10 +220,7 @@ def test_a_router_by_norms_beside_narrow_collaborative_heads(tmp_path, dim, chan
     [
         "qwen3, tied",
         "llama, llama3 rope",
-        "mistral",
         "glm4_moe",
-        "glm4_moe, top-1",
-        "deepseek_v3",
         "deepseek_v3, yarn",
         "kha, gta, no norm, nothing knocked",
     ],
@@ -273,8 +256,8 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, monkeypatch, nam
     assert strides[:layers] == strides[layers:]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path, name, dtype):
     needs_training_package()
     if name == "deepseek_v3":
@@ -325,9 +308,9 @@ def test_what_cannot_be_upcycled_is_refused(tmp_path):
     make(CONFIGS["kha, gta, no norm, nothing knocked"]).save_pretrained(tmp_path / "tied")
     with pytest.raises(ConfigError, match=r"key=linear on grouped-tied attention.*leave key out"):
         to_hf.plan(tmp_path / "tied", upcycle=KHAConfig.from_preset("kha_linear"))
-    with pytest.raises(ConfigError, match=r"attention=gta with .*latent.*leave it out"):
+    with pytest.raises(ConfigError, match=r"cannot change the kind of attention to gta"):
         to_hf.plan(tmp_path / "latent", upcycle=KHAConfig(attention="gta", value="linear"))
-    with pytest.raises(ConfigError, match="upcycling adds mechanisms"):
+    with pytest.raises(ConfigError, match="Expected head mechanisms to add"):
         to_hf.plan(tmp_path / "kha", upcycle=KHAConfig())
     with pytest.raises(ConfigError, match=r"init=random is no start for a trained model"):
         to_hf.plan(tmp_path / "kha", upcycle=KHAConfig(**asdict(kha) | {"init": "random"}))
