@@ -19,15 +19,8 @@ from torch import Tensor, nn
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.table import (
-    OUTPUT_LAYER,
-    HeadRow,
-    QKVRow,
-    Row,
-    VocabularyRow,
-    head_row,
-    places,
-)
+from kha_megatron.conversion.rows import HeadRow, QKVRow, Row, VocabularyRow, head_row
+from kha_megatron.conversion.table import OUTPUT_LAYER, places
 from kha_megatron.hf import KHAModelConfig
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."

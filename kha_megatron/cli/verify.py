@@ -65,12 +65,14 @@ def conclude(
         values: Further values for the JSON, of which the verification is then one.
     """
     found = verification and asdict(verification) | {"agrees": verification.agrees}
+    rows = {**facts, **_facts(verification)}
+    problem = "" if verification is None or verification.agrees else _problem(verification)
     if as_json:
         console.print_json({**values, "verification": found} if values else found)
     else:
-        console.print_facts({**facts, **_facts(verification)})
-    if verification is not None and not verification.agrees:
-        console.error(f"The two models differ: {_problem(verification)}.")
+        console.print_facts(rows)
+    if problem:
+        console.error(f"The two models differ: {problem}.")
         raise typer.Exit(1)
 
 

@@ -94,7 +94,10 @@ class Companions:
             CheckpointError: See :meth:`of_megatron`.
         """
         if override is not None:
-            return cls.of_tokenizer(override, settings=path)
+            found, rows = cls.of_tokenizer(override, settings=path), config.get("vocab_size")
+            if type(rows) is int:
+                found.vocabulary({}, rows)  # refuses a tokenizer with more entries
+            return found
         files = _files(path)
         origin = str(path) if set(files) & set(VOCABULARIES) else None
         # some old configurations have -1 instead of null

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
-from kha_megatron.conversion.sources import Source, not_finite
-from kha_megatron.conversion.table import Place
+from kha_megatron.conversion.rows import Place
+from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.transforms import not_finite
 from kha_megatron.errors import OutputError
 
 OnBytes = Callable[[int], None]

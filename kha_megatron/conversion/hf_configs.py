@@ -199,12 +199,13 @@ def _described(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig)
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
         raise unsupported("num_key_value_heads", groups, f"not a divisor of {heads} heads")
+    rope = _read_rope(family, config, latent)
     kha = KHAConfig.recorded(raw) or KHAConfig()
     return Architecture(
         **STYLE,
         **fields,
         **family.always,
-        **_read_rope(family, config, latent),
+        **rope,
         group_query_attention=heads != groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,

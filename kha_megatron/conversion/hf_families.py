@@ -4,13 +4,10 @@ A row says what an architecture fixes, how it names what it leaves open, and how
 from the tensors that ``table`` describes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
@@ -25,72 +22,9 @@ from transformers import (
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
-from kha_megatron.conversion.table import Place
+from kha_megatron.conversion.rows import STANDARD, FileFormat
 from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig
-
-_GATE = "self_attn.gate_output."
-
-
-@dataclass(frozen=True)
-class FileFormat:
-    """How the files of an architecture differ from the tensors that ``table`` names.
-
-    Reading and writing also work on meta tensors.
-    """
-
-    renamed: tuple[str, str] | None = None
-    """A part of our tensor names and the architecture's own."""
-    gate_beside: Literal["head", "group"] | None = None
-    """Whether ``q_proj`` also holds the output gate: behind the rows of each query head, or behind
-    those of each group of query heads that shares a key/value head."""
-    norms_minus_one: bool = False
-    """Whether norm weights are stored minus one. Weights below 1/2 lose digits by that in 16-bit
-    dtypes."""
-
-    def names(self, place: Place, model: Architecture) -> list[str]:
-        """Return the full names of a place's tensors in the files."""
-        names = place.hf_names(model)
-        if self.gate_beside:
-            names = [name for name in names if _GATE not in name]
-        return [name.replace(*self.renamed) for name in names] if self.renamed else names
-
-    def write(self, place: Place, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of :meth:`names` from those of ``place.hf_names``."""
-        names, parts = place.hf_names(model), list(parts)
-        gate = self._gate(names)
-        if gate is not None:
-            rows = parts.pop(gate)
-            blocks = [part.unflatten(0, (self._blocks(model), -1)) for part in (parts[0], rows)]
-            parts[0] = torch.cat(blocks, dim=1).flatten(0, 1)
-        return [part - 1 for part in parts] if self._is_norm(names) else parts
-
-    def read(self, place: Place, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of ``place.hf_names`` from those of :meth:`names`."""
-        names, parts = place.hf_names(model), list(held)
-        gate = self._gate(names)
-        if gate is not None:
-            blocks = parts[0].unflatten(0, (self._blocks(model), -1))
-            queries = model.num_attention_heads * model.kv_channels // len(blocks)
-            both = blocks.split([queries, blocks.shape[1] - queries], dim=1)
-            parts[0], rows = (part.flatten(0, 1) for part in both)
-            parts.insert(gate, rows)
-        return [part + 1 for part in parts] if self._is_norm(names) else parts
-
-    def _gate(self, names: Sequence[str]) -> int | None:
-        """Return the index of the gate that ``q_proj``, the first tensor, holds as well."""
-        found = [n for n, name in enumerate(names) if self.gate_beside and _GATE in name]
-        return found[0] if found else None
-
-    def _is_norm(self, names: Sequence[str]) -> bool:
-        return self.norms_minus_one and names[0].endswith("norm.weight")
-
-    def _blocks(self, model: Architecture) -> int:
-        per_head = self.gate_beside == "head"
-        return model.num_attention_heads if per_head else model.num_query_groups
-
-
-STANDARD = FileFormat()
 
 
 class Family(NamedTuple):

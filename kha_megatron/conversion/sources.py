@@ -4,11 +4,8 @@ Opening compares the configuration with the shapes of all tensors, so that a mis
 before anything is written. Transformations (``transforms``) wrap a source's ``read``.
 """
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,23 +13,18 @@ import torch
 from torch import Tensor
 
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
-from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.companions import PADDING, Companions
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
-from kha_megatron.conversion.hf_families import STANDARD, FileFormat
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
-from kha_megatron.conversion.table import Place, places
+from kha_megatron.conversion.rows import STANDARD, FileFormat, Place
+from kha_megatron.conversion.table import DTYPES, check_tensors, file_shapes, locate, places
 from kha_megatron.errors import CheckpointError, ConfigError, KHAError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
-_LARGEST = 2**56
-"""More elements than any file holds."""
-_SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
-_ATTENTION = ("self_attention.", "input_layernorm.")
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers of old transformers checkpoints that follow from the configuration."""
 
@@ -97,41 +89,28 @@ def open_source(
 def _open_hf(path: Path, tokenizer: Path | None) -> Source:
     checkpoint = HFCheckpoint.open(path)
     companions = Companions.of_hf(path, checkpoint.config, tokenizer)
-    model, files = from_hf_config(checkpoint.config), family_of(checkpoint.config).files
-    if tokenizer is not None:
-        companions.vocabulary({}, model.vocab_size)  # refuses a tokenizer with more entries
+    files, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
     infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
-    wanted: dict[str, tuple[int, ...]] = {}
     # with far more places than tensors some tensor is missing, however many layers there are
-    for place in islice(places(model), 2 * len(infos) + 1000):
-        shape, names = place.row.shape(model), files.names(place, model)
-        if min(shape) < 0 or math.prod(shape) > _LARGEST:
-            raise CheckpointError(
-                f"{path}: {CONFIG} calls for an impossible shape {shape} of {names[0]}."
-            )
-        parts = place.row.split(torch.empty(shape, device="meta"), model)
-        parts = files.write(place, model, parts)
-        wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
-    # some tied models are saved with an output layer, and some without shared experts with tensors
-    # of no width
+    wanted = file_shapes(model, files, 2 * len(infos) + 1000)
+    # models without shared experts may have tensors of no width for them
     spare = {n for n, info in infos.items() if ".shared_experts." in n and 0 in info.shape}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if model.tied_embeddings and {head, embedding} <= infos.keys():
+    if model.tied_embeddings and {head, embedding} <= infos.keys():  # some models are saved so
         if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):
             raise CheckpointError(
                 f"{path}: {CONFIG} has tie_word_embeddings=True, but {head} differs from "
                 f"{embedding}."
             )
         spare.add(head)
-    _refuse(wanted.keys() - infos.keys(), f"{path} lacks {{}} tensors that its {CONFIG} calls for")
-    extra = infos.keys() - wanted.keys() - spare
-    _refuse(extra, f"{path} holds {{}} tensors that its {CONFIG} has no place for")
-    for name, shape in wanted.items():
-        _check(path, name, infos[name], shape, CONFIG)
+    missing, unexpected = wanted.keys() - infos.keys(), infos.keys() - wanted.keys() - spare
+    check_tensors(str(path), CONFIG, infos, wanted, missing, unexpected)
 
     def read(place: Place, *, meta: bool = False) -> list[Tensor]:
         names = files.names(place, model)
-        held = [_empty(infos[name]) if meta else checkpoint.tensor(name) for name in names]
+        if not meta:
+            return files.read(place, model, [checkpoint.tensor(name) for name in names])
+        held = [torch.empty(infos[n].shape, dtype=infos[n].dtype, device="meta") for n in names]
         return files.read(place, model, held)
 
     return Source(checkpoint, companions, model, read, files)
@@ -151,9 +130,20 @@ def _open_megatron(path: Path, tokenizer: Path | None, *, padded: bool, comparin
             raise
         companions = Companions({})
         entries = companions.vocabulary(args, rows)
+    step = 2 if hybrid_layers(args) else 1
     model = from_arguments(args, KHAConfig.recorded(args) or KHAConfig(), rows)
     model = replace(model, vocab_size=entries)
-    stored = _find(checkpoint, model, step=2 if hybrid_layers(args) else 1)
+    stored, unexpected, missing = locate(infos, model, step)
+    wanted = {
+        key: (
+            *infos[key].shape[: len(index) - (place.expert is not None)],
+            *(() if place.expert is None else (model.num_experts,)),
+            *place.row.shape(model),
+        )
+        for place, (key, index) in stored.items()
+    }
+    what = str(checkpoint.path)
+    check_tensors(what, "training arguments", infos, wanted, missing, unexpected)
 
     def read(place: Place, *, meta: bool = False) -> list[Tensor]:
         key, index = stored[place]
@@ -166,52 +156,6 @@ def _open_megatron(path: Path, tokenizer: Path | None, *, padded: bool, comparin
     return Source(checkpoint, companions, model, read, padding_arguments=kept)
 
 
-def _find(
-    checkpoint: MegatronCheckpoint, model: Architecture, step: int
-) -> dict[Place, tuple[str, tuple[int, ...]]]:
-    """Return the key and index of each place's tensor.
-
-    Args:
-        checkpoint: The tensors. Layers of the same shapes are stacked.
-        model: What its arguments describe.
-        step: 2 for a HybridModel, in which attention and MLP are separate layers.
-
-    Raises:
-        CheckpointError: A tensor has no place, or a place has no tensor or one of another shape.
-    """
-    infos, path = checkpoint.keys(), checkpoint.path
-    stored: dict[tuple[int | None, str], tuple[str, tuple[int, ...]]] = {}
-    for key, info in infos.items():
-        if match := _SINGLE.fullmatch(key):
-            stored[int(match[1]), match[2]] = key, ()
-        elif key.startswith(LAYERS) and info.shape:
-            name = key.removeprefix(LAYERS)
-            stored |= {(layer, name): (key, (layer,)) for layer in range(info.shape[0])}
-        else:
-            stored[None, key] = key, ()
-    found: dict[Place, tuple[str, tuple[int, ...]]] = {}
-    used, lost = set(), []
-    for place in places(model):
-        at: list[tuple[int | None, str]] = []
-        for name in place.row.names:
-            behind = step == 2 and not name.startswith(_ATTENTION)
-            at.append((None if place.layer is None else step * place.layer + behind, name))
-        held = [position for position in at if position in stored]
-        used |= set(held)
-        if not held:
-            lost.append(_full_name(at[0]))
-            continue
-        key, index = stored[held[0]]
-        experts = () if place.expert is None else (model.num_experts,)
-        expected = (*infos[key].shape[: len(index)], *experts, *place.row.shape(model))
-        _check(path, key, infos[key], expected, "training arguments")
-        found[place] = key, index if place.expert is None else (*index, place.expert)
-    extra = {_full_name(position) for position in stored.keys() - used}
-    _refuse(extra, f"{path} holds {{}} tensors that its training arguments have no place for")
-    _refuse(lost, f"{path} lacks {{}} tensors that its training arguments call for")
-    return found
-
-
 def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the dtype of a name, None for None.
 
@@ -221,35 +165,3 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise ConfigError(f"Unknown dtype {name!r}. Choose one of {', '.join(DTYPES)}.")
     return None if name is None else DTYPES[name]
-
-
-def not_finite(tensor: Tensor) -> int:
-    """Return how many elements are NaN or infinite; 0 for a meta tensor."""
-    # aminmax is NaN if any element is, and takes a tenth of the time of isfinite
-    if tensor.is_meta or not tensor.numel() or all(map(torch.isfinite, tensor.aminmax())):
-        return 0
-    return int((~tensor.isfinite()).sum())
-
-
-def _empty(info: Any) -> Tensor:
-    return torch.empty(info.shape, dtype=info.dtype, device="meta")
-
-
-def _check(path: Path, name: str, info: Any, shape: tuple[int, ...], caller: str) -> None:
-    if info.shape != shape:
-        raise CheckpointError(f"{path}: {name} is {info.shape}, its {caller} calls for {shape}.")
-    if info.dtype not in DTYPES.values():
-        raise CheckpointError(
-            f"{path}: {name} is {info.dtype}. Expected one of {', '.join(DTYPES)}: a quantized "
-            "model cannot be converted."
-        )
-
-
-def _full_name(position: tuple[int | None, str]) -> str:
-    layer, name = position
-    return name if layer is None else f"{LAYERS}{layer}.{name}"
-
-
-def _refuse(names: Iterable[str], problem: str) -> None:
-    if names := sorted(set(names)):
-        raise CheckpointError(f"{problem.format(len(names))}: {', '.join(names[:5])}")

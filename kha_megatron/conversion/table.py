@@ -1,166 +1,37 @@
 """The table of tensors: which Megatron tensor holds which Hugging Face tensors.
 
 A new kind of attention or MLP is new rows. A tensor without a row, or a row without its tensor, is
-an error. Splitting and joining also work on meta tensors.
-
-Shapes: ``H`` query heads, ``G`` key/value heads, ``C`` hidden size, ``F`` features inside an MLP,
-``E`` experts, ``V`` vocabulary.
+an error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from kha_megatron.checkpoint.megatron import other_names
+from kha_megatron.checkpoint.megatron import LAYERS, other_names
+from kha_megatron.checkpoint.torch_dist import StoredTensor
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.heads import HeadTensor
+from kha_megatron.conversion.rows import (
+    FileFormat,
+    LatentRow,
+    Place,
+    QKVRow,
+    Row,
+    VocabularyRow,
+    When,
+    head_row,
+)
+from kha_megatron.errors import CheckpointError
 
-Shape = Callable[[Architecture], tuple[int, ...]]
-When = Callable[[Architecture, int], bool]
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One tensor of a layer, of an expert or of the whole model.
-
-    The Hugging Face tensors of a row have one shape and lie one below the other in the Megatron
-    tensor: ``[2F, C]`` of ``("gate", "up")`` is all of the gate, then all of the up projection.
-    """
-
-    hf: str
-    """Hugging Face name, below ``model.layers.{i}.`` in a layer, with ``{}`` for each part."""
-    names: tuple[str, ...]
-    """Megatron names, below ``decoder.layers.{i}.`` in a layer. The first one is written."""
-    shape: Shape
-    """Shape of the Megatron tensor."""
-    when: When = lambda model, layer: True
-    """Whether the layer (counted from 0) has this tensor."""
-    parts: tuple[str, ...] = ("",)
-    both: bool = False
-    """Write the tensor under all its names, because Megatron's two backends ask for different
-    ones."""
-    per_expert: bool = False
-    trained: bool = True
-    """Whether it is a parameter that gradients move."""
-
-    def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return the names of the Hugging Face tensors, without the prefix of a layer."""
-        return tuple(self.hf.format(part) for part in self.parts)
-
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return the tensors of :meth:`hf_names` from the Megatron tensor."""
-        return list(tensor.chunk(len(self.hf_names(model))))
-
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return the Megatron tensor of the parts as blocks that lie one below the other."""
-        return list(parts)
-
-
-@dataclass(frozen=True, eq=False)
-class VocabularyRow(Row):
-    """``[V padded, C]``. Hugging Face has no padding; it is written as zeros."""
-
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return the rows without padding."""
-        return [tensor[: model.vocab_size]]
-
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return the rows, and zeros below them."""
-        missing = model.padded_vocab_size - parts[0].shape[0]
-        padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
-        return [parts[0], *padding]
-
-
-@dataclass(frozen=True, eq=False)
-class QKVRow(Row):
-    """``linear_qkv``, laid out as :class:`kha_megatron.model.qkv.QKVLayout` describes."""
-
-    def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return one name for each part of a group."""
-        return tuple(self.hf.format(part.hf) for part in model.qkv.parts.values())
-
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return ``[heads * rows of one head, ...]`` for each part, without the group padding."""
-        groups = tensor.unflatten(0, (model.qkv.groups, -1))
-        return [groups[:, part.rows].flatten(0, 1) for part in model.qkv.parts.values()]
-
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return one block: the heads interleaved again, groups padded with zeros."""
-        layout = model.qkv
-        blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
-        if padding := layout.padding.stop - layout.padding.start:
-            zeros = blocks[0].new_zeros(layout.groups, padding, *parts[0].shape[1:])
-            blocks.insert(layout.parts_before_padding, zeros)
-        return [torch.cat(blocks, dim=1).flatten(0, 1)]
-
-
-@dataclass(frozen=True, eq=False)
-class LatentRow(Row):
-    """``[H * rows, latent / c]``: up projections from ``c`` latent heads, one tensor for each.
-
-    MLA has one latent head, and no number in its tensor's name.
-    """
-
-    def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return one name for each latent head."""
-        numbers = [""] if model.latent_heads == 1 else [f".{n}" for n in range(model.latent_heads)]
-        return tuple(self.hf.format(number) for number in numbers)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadRow(Row):
-    """A parameter of a head mechanism.
-
-    Stacked matrices ``[n, D, D]`` (``x @ W``) are one ``nn.Linear`` each on the Hugging Face side,
-    so they are transposed there. A projection of the layer's input ``[heads, features, C]`` is one
-    ``nn.Linear``. Everything else is the same tensor on both sides.
-    """
-
-    tensor: HeadTensor | None = None
-
-    def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return one name for each matrix, or one."""
-        assert self.tensor is not None
-        return self.tensor.hf_names
-
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return each matrix transposed, or the projection with its heads flattened."""
-        assert self.tensor is not None
-        if self.tensor.matrices:
-            return [matrix.T for matrix in tensor]
-        return [tensor.flatten(0, -2) if self.tensor.reads_input else tensor]
-
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return one block with the shape of the Megatron parameter."""
-        assert self.tensor is not None
-        if self.tensor.matrices:
-            return [torch.stack([part.T for part in parts])]
-        return [parts[0].view(self.tensor.shape) if self.tensor.reads_input else parts[0]]
-
-
-@cache
-def head_row(tensor: HeadTensor) -> HeadRow:
-    """Return the row of a head mechanism's parameter."""
-    return HeadRow("", (tensor.key,), lambda m: tensor.shape, tensor=tensor)
-
-
-class Place(NamedTuple):
-    """The tensor of one row in one layer and expert: the unit that a conversion moves."""
-
-    row: Row
-    layer: int | None = None
-    expert: int | None = None
-
-    def hf_names(self, model: Architecture) -> list[str]:
-        """Return the full names of its Hugging Face tensors."""
-        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
-        if self.expert is not None:
-            prefix += f"mlp.experts.{self.expert}."
-        return [prefix + name for name in self.row.hf_names(model)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LARGEST = 2**56
+"""More elements than any file holds."""
+_SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
+_IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
 def places(model: Architecture) -> Iterator[Place]:
@@ -421,3 +292,108 @@ MODEL: tuple[Row, ...] = (
     OUTPUT_LAYER,
 )
 """Rows outside the layers."""
+
+
+def file_shapes(model: Architecture, files: FileFormat, limit: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the first ``limit`` tensors in the files of a Hugging Face directory.
+
+    Raises:
+        CheckpointError: A shape is impossible.
+    """
+    wanted: dict[str, tuple[int, ...]] = {}
+    for place in islice(places(model), limit):
+        shape, names = place.row.shape(model), files.names(place, model)
+        if min(shape) < 0 or math.prod(shape) > _LARGEST:
+            raise CheckpointError(
+                f"The configuration gives {names[0]} an impossible shape {shape}."
+            )
+        parts = place.row.split(torch.empty(shape, device="meta"), model)
+        parts = files.write(place, model, parts)
+        wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
+    return wanted
+
+
+Stored = tuple[str, tuple[int, ...]]
+"""A key of a Megatron checkpoint, and an index into its first dimensions."""
+
+
+def locate(
+    infos: Mapping[str, StoredTensor], model: Architecture, step: int
+) -> tuple[dict[Place, Stored], list[str], list[str]]:
+    """Find the tensor of each place in a Megatron checkpoint.
+
+    Args:
+        infos: The tensors. Layers of the same shapes may be stacked.
+        model: What the checkpoint's arguments describe.
+        step: 2 for a HybridModel, in which attention and MLP are separate layers, otherwise 1.
+
+    Returns:
+        The tensor of each place; names of tensors without a place; names of missing tensors.
+    """
+    stored: dict[tuple[int | None, str], Stored] = {}
+    for key, info in infos.items():
+        if match := _SINGLE.fullmatch(key):
+            stored[int(match[1]), match[2]] = key, ()
+        elif key.startswith(LAYERS) and info.shape:
+            name = key.removeprefix(LAYERS)
+            stored |= {(layer, name): (key, (layer,)) for layer in range(info.shape[0])}
+        else:
+            stored[None, key] = key, ()
+    found, used, lost = dict[Place, Stored](), set(), list[tuple[int | None, str]]()
+    for place in places(model):
+        at: list[tuple[int | None, str]] = []
+        for name in place.row.names:
+            behind = step == 2 and not name.startswith(_IN_ATTENTION)
+            at.append((None if place.layer is None else step * place.layer + behind, name))
+        held = [position for position in at if position in stored]
+        used |= set(held)
+        if not held:
+            lost.append(at[0])
+            continue
+        key, index = stored[held[0]]
+        found[place] = key, index if place.expert is None else (*index, place.expert)
+    full = [
+        [name if layer is None else f"{LAYERS}{layer}.{name}" for layer, name in positions]
+        for positions in (stored.keys() - used, lost)
+    ]
+    return found, full[0], full[1]
+
+
+def check_tensors(
+    what: str,
+    caller: str,
+    infos: Mapping[str, Any],
+    wanted: Mapping[str, tuple[int, ...]],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+) -> None:
+    """Check that a checkpoint holds the tensors that its configuration calls for.
+
+    Args:
+        what: The checkpoint, for messages.
+        caller: The configuration, for messages.
+        infos: Shape and dtype of its tensors.
+        wanted: The shapes that the configuration calls for.
+        missing: Tensors that the configuration calls for and the checkpoint lacks.
+        unexpected: Tensors that the configuration has no place for.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    for names, problem in (
+        (sorted(missing), "lacks {} tensors that its {} calls for"),
+        (sorted(unexpected), "holds {} tensors that its {} has no place for"),
+    ):
+        if names:
+            listed = ", ".join(names[:5])
+            raise CheckpointError(f"{what} {problem.format(len(names), caller)}: {listed}")
+    for name, shape in wanted.items():
+        if infos[name].shape != shape:
+            raise CheckpointError(
+                f"{what}: {name} is {infos[name].shape}, its {caller} calls for {shape}."
+            )
+        if infos[name].dtype not in DTYPES.values():
+            raise CheckpointError(
+                f"{what}: {name} is {infos[name].dtype}. Expected one of {', '.join(DTYPES)}: a "
+                "quantized model cannot be converted."
+            )

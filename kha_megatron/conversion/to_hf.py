@@ -15,10 +15,10 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.companions import COMPANIONS
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import expressed, has_stock_heads, stock_type, to_hf_config
-from kha_megatron.conversion.hf_families import FAMILIES, FileFormat
+from kha_megatron.conversion.hf_families import FAMILIES
 from kha_megatron.conversion.model_card import CARD, model_card
+from kha_megatron.conversion.rows import FileFormat, Place
 from kha_megatron.conversion.sources import open_source, parse_dtype
-from kha_megatron.conversion.table import Place
 from kha_megatron.conversion.transforms import cast, express, folded, upcycled
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import LAYERS
-from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_room, staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
@@ -23,8 +22,9 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import STOCK_FACTOR, command_line, to_arguments
-from kha_megatron.conversion.sources import Source, open_source, parse_dtype
-from kha_megatron.conversion.table import Place, Row, places
+from kha_megatron.conversion.rows import Place
+from kha_megatron.conversion.sources import open_source, parse_dtype
+from kha_megatron.conversion.table import MODEL, places
 from kha_megatron.conversion.transforms import cast, padded, upcycled
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.model import Model
@@ -67,8 +67,16 @@ class MegatronPlan(Plan):
             release = folder / RELEASE
             release.mkdir()
             with TorchDistWriter(release) as writer:
+                dtypes: dict[Any, torch.dtype] = {}
 
                 def put(place: Place, parts: list[Tensor]) -> None:
+                    key = place.row, None if source.model.is_uniform else place.layer
+                    for part in parts:
+                        if dtypes.setdefault(key, part.dtype) != part.dtype:
+                            raise CheckpointError(
+                                f"{place.hf_names(source.model)[0]} is {part.dtype}, but other "
+                                f"parts of its Megatron tensor are {dtypes[key]}. Pass --dtype."
+                            )
                     _write_place(writer, source.model, place, parts)
 
                 wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
@@ -119,11 +127,11 @@ def plan(
     source = padded(source, math.ceil(source.model.vocab_size / multiple) * multiple)
     if asked is not None:
         source = cast(source, asked, allow_overflow=allow_overflow)
-    stored = _check_dtypes(source)
+    first = source.read(Place(MODEL[0]), meta=True)[0].dtype
     args = to_arguments(source.model) | {
-        "params_dtype": stored,
-        "bf16": stored == torch.bfloat16,
-        "fp16": stored == torch.float16,
+        "params_dtype": first,
+        "bf16": first == torch.bfloat16,
+        "fp16": first == torch.float16,
         "make_vocab_size_divisible_by": divisible_by,
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": 1,
@@ -135,24 +143,6 @@ def plan(
         "consumed_valid_samples": 0,
     }
     return MegatronPlan(source, args | dict(source.padding_arguments))
-
-
-def _check_dtypes(source: Source) -> torch.dtype:
-    """Check that tensors which Megatron stacks have one dtype; return that of the embedding.
-
-    Raises:
-        CheckpointError: They differ.
-    """
-    entries = [(place, entry) for place, held in source.entries() for entry in held]
-    first: dict[tuple[Row, int | None], TensorEntry] = {}
-    for place, entry in entries:
-        stack = place.row, None if source.model.is_uniform else place.layer
-        if (other := first.setdefault(stack, entry)).dtype != entry.dtype:
-            raise CheckpointError(
-                f"{source.path}: {entry.name} is {entry.dtype} and {other.name} is {other.dtype}, "
-                "but they are one tensor in Megatron. Pass --dtype."
-            )
-    return entries[0][1].dtype
 
 
 def _write_place(

@@ -21,9 +21,16 @@ from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zeros
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.sources import Source, not_finite, open_source
-from kha_megatron.conversion.table import Place
-from kha_megatron.conversion.transforms import as_stored, express, first_entries, folded, upcycled
+from kha_megatron.conversion.rows import Place
+from kha_megatron.conversion.sources import Source, open_source
+from kha_megatron.conversion.transforms import (
+    as_stored,
+    express,
+    first_entries,
+    folded,
+    not_finite,
+    upcycled,
+)
 from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64

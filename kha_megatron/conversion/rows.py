@@ -1,0 +1,224 @@
+"""The form of a Megatron tensor, and the Hugging Face tensors that it holds.
+
+The blocks of ``join(split(x))``, one below the other, are ``x`` bit for bit. Everything here also
+works on meta tensors.
+
+Shapes: ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``C`` hidden size, ``F`` features
+inside an MLP, ``V`` vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.heads import HeadTensor
+
+_GATE = "self_attn.gate_output."
+Shape = Callable[[Architecture], tuple[int, ...]]
+When = Callable[[Architecture, int], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One tensor of a layer, of an expert or of the whole model.
+
+    The Hugging Face tensors of a row have one shape and lie one below the other in the Megatron
+    tensor: ``[2F, C]`` of ``("gate", "up")`` is all of the gate, then all of the up projection.
+    """
+
+    hf: str
+    """Hugging Face name, below ``model.layers.{i}.`` in a layer, with ``{}`` for each part."""
+    names: tuple[str, ...]
+    """Megatron names, below ``decoder.layers.{i}.`` in a layer. The first one is written."""
+    shape: Shape
+    """Shape of the Megatron tensor."""
+    when: When = lambda model, layer: True
+    """Whether the layer (counted from 0) has this tensor."""
+    parts: tuple[str, ...] = ("",)
+    both: bool = False
+    """Write the tensor under all its names, because Megatron's two backends ask for different
+    ones."""
+    per_expert: bool = False
+    trained: bool = True
+    """Whether it is a parameter that gradients move."""
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return the names of the Hugging Face tensors, without the prefix of a layer."""
+        return tuple(self.hf.format(part) for part in self.parts)
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return the tensors of :meth:`hf_names` from the Megatron tensor."""
+        return list(tensor.chunk(len(self.hf_names(model))))
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return the Megatron tensor of the parts as blocks that lie one below the other."""
+        return list(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyRow(Row):
+    """``[V padded, C]``. Hugging Face has no padding; it is written as zeros."""
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return the rows without padding."""
+        return [tensor[: model.vocab_size]]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return the rows, and zeros below them."""
+        missing = model.padded_vocab_size - parts[0].shape[0]
+        padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
+        return [parts[0], *padding]
+
+
+@dataclass(frozen=True, eq=False)
+class QKVRow(Row):
+    """``linear_qkv``, laid out as :class:`kha_megatron.model.qkv.QKVLayout` describes."""
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return one name for each part of a group."""
+        return tuple(self.hf.format(part.hf) for part in model.qkv.parts.values())
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return ``[heads * rows of one head, ...]`` for each part, without the group padding."""
+        groups = tensor.unflatten(0, (model.qkv.groups, -1))
+        return [groups[:, part.rows].flatten(0, 1) for part in model.qkv.parts.values()]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return one block: the heads interleaved again, groups padded with zeros."""
+        layout = model.qkv
+        blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
+        if padding := layout.padding.stop - layout.padding.start:
+            zeros = blocks[0].new_zeros(layout.groups, padding, *parts[0].shape[1:])
+            blocks.insert(layout.parts_before_padding, zeros)
+        return [torch.cat(blocks, dim=1).flatten(0, 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentRow(Row):
+    """``[H * rows, latent / c]``: up projections from ``c`` latent heads, one tensor for each.
+
+    MLA has one latent head, and no number in its tensor's name.
+    """
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return one name for each latent head."""
+        numbers = [""] if model.latent_heads == 1 else [f".{n}" for n in range(model.latent_heads)]
+        return tuple(self.hf.format(number) for number in numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRow(Row):
+    """A parameter of a head mechanism.
+
+    Stacked matrices ``[n, D, D]`` (``x @ W``) are one ``nn.Linear`` each on the Hugging Face side,
+    so they are transposed there. A projection of the layer's input ``[heads, features, C]`` is one
+    ``nn.Linear``. Everything else is the same tensor on both sides.
+    """
+
+    tensor: HeadTensor | None = None
+
+    def hf_names(self, model: Architecture) -> tuple[str, ...]:
+        """Return one name for each matrix, or one."""
+        assert self.tensor is not None
+        return self.tensor.hf_names
+
+    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+        """Return each matrix transposed, or the projection with its heads flattened."""
+        assert self.tensor is not None
+        if self.tensor.matrices:
+            return [matrix.T for matrix in tensor]
+        return [tensor.flatten(0, -2) if self.tensor.reads_input else tensor]
+
+    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+        """Return one block with the shape of the Megatron parameter."""
+        assert self.tensor is not None
+        if self.tensor.matrices:
+            return [torch.stack([part.T for part in parts])]
+        return [parts[0].view(self.tensor.shape) if self.tensor.reads_input else parts[0]]
+
+
+@cache
+def head_row(tensor: HeadTensor) -> HeadRow:
+    """Return the row of a head mechanism's parameter."""
+    return HeadRow("", (tensor.key,), lambda m: tensor.shape, tensor=tensor)
+
+
+class Place(NamedTuple):
+    """The tensor of one row in one layer and expert: the unit that a conversion moves."""
+
+    row: Row
+    layer: int | None = None
+    expert: int | None = None
+
+    def hf_names(self, model: Architecture) -> list[str]:
+        """Return the full names of its Hugging Face tensors."""
+        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
+        if self.expert is not None:
+            prefix += f"mlp.experts.{self.expert}."
+        return [prefix + name for name in self.row.hf_names(model)]
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How the files of an architecture differ from the tensors that ``table`` names.
+
+    Reading and writing also work on meta tensors.
+    """
+
+    renamed: tuple[str, str] | None = None
+    """A part of our tensor names and the architecture's own."""
+    gate_beside: Literal["head", "group"] | None = None
+    """Whether ``q_proj`` also holds the output gate: behind the rows of each query head, or behind
+    those of each group of query heads that shares a key/value head."""
+    norms_minus_one: bool = False
+    """Whether norm weights are stored minus one. Weights below 1/2 lose digits by that in 16-bit
+    dtypes."""
+
+    def names(self, place: Place, model: Architecture) -> list[str]:
+        """Return the full names of a place's tensors in the files."""
+        names = place.hf_names(model)
+        if self.gate_beside:
+            names = [name for name in names if _GATE not in name]
+        return [name.replace(*self.renamed) for name in names] if self.renamed else names
+
+    def write(self, place: Place, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of :meth:`names` from those of ``place.hf_names``."""
+        names, parts = place.hf_names(model), list(parts)
+        gate = self._gate(names)
+        if gate is not None:
+            rows = parts.pop(gate)
+            blocks = [part.unflatten(0, (self._blocks(model), -1)) for part in (parts[0], rows)]
+            parts[0] = torch.cat(blocks, dim=1).flatten(0, 1)
+        return [part - 1 for part in parts] if self._is_norm(names) else parts
+
+    def read(self, place: Place, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of ``place.hf_names`` from those of :meth:`names`."""
+        names, parts = place.hf_names(model), list(held)
+        gate = self._gate(names)
+        if gate is not None:
+            blocks = parts[0].unflatten(0, (self._blocks(model), -1))
+            queries = model.num_attention_heads * model.kv_channels // len(blocks)
+            both = blocks.split([queries, blocks.shape[1] - queries], dim=1)
+            parts[0], rows = (part.flatten(0, 1) for part in both)
+            parts.insert(gate, rows)
+        return [part + 1 for part in parts] if self._is_norm(names) else parts
+
+    def _gate(self, names: Sequence[str]) -> int | None:
+        """Return the index of the gate that ``q_proj``, the first tensor, holds as well."""
+        found = [n for n, name in enumerate(names) if self.gate_beside and _GATE in name]
+        return found[0] if found else None
+
+    def _is_norm(self, names: Sequence[str]) -> bool:
+        return self.norms_minus_one and names[0].endswith("norm.weight")
+
+    def _blocks(self, model: Architecture) -> int:
+        per_head = self.gate_beside == "head"
+        return model.num_attention_heads if per_head else model.num_query_groups
+
+
+STANDARD = FileFormat()
