@@ -1,7 +1,7 @@
-"""Megatron's own model of a checkpoint, on the CPU, to compare with.
+"""Run Megatron's own model of a checkpoint on the CPU.
 
-It is built by Megatron's own builder and loaded by Megatron's own loader, in a process of its own,
-because the CPU runtime changes the one that it is installed in.
+Megatron's builder and loader do the work in a separate process, because the CPU runtime changes
+the process that it is installed in.
 """
 
 import logging
@@ -28,23 +28,23 @@ from kha_megatron.mcore.compat import check_version
 
 
 class Outputs(NamedTuple):
-    """What a model computed, in float32 on the CPU."""
+    """The outputs of a model, in float32 on the CPU."""
 
     logits: Tensor
-    """``[B, S, V]``; Megatron's with its padding."""
+    """``[B, S, V]``, in Megatron including the padding of the vocabulary."""
     layers: list[Tensor]
-    """``[B, S, C]`` behind each decoder layer."""
+    """The output of each decoder layer, ``[B, S, C]``."""
 
 
 def run_megatron(
     iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype | None = None
 ) -> Outputs:
-    """Run Megatron's model in float32, in a new process.
+    """Run Megatron's model in float32 in a new process.
 
     Args:
-        iteration: the folder of one iteration.
-        tokens: ``[B, S]``.
-        rounded_to: round the weights to it first, as a conversion did.
+        iteration: The directory of one iteration.
+        tokens: ``[B, S]`` token ids.
+        rounded_to: Round the weights to this dtype first.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
@@ -52,7 +52,7 @@ def run_megatron(
 
 
 def _end_with_parent() -> None:
-    """Let no model run on for a command that has been killed."""
+    """Exit when the parent process has been killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -105,13 +105,13 @@ _UNSHARDED: dict[str, Any] = {
     "perform_initialization": False,
     "spec": None,
 }
-"""The layout and the numerics of one CPU process, which change no logit but by rounding."""
+"""Arguments of one CPU process. They change logits by rounding at most."""
 
 
 def _run_here(
     iteration: Path, tokens: Tensor, rounded_to: torch.dtype | None
 ) -> tuple[Tensor, list[Tensor]]:
-    # what Megatron says about kernels that it misses is no news in a process that computes once
+    # Megatron warns about kernels that it does not find
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     for name, value in cpu.ENVIRONMENT.items():
@@ -127,7 +127,7 @@ def _run_here(
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     checkpoint = MegatronCheckpoint.open(iteration)
     model = load(build(checkpoint), checkpoint)
-    for parameter in model.parameters():  # not the buffers: expert biases stay float32
+    for parameter in model.parameters():  # expert biases are buffers and stay float32
         parameter.data = parameter.data.to(rounded_to or torch.float32).float()
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
@@ -141,7 +141,7 @@ def _run_here(
 
 
 def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """A list that gets the output of each layer when the model runs."""
+    """Return a list that receives the output of each layer when the model runs."""
     outputs: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
@@ -153,11 +153,11 @@ def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Megatron's GPTModel or HybridModel from the arguments that it saved, on local modules.
+    """Build Megatron's GPTModel or HybridModel from the saved arguments, on local modules.
 
     Args:
-        checkpoint: the arguments.
-        overrides: arguments in place of the saved ones, and of an unsharded float32 model.
+        checkpoint: The checkpoint with the arguments.
+        overrides: Arguments that replace the saved ones and those of an unsharded float32 model.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import add_megatron_arguments
@@ -178,7 +178,7 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
 
 
 def load(model: Any, checkpoint: MegatronCheckpoint) -> Any:
-    """Load a checkpoint by Megatron's own loader; any tensor that the model lacks is an error."""
+    """Load a checkpoint with Megatron's loader. A tensor that the model lacks is an error."""
     from megatron.core import dist_checkpointing
 
     sharded = _as_stored(model.sharded_state_dict(), checkpoint)
@@ -188,9 +188,9 @@ def load(model: Any, checkpoint: MegatronCheckpoint) -> Any:
 
 
 def _as_stored(sharded: dict[str, Any], checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Ask for each tensor by the name that the checkpoint has it under.
+    """Request each tensor under the name that the checkpoint has.
 
-    Transformer Engine and local modules name some norms differently; the table knows which.
+    Transformer Engine and local modules name some norms differently.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

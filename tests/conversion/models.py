@@ -14,7 +14,6 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAModelConfig
 
 SIZES = {
@@ -131,9 +130,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **QWEN3_MOE | {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1]}
     ),
     "glm4_moe": Glm4MoeConfig(**GLM),
-    "glm4_moe, top-1": Glm4MoeConfig(
-        **GLM | {"num_experts_per_tok": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
-    ),
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK),
     "deepseek_v3, yarn": DeepseekV3Config(
         **DEEPSEEK
@@ -153,42 +149,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         kha_value="mlp",
         kha_gate={"output": "element", "value": "head", "key": "shared", "dense": "element"},
     ),
-    "kha, gate, mla": KHAModelConfig(**SIZES | MLA, kha_gate={"output": "head"}),
     "kha, gate without input, biases": KHAModelConfig(
         **SIZES, attention_bias=True, kha_gate={"output": "head", "reads_input": False}
     ),
-    "kha, head-wise gate, biases": KHAModelConfig(
-        **SIZES, attention_bias=True, kha_gate={"output": "head"}
-    ),
     "kha, moh": KHAModelConfig(**SIZES, kha_moh={"shared": 2, "active": 2}, kha_key="linear"),
-    "kha, moh by norms, gate": KHAModelConfig(
-        **SIZES,
-        kha_query="linear",
-        kha_moh={"shared": 1, "active": [2, 3], "router": "query_norm", "quantized": True},
-        kha_gate={"output": "head"},
-    ),
     "kha, sparse": KHAModelConfig(**KHA_MOE, kha_value="mlp"),
     "kha, gta": KHAModelConfig(**SIZES | GTA),
     "kha, gta, no norm, nothing knocked": KHAModelConfig(
         **SIZES | {"kha_attention": "gta", "head_dim": 12, "use_qk_norm": False}
     ),
     "kha, mla": KHAModelConfig(**SIZES | MLA),
-    "kha, mla, yarn": KHAModelConfig(
-        **SIZES | MLA | {"rope_parameters": YARN, "max_position_embeddings": 9000}
-    ),
     "kha, mla, direct queries": KHAModelConfig(
         **SIZES | MLA | {"q_lora_rank": None, "use_qk_norm": False}
     ),
-    "kha, mla, sparse": KHAModelConfig(**KHA_MOE | MLA),
     "kha, gta, sparse": KHAModelConfig(**KHA_MOE | GTA),
-    "kha, gla": KHAModelConfig(**SIZES | GLA),
     "kha, gla, sparse": KHAModelConfig(**KHA_MOE | GLA | {"n_group": 3, "topk_group": 2}),
-    **{
-        f"kha, {variant}": KHAModelConfig(
-            **SIZES, kha_query=variant, kha_key=variant, kha_value=variant
-        )
-        for variant in MATRICES
-    },
     "qwen3_next, sparse": Qwen3NextConfig(
         **QWEN3_MOE | FULL | SHARED | {"rope_parameters": dict(PARTIAL)}
     ),

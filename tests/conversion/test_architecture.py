@@ -152,68 +152,12 @@ def dropped(changes):
     return [config.rope_scaling_factor for config in configs]
 
 
+@pytest.mark.whole
 def test_megatrons_own_scripts_still_drop_the_factor(ranks, args):
     needs_training_package()
     plain = {n: v for n, v in args.items() if v is None or type(v) in (bool, int, float, str)}
     plain |= {"use_rope_scaling": True, "rope_scaling_factor": 4.0}
     assert ranks(dropped, 1, plain)[0] == [8.0, 4.0]
-
-
-def test_arguments_become_settings(args):
-    edits = {
-        "layernorm_epsilon": 1e-3,
-        "rotary_base": 500_000,
-        "rotary_percent": 0.5,
-        "init_method_std": 0.006,
-        "attention_dropout": 0.25,
-        "add_qkv_bias": True,
-        "untie_embeddings_and_output_weights": False,
-    }
-    config = hf_config(args | edits, KHAConfig(query="linear", value="mlp"), 51)
-    assert config.rope_parameters == {
-        "rope_type": "default",
-        "rope_theta": 500_000.0,
-        "partial_rotary_factor": 0.5,
-    }
-    expected = {
-        "vocab_size": 51,
-        "hidden_size": 40,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 6,
-        "max_position_embeddings": 12,
-        "initializer_range": 0.006,
-        "rms_norm_eps": 1e-3,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "attention_dropout": 0.25,
-        "tie_word_embeddings": True,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "shared_expert_intermediate_size": 28,
-        "shared_expert_gate": False,
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "kha_query": "linear",
-        "kha_key": None,
-        "kha_value": "mlp",
-    }
-    assert {name: getattr(config, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("frequency", "sparse_layers"),
-    [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3]), ([0, 1, 1, 0, 1], [1, 2, 4])],
-)
-def test_sparse_layers_are_megatrons(args, frequency, sparse_layers):
-    config = hf_config(args | {"moe_layer_freq": frequency, "num_layers": 5}, KHAConfig(), 51)
-    kinds = config.mlp_layer_types
-    assert [layer for layer in range(5) if kinds[layer] == "sparse"] == sparse_layers
 
 
 @pytest.mark.parametrize(
@@ -247,9 +191,3 @@ def test_a_hybrid_model_that_is_no_gpt_model_is_refused(args, pattern):
 def test_a_hybrid_model_of_gpt_layers_is_described_as_one(args):
     model = from_arguments(args | {"hybrid_layer_pattern": "*-*E|*E"}, KHAConfig(), 51)
     assert (model.num_layers, model.moe_layer_freq) == (3, (0, 1, 1))
-
-
-def test_groups_of_experts_are_kha_too(args):
-    grouped = args | {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
-    config = hf_config(grouped, KHAConfig(), 51)
-    assert (config.n_group, config.topk_group) == (2, 1)

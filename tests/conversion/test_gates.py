@@ -203,20 +203,6 @@ def test_a_gated_model_begins_as_the_pretrained_one(tmp_path, case, base, dtype)
         assert torch.equal(deepcopy(after)(ids()).logits, deepcopy(before)(ids()).logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
-def test_the_upcycled_model_is_a_stock_gated_one(tmp_path, dtype):
-    make(CONFIGS["qwen3"]).to(getattr(torch, dtype)).save_pretrained(tmp_path / "base")
-    gate = KHAConfig(gate=Gate(output="element"))
-    to_megatron.plan(tmp_path / "base", upcycle=gate).write(tmp_path / "save")
-    written = to_hf.plan(tmp_path / "save", architecture="auto").write(tmp_path / "gated")
-    assert written.architecture == "qwen3_next"
-    verification = Pair.open(tmp_path / "base", tmp_path / "gated").verify()
-    assert verification.agrees
-    assert verification.tensors.remark == "the first upcycled"
-    if dtype == "float32":
-        assert verification.logits.max_difference < 1e-5
-
-
 def test_norm_weights_from_one_half_up_are_exact(tmp_path):
     """``qwen3_next`` stores ``w - 1``, which bfloat16 holds exactly for these weights."""
     model = make(CONFIGS["kha, output gate"]).bfloat16()
@@ -233,26 +219,9 @@ def test_norm_weights_from_one_half_up_are_exact(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gate", "message"),
-    [
-        ({"output": "element", "activation": "silu"}, "multiplies by 0 where"),
-        ({"value": "head", "activation": "half_sigmoid"}, "multiplies by 3/4 where"),
-        ({"output": "element", "form": "add"}, "adds 1/2 where"),
-    ],
-)
-def test_gates_without_such_a_start_are_refused(tmp_path, gate, message):
-    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
-    for plan in (to_hf.plan, to_megatron.plan):
-        with pytest.raises(ConfigError, match=rf"{message}.*use a sigmoid that multiplies"):
-            plan(tmp_path / "base", upcycle=KHAConfig(gate=Gate(**gate)))
-
-
-@pytest.mark.parametrize(
     ("knock", "position", "begins"),
     [
         ({"kha_value": "mlp"}, "value", False),
-        ({"kha_query": "gate"}, "query", False),
-        ({"kha_value": "mlp"}, "output", True),
         ({"kha_value": "linear"}, "value", True),
     ],
 )

@@ -16,9 +16,6 @@ from tests.conversion.models import CONFIGS, make
 INPUT = "self_attention.linear_qkv.layer_norm_weight"
 MLP = "mlp.linear_fc1.layer_norm_weight"
 
-LOCAL = {MLP: "pre_mlp_layernorm.weight", INPUT: "input_layernorm.weight"}
-"""Without Megatron's own renaming, as other programs save local modules."""
-
 
 def rewrite(save, target, rename, args=None):
     """The same checkpoint with layers' tensors under other names: ``rename`` gives None to drop."""
@@ -39,16 +36,6 @@ def _equal(one, other):
     one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def _renaming(names):
-    def rename(key):
-        for name, other in names.items():
-            if key.endswith(f".{name}"):
-                return [] if other is None else [key.removesuffix(name) + other]
-        return [key]
-
-    return rename
 
 
 @pytest.fixture(params=["kha, sparse", "deepseek_v3", "kha, gta"])
@@ -91,14 +78,6 @@ def test_either_backends_names_are_read(model, backend):
     assert len(MegatronCheckpoint.open(rewritten).keys()) < len(held) or family == "kha"
     to_hf.plan(rewritten, architecture=family).write(folder / "back")
     _equal(folder / "hf", folder / "back")
-
-
-def test_names_of_unmapped_local_modules_are_read(tmp_path):
-    make(CONFIGS["kha"]).save_pretrained(tmp_path / "hf")
-    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
-    rewrite(tmp_path / "save", tmp_path / "iter_0000001", _renaming(LOCAL))
-    to_hf.plan(tmp_path / "iter_0000001").write(tmp_path / "back")
-    _equal(tmp_path / "hf", tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", ["kha, sparse", "qwen3, tied"])
