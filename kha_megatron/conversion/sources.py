@@ -4,7 +4,7 @@ Opening compares the configuration with the shapes of all tensors, so that a mis
 before anything is written. Transformations (``transforms``) wrap a source's ``read``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +21,10 @@ from kha_megatron.conversion.companions import PADDING, Companions
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
 from kha_megatron.conversion.rows import STANDARD, FileFormat, Place
-from kha_megatron.conversion.table import DTYPES, check_tensors, file_shapes, locate, places
+from kha_megatron.conversion.table import file_shapes, locate, places
 from kha_megatron.errors import CheckpointError, ConfigError, KHAError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers of old transformers checkpoints that follow from the configuration."""
@@ -104,7 +105,7 @@ def _open_hf(path: Path, tokenizer: Path | None) -> Source:
             )
         spare.add(head)
     missing, unexpected = wanted.keys() - infos.keys(), infos.keys() - wanted.keys() - spare
-    check_tensors(str(path), CONFIG, infos, wanted, missing, unexpected)
+    _check_tensors(str(path), CONFIG, infos, wanted, missing, unexpected)
 
     def read(place: Place, *, meta: bool = False) -> list[Tensor]:
         names = files.names(place, model)
@@ -143,7 +144,7 @@ def _open_megatron(path: Path, tokenizer: Path | None, *, padded: bool, comparin
         for place, (key, index) in stored.items()
     }
     what = str(checkpoint.path)
-    check_tensors(what, "training arguments", infos, wanted, missing, unexpected)
+    _check_tensors(what, "training arguments", infos, wanted, missing, unexpected)
 
     def read(place: Place, *, meta: bool = False) -> list[Tensor]:
         key, index = stored[place]
@@ -154,6 +155,34 @@ def _open_megatron(path: Path, tokenizer: Path | None, *, padded: bool, comparin
 
     kept = {name: args.get(name) for name in ("vocab_size", *PADDING)} if padded else {}
     return Source(checkpoint, companions, model, read, padding_arguments=kept)
+
+
+def _check_tensors(
+    what: str,
+    caller: str,
+    infos: Mapping[str, Any],
+    wanted: Mapping[str, tuple[int, ...]],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+) -> None:
+    """Check that a checkpoint holds the tensors that its configuration calls for."""
+    for names, problem in (
+        (sorted(missing), "lacks {} tensors that its {} calls for"),
+        (sorted(unexpected), "holds {} tensors that its {} has no place for"),
+    ):
+        if names:
+            listed = ", ".join(names[:5])
+            raise CheckpointError(f"{what} {problem.format(len(names), caller)}: {listed}")
+    for name, shape in wanted.items():
+        if infos[name].shape != shape:
+            raise CheckpointError(
+                f"{what}: {name} is {infos[name].shape}, its {caller} calls for {shape}."
+            )
+        if infos[name].dtype not in DTYPES.values():
+            raise CheckpointError(
+                f"{what}: {name} is {infos[name].dtype}. Expected one of {', '.join(DTYPES)}: a "
+                "quantized model cannot be converted."
+            )
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

@@ -6,9 +6,8 @@ an error.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from kha_megatron.conversion.rows import (
 )
 from kha_megatron.errors import CheckpointError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LARGEST = 2**56
 """More elements than any file holds."""
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
@@ -357,43 +355,3 @@ def locate(
         for positions in (stored.keys() - used, lost)
     ]
     return found, full[0], full[1]
-
-
-def check_tensors(
-    what: str,
-    caller: str,
-    infos: Mapping[str, Any],
-    wanted: Mapping[str, tuple[int, ...]],
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-) -> None:
-    """Check that a checkpoint holds the tensors that its configuration calls for.
-
-    Args:
-        what: The checkpoint, for messages.
-        caller: The configuration, for messages.
-        infos: Shape and dtype of its tensors.
-        wanted: The shapes that the configuration calls for.
-        missing: Tensors that the configuration calls for and the checkpoint lacks.
-        unexpected: Tensors that the configuration has no place for.
-
-    Raises:
-        CheckpointError: It does not.
-    """
-    for names, problem in (
-        (sorted(missing), "lacks {} tensors that its {} calls for"),
-        (sorted(unexpected), "holds {} tensors that its {} has no place for"),
-    ):
-        if names:
-            listed = ", ".join(names[:5])
-            raise CheckpointError(f"{what} {problem.format(len(names), caller)}: {listed}")
-    for name, shape in wanted.items():
-        if infos[name].shape != shape:
-            raise CheckpointError(
-                f"{what}: {name} is {infos[name].shape}, its {caller} calls for {shape}."
-            )
-        if infos[name].dtype not in DTYPES.values():
-            raise CheckpointError(
-                f"{what}: {name} is {infos[name].dtype}. Expected one of {', '.join(DTYPES)}: a "
-                "quantized model cannot be converted."
-            )
