@@ -328,8 +328,9 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         ) from error
     if differing := model.differing(back):
         name, (ours, theirs) = next(iter(differing.items()))
-        foldable = model_type != "kha" and model.kha.mechanisms and model.kha.folds
-        remedy = "Fold the heads, or choose kha" if foldable else "Choose another --architecture"
+        remedy = "Choose kha" if name.startswith("kha") else "Choose another --architecture"
+        if name.startswith("kha") and model.kha.mechanisms and model.kha.folds:
+            remedy = "Fold the heads, or choose kha"
         raise CheckpointError(
             f"{model_type} cannot express {name}={ours!r}, it has {theirs!r}. {remedy}."
         )

@@ -230,7 +230,7 @@ def test_a_gate_behind_a_trained_knock(tmp_path, knock, position, begins):
     make(KHAModelConfig(**SIZES, **knock)).save_pretrained(tmp_path / "knocked")
     kha = KHAConfig(gate=Gate(**{position: "element"}))
     if not begins:
-        with pytest.raises(ConfigError, match=rf"trained {position}=.*leave gate\.{position} out"):
+        with pytest.raises(ConfigError, match=rf"trained {position}=.*Leave gate\.{position} out"):
             to_hf.plan(tmp_path / "knocked", upcycle=kha)
         return
     to_hf.plan(tmp_path / "knocked", upcycle=kha).write(tmp_path / "gated")
