@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.checkpoint.tracker import TRACKER
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.verify import TOLERANCE, Pair
 from tests.conversion.checkpoints import ITERATION, VOCAB
@@ -115,23 +114,6 @@ def test_a_wrong_model_exits_1(run, sparse, tmp_path, monkeypatch, factor):
     assert "The two models differ: 1 tensors different, such as model.norm.weight" in stderr
     difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
     assert difference > TOLERANCE
-
-
-def test_what_is_verified_is_what_was_converted(run, sparse, tmp_path, monkeypatch):
-    """The training saves another iteration while this one is written."""
-    save, original = shutil.copytree(sparse[0], tmp_path / "save"), to_hf.HFPlan.write
-
-    def meanwhile(planned, target, **options):
-        written = original(planned, target, **options)
-        later = shutil.copytree(save / ITER, save / "iter_0000099")
-        (later / ".metadata").write_bytes(b"of another model")
-        (save / TRACKER).write_text("99")
-        return written
-
-    monkeypatch.setattr(to_hf.HFPlan, "write", meanwhile)
-    code, stdout, stderr = run(save, tmp_path / "hf", "--json")
-    assert code == 0, stderr
-    assert json.loads(stdout)["verification"]["agrees"]
 
 
 def test_a_tokenizer_too_small_is_told(run, sparse, tmp_path):

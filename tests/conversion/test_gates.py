@@ -74,10 +74,7 @@ def test_a_stock_class_computes_what_megatron_does(stock, tmp_path, architecture
     for found in (at_once, in_two_steps(model, words)):
         theirs = expected[..., : found.shape[-1]]
         torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
-    verification = Pair.open(folder, tmp_path / "hf").verify(logits=architecture == "auto")
-    assert verification.agrees
-    if architecture == "auto":
-        assert verification.logits.max_difference < 1e-5
+    assert Pair.open(folder, tmp_path / "hf").verify(logits=False).agrees
 
 
 def test_it_comes_back_as_plain_megatron(stock, tmp_path):
@@ -178,11 +175,14 @@ EXACT = {
 }
 
 
+QUICK = ("output", "value, a head", "query, key, output, dense", "added")
+
+
 def starts():
     """Every gate in every dtype on both; ``make test`` takes each of them once, and one always."""
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
     for case, base, dtype in product(EXACT, ("qwen3", "llama, llama3 rope"), dtypes):
-        quick = base == "qwen3" and dtype is torch.bfloat16
+        quick = case in QUICK and base == "qwen3" and dtype is torch.bfloat16
         marks = () if quick else pytest.mark.whole
         yield pytest.param(case, base, dtype, marks=marks, id=f"{case}-{base}-{dtype}")
 
@@ -289,11 +289,6 @@ FITS = {
     "softmax experts": (None, MOE | GATED | {"moe_layer_freq": [0, 1, 1]}, "qwen3_next"),
     "gated shared expert": (None, MOE | GATED | SHARED | {"num_layers": 2}, "qwen3_next"),
     "kha_linear, folded": (LINEAR, {}, "qwen3_next"),
-    "a head, KV heads below TP": (
-        KHAConfig(gate=Gate(output="head")),
-        {"num_query_groups": 2},
-        "kha",
-    ),
 }
 
 
@@ -302,11 +297,10 @@ def test_what_fits_a_stock_class(ranks, tmp_path, case):
     """From the ranks that trained it, and back."""
     needs_training_package()
     kha, config, architecture = FITS[case]
-    size = 4 if "below TP" in case else 2
-    layout = {"tensor_model_parallel_size": size}
+    layout = {"tensor_model_parallel_size": 2}
     if "num_moe_experts" in config:
         layout["expert_tensor_parallel_size"] = 1
-    parts = ranks(save_and_run, size, str(tmp_path / "save"), kha, layout, config, {})
+    parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, config, {})
     expected = torch.from_numpy(parts[-1][1])
     planned = to_hf.plan(tmp_path / "save", architecture="auto", fold="folded" in case)
     assert planned.write(tmp_path / "hf").architecture == architecture

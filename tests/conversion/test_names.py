@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from tests.conversion.models import CONFIGS, make
 
@@ -116,38 +115,3 @@ def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
     planned = to_hf.plan(target, architecture=CONFIGS[name].model_type)
     planned.write(tmp_path / "back")
     _equal(tmp_path / "hf", tmp_path / "back")
-
-
-def test_layouts_of_ranks_give_the_same_model(ranks, tmp_path):
-    """TP2, PP2 and EP2 sources hold the tensors that one rank saves."""
-    from tests.conversion.checkpoints import save_gpt
-
-    config = {
-        "num_layers": 2,
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 20,
-    }
-    layouts = [
-        {},
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        {"pipeline_model_parallel_size": 2},
-        {"expert_model_parallel_size": 2},
-    ]
-    for number, layout in enumerate(layouts):
-        folder = tmp_path / f"save{number}"
-        world = 2 if layout else 1
-        ranks(save_gpt, world, str(folder), KHAConfig(value="mlp"), layout, config, {})
-        to_hf.plan(folder).write(tmp_path / f"hf{number}")
-        # and back: Megatron -> Hugging Face -> Megatron -> Hugging Face
-        planned = to_megatron.plan(tmp_path / f"hf{number}", divisible_by=8)
-        planned.write(tmp_path / f"again{number}")
-        before, after = (
-            MegatronCheckpoint.open(tmp_path / f"{kind}{number}") for kind in ("save", "again")
-        )
-        for key, info in before.keys().items():
-            held = after.keys()[key]
-            assert (held.shape, held.dtype) == (info.shape, info.dtype), key
-            assert torch.equal(before.tensor(key), after.tensor(key)), key
-        extra = after.keys().keys() - before.keys().keys()
-        assert extra == {f"{LAYERS}pre_mlp_layernorm.weight"}  # the other backend's name

@@ -45,7 +45,7 @@ def test_they_go_to_our_class_and_back(trained, tmp_path):
         found = model.eval()(tokens()).logits
     assert expected.std(dim=(0, 1)).mean() > 0.1
     torch.testing.assert_close(found, expected[..., : found.shape[-1]], rtol=0, atol=1e-5)
-    assert Pair.open(folder, tmp_path / "hf").verify().agrees
+    assert Pair.open(folder, tmp_path / "hf").verify(logits=False).agrees
 
     to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
     assert kha_of(MegatronCheckpoint.open(tmp_path / "back")) == kha

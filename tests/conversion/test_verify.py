@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +12,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
-from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import KHA_MOE, SIZES, make
 from tests.versions import needs_training_package
@@ -154,21 +152,6 @@ def test_folded_and_upcycled_models_are_recognised(tmp_path):
     assert found.tensors.unexpected
 
 
-@pytest.mark.parametrize(
-    ("mutate", "message"),
-    [
-        (lambda tensors: tensors.pop(LAYER + "self_attn.v_knock.up_proj.weight"), "lacks 1 .*v_kn"),
-        (lambda tensors: tensors.pop(EXPERT.format(4, "down")), "lacks 1 .*experts.4.down"),
-        (lambda tensors: tensors.pop("lm_head.weight"), "lacks 1 .*lm_head"),
-        (lambda tensors: tensors.update(other=torch.ones(3)), "holds 1 .*other"),
-    ],
-)
-def test_a_folder_with_other_tensors_is_refused(converted, tmp_path, mutate, message):
-    checkpoint, folder = converted
-    with pytest.raises(CheckpointError, match=rf"mutated.* {message}"):
-        verify(checkpoint, _mutated(folder, tmp_path, mutate))
-
-
 def test_compare_is_what_it_says():
     theirs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
     ours = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]]))
@@ -179,17 +162,6 @@ def test_compare_is_what_it_says():
     assert (agreement.argmax, agreement.tokens) == (0.5, 2)
     ours[0, 0, 0] = math.nan
     assert not compare(Outputs(theirs, []), Outputs(ours, [])).agrees
-
-
-def test_memory_is_asked_for_both_models_in_float32(converted, monkeypatch):
-    pair = Pair.open(*converted)
-    tensors = load_file(converted[1] / "model.safetensors").values()
-    assert pair.needed_bytes >= 2 * 4 * sum(t.numel() for t in tensors)
-    memory = type("Memory", (), {"available": pair.needed_bytes})
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    assert not pair.fits_in_memory
-    memory.available += 1
-    assert pair.fits_in_memory
 
 
 MOH = {"kha_moh": {"shared": 1, "active": 2, "balance": 0.01}}
