@@ -137,15 +137,8 @@ class Knock(Mechanism):
         )
 
     def saved(self, sizes: HeadSizes) -> int:
-        """What ``ops.knock`` keeps of each knocked tensor (:data:`SAVED`).
-
-        Folding keeps nothing; with ``fold="auto"``, which asks the microbatch, none is counted on.
-        """
-        return sum(
-            sizes.dim(p) * sizes.heads(p) * SAVED[v]
-            for p, v in self.variants.items()
-            if not (v == "linear" and self.fold == "always")
-        )
+        """What ``ops.knock`` keeps of each knocked tensor (:data:`SAVED`), without folding."""
+        return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
 
     @property
     def folds(self) -> bool:

@@ -226,17 +226,13 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         """
         if not split_qkv:
             raise ConfigError(UNSPLIT)
-        with self.folding(hidden_states):
-            mixed, _ = self.linear_qkv(hidden_states)
-            parts = self.split(self.split.groups(mixed))
-            layout = self.split.layout
-            self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
-            parts |= self._made(parts["value"].shape[2])
-            query, key, value = self._applied(
-                "qkv", **{p: self._knocked(p, parts[p]) for p in PROJECTIONS}
-            )
-            query = self._normed(self.q_layernorm, query)
-            key = self._normed(self.k_layernorm, key)
+        parts = self._project(hidden_states)
+        layout = self.split.layout
+        self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
+        parts |= self._made(parts["value"].shape[2])
+        query, key, value = self._applied("qkv", **{p: parts[p] for p in PROJECTIONS})
+        query = self._normed(self.q_layernorm, query)
+        key = self._normed(self.k_layernorm, key)
         query, key, value = self._apart(query, key, value)
         if self.config.test_mode:
             self.run_realtime_tests()
@@ -247,6 +243,22 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         if self.head_ranks.listeners:  # Megatron applies it, and says nothing of it
             observe_gate("output", gate.sigmoid, self.head_ranks)
         return query, key, value, gate
+
+    def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
+        """Split the output of ``linear_qkv``; query, key and value are knocked.
+
+        Args:
+            hidden_states: ``[s, b, h]``.
+
+        Returns:
+            the parts of :class:`QKVSplit` by name.
+        """
+        mixed, folded = self.folding(hidden_states)
+        parts = self.split(self.split.groups(mixed))
+        for projection in self.knock_names:
+            if projection not in folded:
+                parts[projection] = self._knocked(projection, parts[projection])
+        return parts
 
     def _made(self, groups: int) -> dict[str, Tensor]:
         """What mechanisms have made of the input themselves: queries of one head, and keys of one

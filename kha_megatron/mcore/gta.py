@@ -119,22 +119,19 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         """Query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]`` of this rank."""
         if not split_qkv:
             raise ConfigError(UNSPLIT)
-        with self.folding(hidden_states):
-            query, tied, rotary = self.project(hidden_states)
-            query = self._normed(self.q_layernorm, self._knocked("query", query))
+        query, tied, rotary = self.project(hidden_states)
+        query = self._normed(self.q_layernorm, query)
         return self._apart(query, self.keys(tied, rotary), tied)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, and what a cache holds: the knocked tied states and the rotary half of the keys.
+        """Knocked queries, and what a cache holds: tied states and the rotary half of the keys.
 
         Returns:
             ``[s, b, heads, D]``, ``[s, b, groups, D]`` and ``[s, b, 1, D / 2]``, the first and last
             before norm and rotary embedding.
         """
-        mixed, _ = self.linear_qkv(hidden_states)
-        parts = self.split(self.split.groups(mixed))
-        tied = self._knocked("value", parts["value"])
-        return parts["query"], tied, self.linear_k_rope(hidden_states)
+        parts = self._project(hidden_states)
+        return parts["query"], parts["value"], self.linear_k_rope(hidden_states)
 
     def keys(self, tied: Tensor, rotary: Tensor) -> Tensor:
         """Keys ``[s, b, groups, D]`` before the rotary embedding, from what a cache holds."""

@@ -203,8 +203,7 @@ class KnockingHeads(HeadWeight):
 
     ``weight`` is ``[n, D, D]``: the ``n`` matrices of the variant in the order of
     ``heads.knock.MATRICES``, stacked so that their gradient takes one all-reduce. ``forward`` maps
-    ``[s, b, heads on this rank, D]`` to the same shape. While ``is_folded``, the projection has
-    knocked already (:mod:`kha_megatron.mcore.folding`), and it returns what it gets.
+    ``[s, b, heads on this rank, D]`` to the same shape.
 
     Args:
         variant: which matrices they are; the others as of :class:`HeadWeight`.
@@ -213,12 +212,9 @@ class KnockingHeads(HeadWeight):
     def __init__(self, *args: Any, variant: Variant, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.variant: Variant = variant
-        self.is_folded = False
 
     def forward(self, x: Tensor | None = None) -> Tensor:
         """Knock every head of ``x`` ``[..., D]``; without it, the matrices for use elsewhere."""
-        if x is not None and self.is_folded:
-            return x
         weight = super().forward()
         return weight if x is None else knock(x, weight, self.variant)
 

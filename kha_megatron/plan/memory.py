@@ -9,7 +9,7 @@ tensor by tensor for GQA, gated MLPs and experts, and assume:
 - tokens spread evenly over experts;
 - ``selective`` recomputes core attention, where flash attention keeps one number per row; ``full``
   keeps the input of each layer and the one layer that is being recomputed;
-- KHA-Linear applied to activations, unless ``fold="always"``.
+- KHA-Linear applied to activations, not folded.
 
 Row statistics of norms, router indices, communication buffers, the CUDA context and fragmentation
 are left out.

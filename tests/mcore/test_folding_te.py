@@ -4,7 +4,6 @@ It reaches where a layer looks for its weight, what its autograd functions save,
 its FP8 copy anew.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from tests.mcore.test_folding import bytes_of_folded, counted_folds
 
 pytestmark = pytest.mark.te
 
@@ -106,31 +104,6 @@ def model(fold, **options):
     initialize()
     kha = replace(LINEAR, fold=fold)
     return models.build(kha, "transformer_engine", torch.bfloat16, moe=False, **options)
-
-
-def kept(options):
-    """``bytes_of_folded`` in a layer, and how often the whole model folds in a step."""
-    from megatron.core.fp8_utils import get_fp8_context
-
-    from tests.gpu import models
-
-    built = model("always", **options)
-    attention = built.decoder.layers[0].self_attention
-    hidden = torch.randn(16, 2, built.config.hidden_size, dtype=torch.bfloat16)
-    with get_fp8_context(built.config, 0) if options else nullcontext():
-        alive = bytes_of_folded(attention, hidden)
-    with counted_folds() as folds:
-        found = models.outcome(built)  # a forward pass alone, and one with its backward
-    assert all(value.isfinite().all() for value in found.values())
-    return alive, len(folds), attention.linear_qkv.weight.nbytes
-
-
-@pytest.mark.parametrize("options", [{}, FP8], ids=["bf16", "fp8"])
-def test_nothing_of_the_folded_weight_is_kept_for_the_backward_pass(ranks_with_engine, options):
-    alive, folds, size = ranks_with_engine(kept, 1, options)[0]
-    assert alive == [size, 0, 0]
-    layers = 2
-    assert folds == layers * (2 if options else 3), "FP8 multiplies by the copy that it has"
 
 
 def after_a_microbatch_of_the_other_way(forgets):

@@ -170,7 +170,7 @@ def kept_by_autograd(layout, kha, qk_norm):
 
 
 CASES = [
-    (replace(MIXED, fold="always"), Layout(), False),
+    (MIXED, Layout(), False),
     (MIXED, Layout(tp=2, world_size=2, sequence_parallel=True), True),
 ]
 MORE = [(KHAConfig(value=variant), Layout(), True) for variant in MATRICES]
