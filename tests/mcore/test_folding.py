@@ -9,6 +9,7 @@ import io
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +179,36 @@ def test_each_way_is_logged_once_and_never_if_the_user_chose_it(ranks):
     ] * 2
     assert len(said) == 2
     assert ranks(chosen, 1, replace(LINEAR, fold="never"), True, (60,), {}, {})[0] == ([False], [])
+
+
+def order_of_the_wait_and_the_fold():
+    """Return the order of waiting for the gathered QKV weight and of folding it."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from kha_megatron.mcore import folding
+    from tests.distributed import models
+
+    models.initialize()
+    built = layer(models, replace(LINEAR, fold="always"))
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 1}
+    ddp = DistributedDataParallel(
+        built.config, DistributedDataParallelConfig(overlap_param_gather=True, **options), built
+    )
+    events = []
+    group = ddp.param_to_bucket_group[built.linear_qkv.weight]
+    wait = mock.Mock(side_effect=lambda **options: events.append("wait"))
+    fold = mock.Mock(side_effect=lambda *args: events.append("fold") or fold_heads(*args))
+    with (
+        torch.no_grad(),
+        mock.patch.object(group, "finish_param_sync", wait),
+        mock.patch.object(folding, "fold_heads", fold),
+    ):
+        built.get_query_key_value_tensors(torch.randn(TOKENS, BATCH, HIDDEN))
+    return events
+
+
+def test_folding_waits_for_gathered_parameters(ranks):
+    assert ranks(order_of_the_wait_and_the_fold, 1) == [["wait", "fold"]]
 
 
 @contextmanager
