@@ -24,22 +24,14 @@ pretrain.run(0.0)
 HEADS = 8
 PLACES = (
     {
-        "kha-head-cosine/value",
-        "kha-head-cosine/value-unknocked",
         "kha-gate-openness/value",
         "kha-gate-spread/value",
         "kha-gate-score/output",
         "kha-gate-shut/output",
         "kha-attention-sink/mean",
-        "kha-hidden-peak/value",
-        "kha-hidden-peak/feature",
     }
     | {f"kha-attention-sink/head-{head}" for head in range(HEADS)}
-    | {
-        f"kha-{kind}/value-{matrix}"
-        for kind in ("diagonal-mean", "off-diagonal-share", "distance", "grad-norm")
-        for matrix in ("up", "gate", "down")
-    }
+    | {f"kha-distance/value-{matrix}" for matrix in ("up", "gate", "down")}
 )
 
 
