@@ -65,7 +65,7 @@ def watch_heads(
     """Measure every ``interval``-th iteration. Call it on every rank, before training.
 
     Training computes the same numbers. A measured iteration costs, on top: for each layer one
-    product for each gate, the scores of some tokens, a pass over the matrices, and one all-reduce of
+    product for each gate, the scores of some tokens, a pass over the matrices, and an all-reduce of
     some numbers per layer over all ranks.
 
     With CUDA graphs of layers only the matrices are left, because a captured module must not have
