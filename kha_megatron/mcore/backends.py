@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron's local layers under Transformer Engine's, and back.
+"""Load checkpoints of local layers into Transformer Engine's layers, and the reverse.
 
-Both hold the same tensors, but some norms under other names, and Transformer Engine's modules also
-ask for a state of FP8 each (``_extra_state``), without which Megatron refuses a checkpoint.
+Both have the same tensors, but different names of some norms. Transformer Engine's modules also
+have an FP8 state (``_extra_state``), without which Megatron refuses a checkpoint.
 """
 
 import functools
@@ -20,14 +20,13 @@ from kha_megatron.checkpoint.megatron import other_names
 
 
 def load_from_either(*, scales: bool) -> None:
-    """Let Megatron load, into either kind of layers, what either kind has saved.
+    """Let Megatron load checkpoints of either kind of layers.
 
-    A norm that a checkpoint has under its other name is asked for by that name, with its optimizer
-    state. All else that a checkpoint lacks is refused as before.
+    A norm and its optimizer state are read under the name that the checkpoint has. Any other
+    missing tensor is still an error.
 
     Args:
-        scales: whether to ask for the modules' states. They are worth nothing but under delayed
-            scaling, which keeps scales and the largest values of past steps in them.
+        scales: read the modules' FP8 state. Only delayed scaling uses it.
     """
     load = dist_checkpointing.load
 
@@ -37,7 +36,7 @@ def load_from_either(*, scales: bool) -> None:
 
         def ask(entry: Any) -> Any:
             if isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state"):
-                # None is what local layers save, and what sets nothing
+                # local layers save None
                 return entry if scales else LocalNonpersistentObject(None)
             if isinstance(entry, ShardedTensor) and entry.key not in stored:
                 entry.key = next(filter(stored.__contains__, other_names(entry.key)), entry.key)

@@ -1,7 +1,4 @@
-"""Megatron's own model from its arguments, with layers of ours: to train, or to compare with.
-
-Stands on Megatron's training package, so it is imported only where a model is built.
-"""
+"""Build Megatron's model configuration from its arguments, with KHA in its layers."""
 
 import argparse
 from functools import partial
@@ -9,27 +6,26 @@ from typing import Any
 
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
-    gpt_config_from_args,
     hybrid_config_from_args,
 )
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.mcore.compat import gpt_config
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 
 def model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """What Megatron builds a GPTModel or a HybridModel from.
+    """Return the configuration of a GPTModel, or of a HybridModel if the arguments have a pattern.
 
     Args:
-        args: Megatron's, parsed; ``hybrid_layer_pattern`` says which of the two it is.
-        kha: what its layers knock; ``KHAConfig()`` for a model without KHA.
+        args: Megatron's parsed arguments.
+        kha: configuration of KHA; ``KHAConfig()`` for a model without KHA.
     """
     transformer = core_transformer_config_from_args(args)
     if args.hybrid_layer_pattern:
         config = hybrid_config_from_args(args, config=transformer)
         config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
         return config
-    config = gpt_config_from_args(args, config=transformer)
-    config.rope_scaling_factor = args.rope_scaling_factor  # 0.19 forgets it: always 8
+    config = gpt_config(args, transformer)
     config.transformer_layer_spec = partial(kha_layer_spec, kha=kha)
     return config

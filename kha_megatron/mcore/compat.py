@@ -133,10 +133,9 @@ def hide_incomplete_te() -> None:
 
 
 def use_shipped_dataset_helpers() -> None:
-    """Use the compiled dataset helpers of the wheel instead of compiling them.
+    """Use the compiled dataset helpers of Megatron's wheel instead of compiling them.
 
-    The wheel ships ``helpers_cpp`` without its Makefile, and Megatron's start-up runs ``make`` and
-    exits the process when that fails. A source tree that has no compiled helpers is left alone.
+    The wheel has ``helpers_cpp`` but no Makefile, and Megatron exits if ``make`` fails.
     """
     from megatron.core.datasets import utils
 
@@ -148,13 +147,10 @@ def use_shipped_dataset_helpers() -> None:
 
 
 def use_forked_checkpoint_writers() -> None:
-    """Fork the processes that write checkpoint shards, where Megatron would spawn them.
+    """Fork the processes that write checkpoint shards instead of spawning them. CPU only.
 
-    A spawned writer imports the main module and Megatron anew (about 4 s a checkpoint) and knows
-    nothing of the CPU runtime: with ``--use-persistent-ckpt-worker`` it never answers. It would
-    also get CPU tensors as shared memory, which the next iterations change while it writes; a
-    process forked for each save keeps them as they were. Only without CUDA, which does not survive
-    a fork.
+    A spawned writer imports Megatron again (about 4 s per checkpoint), lacks the CPU runtime, and
+    shares CPU tensors, which the next iterations change while it writes.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import (
         AsyncCallsQueue,
@@ -170,32 +166,24 @@ def use_forked_checkpoint_writers() -> None:
 
 
 def has_nvrx() -> bool:
-    """Whether Megatron's default way of saving asynchronously can run.
-
-    Its checks look for a version of nvidia-resiliency-ext whose symbols it knows.
-    """
+    """Check whether Megatron can save with its default asynchronous strategy."""
     from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
 
     try:
         return has_nvrx_async_support()
-    except AssertionError:  # it is too old
+    except AssertionError:  # nvidia-resiliency-ext is too old
         return False
 
 
+@functools.cache  # once per process
 def guard_checkpoints() -> None:
-    """Make saving crash-safe and loading harmless where Megatron is not, and hashing fast.
+    """Make saving crash-safe, loading safe, and hashing fast.
 
-    A save into a folder that already holds a complete checkpoint (a run that was rolled back
-    reaches that iteration again) leaves its commit mark in place while shards are replaced: a kill
-    would leave a mixture that looks complete. The marks are taken away first.
-
-    PyTorch unpickles the non-tensor state of a checkpoint (random states, for one) with whatever
-    it names, without regard to Megatron's list of safe classes: now the list counts.
-
-    TensorBoard's values are flushed with each save: a run that is killed goes on from there, and
-    what its writer still held would be a hole in every curve.
-
-    Hashes are :mod:`kha_megatron.checkpoint.integrity`'s.
+    - Megatron overwrites a complete checkpoint without removing its commit mark first. A killed
+      save would leave a mixture that looks complete, so the mark is removed.
+    - PyTorch ignores Megatron's list of safe classes when it unpickles non-tensor state.
+    - TensorBoard is flushed with each save, so that a resumed run has no gap in its curves.
+    - Hashes come from :mod:`kha_megatron.checkpoint.integrity`.
     """
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
@@ -210,8 +198,6 @@ def guard_checkpoints() -> None:
     serialization.save_integrity_manifest = write_hashes
     serialization.verify_integrity_manifest = verify_hashes
     async_save = TorchDistSaveShardedStrategy.async_save
-    if getattr(async_save, "_kha_guarded", False):
-        return
 
     @functools.wraps(async_save)
     def guarded(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any):
@@ -222,28 +208,24 @@ def guard_checkpoints() -> None:
         dist.barrier()  # no rank writes before
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
-    setattr(guarded, "_kha_guarded", True)  # noqa: B010 (a function's own attribute)
     TorchDistSaveShardedStrategy.async_save = guarded
 
 
+@functools.cache  # once per process
 def let_distributed_optimizer_resume() -> None:
-    """Let the distributed optimizer load a checkpoint in float32, and when Adam is torch's own.
+    """Let DistributedOptimizer resume in float32, and with torch's Adam.
 
-    Megatron-Core 0.19's DistributedOptimizer copies in place into parameters of float32, which
-    autograd refuses. And it saves and loads the state of Transformer Engine's and apex's Adam.
-    Torch's (used when neither is installed) keeps ``step`` in another place, which breaks loading
-    in three: the state is asserted before the first step has made it, every parameter ends up
-    sharing one ``step`` tensor, and ``step`` is looked up among tensors that do not hold it.
+    Megatron copies in place into float32 parameters, which autograd refuses. And it expects the
+    state of Transformer Engine's or apex's Adam. Torch's Adam keeps ``step`` per parameter:
+    Megatron asserts the state before the first step creates it, lets all parameters share one
+    ``step`` tensor, and looks for ``step`` among tensors that do not contain it.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer_class = distrib_optimizer.DistributedOptimizer
-    if getattr(optimizer_class, "_kha_resumes", False):
-        return
     set_states = torch.no_grad()(optimizer_class._set_main_param_and_optimizer_states)
     optimizer_class._set_main_param_and_optimizer_states = set_states
-    optimizer_class._kha_resumes = True
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return
     state_dict = optimizer_class.state_dict
@@ -277,11 +259,12 @@ def let_distributed_optimizer_resume() -> None:
     optimizer_class._set_main_param_and_optimizer_states = without_step
 
 
+@functools.cache  # once per process
 def let_adams_exchange_states() -> None:
-    """Let Transformer Engine's and apex's Adam load what torch's has saved, and the other way.
+    """Let torch's Adam load the state of Transformer Engine's and apex's Adam, and the reverse.
 
-    The number of steps is an entry of each parameter's state in torch's, and of each group in the
-    others'; and a group that is loaded loses the settings that the other kind does not know.
+    Torch stores ``step`` in each parameter's state, the others in each parameter group. A loaded
+    group also loses the settings that the other kind does not have.
     """
     import torch
     from megatron.core import optimizer
@@ -289,8 +272,6 @@ def let_adams_exchange_states() -> None:
     native = optimizer.USING_PYTORCH_OPTIMIZER
     adam: Any = torch.optim.Adam if native else optimizer.Adam
     load = adam.load_state_dict
-    if getattr(load, "_kha_any_adam", False):
-        return
 
     @functools.wraps(load)
     def loading(self: Any, saved: Any) -> None:
@@ -302,26 +283,25 @@ def let_adams_exchange_states() -> None:
             holder["step"] = torch.tensor(float(steps[0])) if native else int(steps[0])
         load(self, saved | {"param_groups": groups})
 
-    setattr(loading, "_kha_any_adam", True)  # noqa: B010 (a function's own attribute)
     adam.load_state_dict = loading
 
 
 def skip_fusion_warm_up() -> None:
-    """Do not warm up fused CUDA kernels that a CPU does not have.
+    """Skip the warm-up of fused CUDA kernels. CPU only.
 
-    The warm-up also draws random numbers, as many as its tensors of this layout need, before the
-    model is initialised: without it the same seed gives the same weights under any layout.
+    The warm-up draws random numbers before the model is initialised, and their count depends on the
+    layout. Without it, a seed gives the same weights under every layout.
     """
     from megatron.training import training
 
     training.set_jit_fusion_options = lambda *args, **kwargs: None
 
 
+@functools.cache  # once per process
 def let_fsdp2_resume() -> None:
-    """Give Adam back the number of its steps when FSDP2 goes on from a checkpoint.
+    """Restore the step count of Adam when FSDP2 resumes from a checkpoint.
 
-    Megatron-Core 0.19 reads the tensors of a sharded optimizer in place and drops the rest: torch's
-    Adam then finds no ``step`` beside its moments, and Transformer Engine's starts from 0.
+    Megatron loads the tensors of a sharded optimizer in place and drops ``step``.
     """
     from megatron.training import checkpointing, training
 
@@ -350,3 +330,12 @@ def let_fsdp2_resume() -> None:
         return answer
 
     checkpointing._load_base_checkpoint, training.load_checkpoint = reading, loading
+
+
+def gpt_config(args: Any, transformer: Any) -> Any:
+    """Call ``gpt_config_from_args``, which ignores ``--rope-scaling-factor`` (it is always 8)."""
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    config = gpt_config_from_args(args, config=transformer)
+    config.rope_scaling_factor = args.rope_scaling_factor
+    return config

@@ -1,12 +1,11 @@
-"""Grouped-Tied Attention (GTA) with knocking heads (Zadouri et al. 2025, arXiv 2505.21487).
+"""Grouped-Tied Attention (GTA) with KHA (Zadouri et al. 2025, arXiv 2505.21487).
 
-A key/value head is one tied state of ``D`` features. All of it is the value; its first half is the
-half of the key without position. The other half of the key is one head of ``D / 2`` features that
-all groups share, and the only part of a key that the rotary embedding turns. KHA knocks the tied
-state, once, before it is used as either, so that a cache holds ``G D + D / 2`` numbers a token.
+A KV head is one tied state of ``D`` features. The state is the value, and its first half is the
+no-position half of the key. The rotary half of the key is one head of ``D / 2`` features that all
+groups share. KHA knocks the tied state once, so a cache holds ``G D + D / 2`` numbers per token.
 
-The rotary half comes first, in keys, in queries and in the weights of their QK-norms, because that
-is the half that Megatron's partial rotary embedding (``--rotary-percent 0.5``) turns.
+The rotary half comes first in keys, queries and the weights of their QK-norms, because Megatron's
+partial rotary embedding (``--rotary-percent 0.5``) rotates the first half.
 """
 
 from dataclasses import replace
@@ -38,29 +37,27 @@ _FUSED_NORM = "input_layernorm."
 
 
 class RotaryKeyProjection(MegatronModule):
-    """The rotary half of all keys: ``[s, b, h]`` to ``[s, b, 1, D / 2]``.
+    """Projects ``[s, b, h]`` to the rotary half of all keys, ``[s, b, 1, D / 2]``.
 
-    Under sequence parallelism it takes this rank's part of the sequence and returns all of it. Its
-    weight ``[D / 2, h]`` is whole on every tensor-parallel rank, and so is its gradient: every rank
-    attends to this head with queries of its own, and the sum over ranks is taken inside autograd,
-    of the key where ranks see the same tokens, of the weight where they see different ones.
-    Nothing else may reduce it again (see :mod:`kha_megatron.mcore.knocking`).
+    With sequence parallelism, the input is this rank's part of the sequence. The weight
+    ``[D / 2, h]`` is replicated on all tensor-parallel ranks. Each rank's gradient is a partial
+    sum, which autograd sums over the ranks: for the key where ranks have the same tokens, for the
+    weight where they have different ones. Nothing else may reduce it again.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         super().__init__(config)
         self.tp_group = tp_group
-        self.tensor_model_parallel = False  # by which Megatron-FSDP sorts modules
+        self.tensor_model_parallel = False  # Megatron-FSDP reads it
         shape = (config.kv_channels // 2, config.hidden_size)
         self.weight = torch.nn.Parameter(
             torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
         )
         if config.perform_initialization:
-            # from the random state that tensor-parallel ranks share, like a router's weight
+            # tensor-parallel ranks share this random state
             config.init_method(self.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The rotary half of all keys, of all tokens, whole on every rank."""
         if not self.config.sequence_parallel:
             key = torch.nn.functional.linear(hidden_states, self.weight)
             return copy_to_tensor_model_parallel_region(key, group=self.tp_group).unsqueeze(2)
@@ -70,15 +67,10 @@ class RotaryKeyProjection(MegatronModule):
 
 
 class KHAGroupedTiedAttention(KHASelfAttention):
-    """Self-attention with tied keys and values, whose heads may knock.
+    """``SelfAttention`` with tied keys and values.
 
-    Takes and returns what Megatron's ``SelfAttention`` does. ``linear_qkv`` is
-    ``[(H + G) * D, h]``: for each group its query heads, then its tied state. ``linear_k_rope`` is
-    ``[D / 2, h]``. ``knock_value`` holds the matrices of the tied state; there is no ``knock_key``.
-
-    Raises:
-        ConfigError: an option of ``config`` has no meaning here, or the model's rotary embedding is
-            not that of ``D / 2`` features.
+    ``linear_qkv`` is ``[(H + G) * D, h]``: for each group its query heads, then its tied state.
+    ``linear_k_rope`` is ``[D / 2, h]``. ``knock_value`` has the matrices of the tied state.
     """
 
     kind = "gta"
@@ -103,8 +95,8 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         turned = 0 if found is None else found.shape[-1]
         if turned != self.config.kv_channels // 2:
             raise ConfigError(
-                f"attention=gta rotates half of {self.config.kv_channels} features, and the rotary "
-                f"embedding of the model is of {turned}: give --position-embedding-type rope "
+                f"attention=gta needs a rotary embedding of {self.config.kv_channels // 2} "
+                f"features, and the model's is of {turned}: give --position-embedding-type rope "
                 "--rotary-percent 0.5"
             )
         return super().forward(hidden_states, *args, **kwargs)
@@ -116,7 +108,7 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]`` of this rank."""
+        """Return this rank's query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``."""
         if not split_qkv:
             raise ConfigError(UNSPLIT)
         query, tied, rotary = self.project(hidden_states)
@@ -124,30 +116,26 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         return self._apart(query, self.keys(tied, rotary), tied)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Knocked queries, and what a cache holds: tied states and the rotary half of the keys.
+        """Return knocked queries, knocked tied states and the rotary half of the keys.
 
-        Returns:
-            ``[s, b, heads, D]``, ``[s, b, groups, D]`` and ``[s, b, 1, D / 2]``, the first and last
-            before norm and rotary embedding.
+        Their shapes are ``[s, b, heads, D]``, ``[s, b, groups, D]`` and ``[s, b, 1, D / 2]``. Norm
+        and rotary embedding are not applied. A cache holds the last two.
         """
         parts = self._project(hidden_states)
         return parts["query"], parts["value"], self.linear_k_rope(hidden_states)
 
     def keys(self, tied: Tensor, rotary: Tensor) -> Tensor:
-        """Keys ``[s, b, groups, D]`` before the rotary embedding, from what a cache holds."""
+        """Return keys ``[s, b, groups, D]`` before the rotary embedding, from cached tensors."""
         half = rotary.shape[-1]
         key = torch.cat([rotary.expand(-1, -1, tied.shape[2], -1), tied[..., :half]], dim=-1)
         return self._normed(self.k_layernorm, key)
 
 
 def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """A layer whose input norm is a module of its own, for the two projections that follow it.
+    """Return a layer spec with a separate input norm, which two projections follow.
 
-    Transformer Engine fuses the norm with the one projection that stock attention has. Checkpoints
-    of both backends call the norm ``input_layernorm``.
-
-    Raises:
-        ConfigError: another backend, whose fused projection is not known here.
+    Transformer Engine fuses the norm with ``linear_qkv``. In checkpoints of both backends the norm
+    is ``input_layernorm``.
     """
     attention = layer.self_attention
     renamed = dict(layer.sharded_state_dict_keys_map or {})
@@ -163,18 +151,14 @@ def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
         return replace(layer, input_layernorm=norm, self_attention=attention)
     if linear not in (ColumnParallelLinear, TEColumnParallelLinear):
         raise ConfigError(
-            f"attention=gta cannot take apart {getattr(linear, '__name__', linear)}: use "
-            "--transformer-impl transformer_engine or local"
+            f"attention=gta does not support the projection {linear}: use --transformer-impl "
+            "transformer_engine or local"
         )
     return layer
 
 
 def check_tied(config: TransformerConfig) -> None:
-    """Refuse what has no meaning for tied keys and values.
-
-    Raises:
-        ConfigError: naming the option and what to do.
-    """
+    """Raise ConfigError for an option that GTA does not have."""
     for option, flag in (
         ("attention_output_gate", "--attention-output-gate"),
         ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),

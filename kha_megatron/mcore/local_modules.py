@@ -1,10 +1,8 @@
-"""Norm and core attention without Transformer Engine, for parallelisms that Megatron's refuse.
+"""Local norm and core attention that support sequence and context parallelism.
 
-In context parallelism every rank gathers the keys and values of the whole sequence and attends with
-its own queries. That costs the memory that context parallelism is meant to save, so it is a
-correctness device for machines without Transformer Engine (``kha_megatron.mcore.cpu``), whose ring
-attention replaces it on a GPU. The split of the sequence is Megatron's: of ``2 * cp`` equal chunks,
-rank ``i`` holds chunks ``i`` and ``2 * cp - 1 - i``.
+With context parallelism, every rank gathers the keys and values of the whole sequence. This needs
+the memory that context parallelism saves, so it is for tests without Transformer Engine. Megatron
+splits the sequence into ``2 * cp`` chunks, and rank ``i`` has chunks ``i`` and ``2 * cp - 1 - i``.
 """
 
 import copy
@@ -25,17 +23,15 @@ from kha_megatron.errors import ConfigError
 
 
 class TorchNorm(torch.nn.Module):
-    """Megatron's ``WrappedTorchNorm`` with the mark that sequence parallelism needs.
+    """``WrappedTorchNorm`` that sets ``sequence_parallel`` on its parameters.
 
-    Upstream refuses sequence parallelism only because torch's norms do not set the
-    ``sequence_parallel`` attribute by which Megatron sums the weight gradients of sequence shards;
-    the norm itself works row by row. Transformer Engine's and apex's set it, and so does this one.
+    Megatron sums the gradients of parameters with this attribute over sequence shards. It refuses
+    sequence parallelism with torch's norms because they do not set it.
     """
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> Any:
-        """Build the ``torch.nn`` norm that ``config.normalization`` names."""
         accepted = copy.copy(config)
         accepted.sequence_parallel = False
         norm = WrappedTorchNorm(accepted, hidden_size, eps)
@@ -45,32 +41,21 @@ class TorchNorm(torch.nn.Module):
 
 
 def accept_sequence_parallelism() -> None:
-    """Let a block made of one repeated layer spec end in :class:`TorchNorm`.
-
-    Such a spec (``--spec`` names one) cannot choose the block's final norm: Megatron takes
-    Transformer Engine's, apex's, or without both ``WrappedTorchNorm``. Only that last is replaced,
-    by what builds the same norm and refuses nothing more.
-    """
+    """Make :class:`TorchNorm` the final norm of blocks that are built from a layer spec."""
     if transformer_block.LayerNormImpl is WrappedTorchNorm:
         transformer_block.LayerNormImpl = TorchNorm
 
 
 class GatheredDotProductAttention(DotProductAttention):
-    """Megatron's ``DotProductAttention``; with ``context_parallel_size > 1`` it gathers k and v.
+    """``DotProductAttention`` that gathers keys and values if ``context_parallel_size > 1``.
 
-    On a CPU plain causal attention is torch's fused one, which computes and moves half of the
-    scores and keeps none of them: upstream writes all ``[b, heads, s, s]`` of them eight times, and
-    they were half of a small model's time.
+    On a CPU, plain causal attention uses torch's fused kernel, which halves the time of a small
+    model.
 
     Takes query ``[s / cp, b, heads, D]``, key and value ``[s / cp, b, groups, D]`` and the mask of
     this rank's queries against the whole sequence ``[b or 1, 1, s / cp, s]`` (True hides), or None
-    for the causal one. Returns ``[s / cp, b, heads * D]``.
-
-    Latent attention has values of another width than keys, which upstream's cannot be told:
-    ``v_channels`` is that width, and ``k_channels`` is taken from the tensors.
-
-    Raises:
-        ConfigError: sliding windows, which Megatron's local softmax cannot place in a shard.
+    for a causal mask. Returns ``[s / cp, b, heads * D]``. ``v_channels`` is the width of values
+    where it differs from that of keys (latent attention).
     """
 
     def __init__(
@@ -109,7 +94,6 @@ class GatheredDotProductAttention(DotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend with this rank's queries to every key, in their natural order."""
         if self.cp_group.size() > 1:
             key, value = self._gather(key), self._gather(value)
             if attention_mask is None:
@@ -120,7 +104,6 @@ class GatheredDotProductAttention(DotProductAttention):
         return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
 
     def _is_plain(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether torch's fused attention on a CPU computes what upstream does."""
         softmax = self.scale_mask_softmax
         return (
             query.device.type == "cpu"
@@ -156,12 +139,11 @@ class GatheredDotProductAttention(DotProductAttention):
         return (every > self._positions(local, total)[:, None])[None, None]
 
     def _positions(self, local: int, total: int) -> Tensor:
-        """Where this rank's queries stand in the sequence, whose last tokens they all are."""
         return held_positions(total, self.cp_group)[-local:]
 
 
 def held_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
-    """Where the tokens that a context-parallel rank holds stand in a sequence of ``length``."""
+    """Return the positions of a context-parallel rank's tokens in a sequence of ``length``."""
     positions = torch.arange(length, device=torch.cuda.current_device())
     rank, size = cp_group.rank(), cp_group.size()
     if size == 1:

@@ -1,11 +1,10 @@
-"""KHA as layer specs, for Transformer Engine and local modules, dense and MoE, GPT and hybrid.
+"""Layer specs with KHA, for Transformer Engine and local modules, dense and MoE, GPT and hybrid.
 
-Three ways in, from the outside to the inside:
+Use one of:
 
-- by name, for a stock Megatron script: ``--spec kha_megatron.mcore.specs kha_mlp``;
-- :func:`kha_layer_spec` and :func:`kha_hybrid_stack_spec`, for a program that builds ``GPTModel``
-  or ``HybridModel``;
-- :func:`with_kha`, to put the attention into any spec that Megatron (or a provider) has made.
+- a name in a stock Megatron script: ``--spec kha_megatron.mcore.specs kha_mlp``;
+- :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec` in a program that builds the model;
+- :func:`with_kha` to add KHA to an existing spec.
 """
 
 from dataclasses import fields, is_dataclass, replace
@@ -68,20 +67,16 @@ _LATENT: dict[type, type] = {
 
 
 def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
-    """A copy of ``spec`` whose self-attention knocks.
+    """Return a copy of ``spec`` with KHA in its self-attention.
 
-    Every ``SelfAttention`` becomes :class:`~kha_megatron.mcore.attention.KHASelfAttention` (or
-    :class:`~kha_megatron.mcore.gta.KHAGroupedTiedAttention`), every ``MLASelfAttention`` one of
-    :mod:`kha_megatron.mcore.latent`. Of the local modules, the norm becomes one that sequence
-    parallelism accepts and the core attention one that context parallelism and latent attention
-    accept. The rest, the experts and the backend's linear layers included, stays as it was.
-    ``spec`` is not changed.
+    Also replaces the local norm by one that accepts sequence parallelism, and the local core
+    attention by one that accepts context parallelism and latent attention.
 
     Raises:
-        ConfigError: there is no attention in it that can be as ``kha`` asks.
+        ConfigError: ``spec`` has no attention to which ``kha`` can be added.
     """
-    rewritten: dict[int, Any] = {}  # one object in the spec stays one object in the copy
-    alive: list[Any] = []  # what is known by its id must not go
+    rewritten: dict[int, Any] = {}  # by id; an object that occurs twice is copied once
+    alive: list[Any] = []  # keeps ids unique
     found = False
 
     def rewrite(node: Any) -> Any:
@@ -114,14 +109,14 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     empty_stage = isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
     if not found and not empty_stage:
         raise ConfigError(
-            f"no attention in the layer spec to put KHA on {kha} into: use a model with MHA, MQA, "
-            "GQA or multi-latent attention (not linear or experimental attention variants)"
+            f"The layer spec has no attention to which KHA on {kha} can be added: use a model with "
+            "MHA, MQA, GQA or multi-latent attention"
         )
     return result
 
 
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
-    """What takes the place of an attention; None for other modules, and where ``kha`` forbids."""
+    """Return the class that replaces an attention class; None if ``module`` is not replaced."""
     if module is SelfAttention and kha.attention != "gla":
         if kha.collaborative:
             return KHACollaborativeAttention
@@ -132,18 +127,18 @@ def _knocked(module: Any, kha: KHAConfig) -> type | None:
 def kha_layer_spec(
     config: Any, kha: KHAConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Spec:
-    """What ``GPTModel(transformer_layer_spec=...)`` takes, for this pipeline stage, with KHA.
+    """Return ``GPTModel(transformer_layer_spec=...)`` with KHA for this pipeline stage.
 
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` of Megatron's training package.
             ``transformer_impl`` chooses Transformer Engine or local modules, ``num_moe_experts``
             and ``moe_layer_freq`` the MoE layers.
-        kha: what is knocked.
+        kha: configuration of KHA.
         vp_stage: virtual pipeline stage, if any.
-        pp_rank: pipeline stage; None is that of Megatron's ``parallel_state``.
+        pp_rank: pipeline stage; None takes it from Megatron's ``parallel_state``.
 
     Raises:
-        ConfigError: the model cannot carry KHA as configured; the message says why.
+        ConfigError: the model does not support this configuration.
     """
     transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
@@ -163,27 +158,21 @@ def _stock_spec(
     use_te = transformer.transformer_impl == "transformer_engine"
     if not use_te and transformer.transformer_impl != "local":
         raise ConfigError(
-            f"transformer_impl={transformer.transformer_impl} has layers of its own, into which "
-            "KHA was never put: use transformer_engine or local"
+            f"transformer_impl={transformer.transformer_impl} is not supported with KHA: use "
+            "transformer_engine or local"
         )
     if config is not transformer and use_te:
-        # Megatron's own choice, which also reads options that only its training package has
+        # reads options that only Megatron's training package has
         from megatron.training.models.gpt import default_layer_spec
 
         return default_layer_spec(config, vp_stage)
-    fused_mlp = use_te and not transformer.num_moe_experts
-    for option, applies in (
-        ("heterogeneous_block_specs", True),
-        ("use_transformer_engine_op_fuser", fused_mlp),
-    ):
-        if applies and getattr(transformer, option):
-            raise ConfigError(
-                f"{option}=True asks for layers that a TransformerConfig does not describe: leave "
-                "it out, or train a GPT model with `-m kha_megatron.training` and "
-                "--transformer-impl transformer_engine"
-            )
-    # a whole block rather than one layer, because a layer spec leaves the choice of the final norm
-    # to Megatron, and without Transformer Engine that one refuses sequence parallelism
+    if transformer.heterogeneous_block_specs:
+        raise ConfigError(
+            "heterogeneous_block_specs=True: KHA supports it only with `-m kha_megatron.training` "
+            "and --transformer-impl transformer_engine"
+        )
+    # a block spec, because with a layer spec Megatron chooses the final norm, and its local norm
+    # refuses sequence parallelism
     return get_gpt_decoder_block_spec(
         transformer,
         use_transformer_engine=use_te,
@@ -195,11 +184,11 @@ def _stock_spec(
 
 
 class KHATransformerLayer(BaseTransformerLayer):
-    """Builds the ``TransformerLayer`` with KHA that ``config`` asks for at this layer number.
+    """Builds the ``TransformerLayer`` with KHA that ``config`` needs at this layer number.
 
-    A stock script hands on what ``--spec`` names before there is a configuration, to old builders
-    as it is. So the named object is a spec of one layer, and which layer that is (local or
-    Transformer Engine, dense or MoE) is decided here, where Megatron repeats it over the stage.
+    A stock script reads the object that ``--spec`` names before it has a configuration. The object
+    is therefore the spec of one layer, and this class chooses the layer (local or Transformer
+    Engine, dense or MoE) when Megatron builds it.
     """
 
     def __new__(
@@ -212,15 +201,7 @@ class KHATransformerLayer(BaseTransformerLayer):
         spec_name: str,
         **kwargs: Any,
     ) -> TransformerLayer:
-        """Build a layer as ``TransformerBlock`` does.
-
-        Args:
-            layer_number: within this stage, from 1.
-            spec_name: a preset, or ``kha``.
-
-        Raises:
-            ConfigError: see :func:`kha_layer_spec` and ``settings.named_config``.
-        """
+        """Build the layer ``layer_number`` (in this stage, from 1) of the spec ``spec_name``."""
         kha = named_config(spec_name).with_output_gate(config.attention_output_gate)
         pp_rank = get_pg_rank(pg_collection.pp) if pg_collection else None
         block = kha_layer_spec(config, kha, vp_stage, pp_rank)
@@ -244,12 +225,12 @@ class KHATransformerLayer(BaseTransformerLayer):
 
 
 def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
-    """What ``HybridModel(hybrid_stack_spec=...)`` takes.
+    """Return ``HybridModel(hybrid_stack_spec=...)`` with KHA.
 
     Args:
-        kha: what is knocked, or the name of a preset, resolved when the model is built.
+        kha: configuration of KHA, or the name of a spec, resolved when the model is built.
     """
-    # by its path, because importing Megatron's hybrid layers is of no use to a GPTModel
+    # a path, so that a GPTModel does not import Megatron's hybrid layers
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
     return ModuleSpec(module=stack, params={"kha": kha})
 
@@ -261,7 +242,7 @@ def _layer(name: str) -> ModuleSpec:
     return ModuleSpec(module=KHATransformerLayer, params={"spec_name": name})
 
 
-# `--spec MODULE NAME` looks the name up among the module's own attributes
+# `--spec MODULE NAME` needs module attributes
 for _name in (FROM_ENVIRONMENT, *PRESETS):
     globals()[_name] = _layer(_name)
     globals()[f"{_name}_hybrid"] = kha_hybrid_stack_spec(_name)

@@ -7,26 +7,18 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads.knock import MATRICES
-from tests.versions import needs_attention_family
 
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
-FOLDABLE = [{}, LINEAR, *({p: "linear"} for p in LINEAR)]
-MLA = [KHAConfig(**places) for places in FOLDABLE]
+MLA = [KHAConfig(), KHAConfig(**LINEAR)]
 GLA = [KHAConfig(attention="gla", latent_heads=n, **LINEAR) for n in (2, 3)] + [
     KHAConfig(attention="gla")
 ]
 GTA = [
     KHAConfig(attention="gta"),
-    *(KHAConfig(attention="gta", value=v) for v in MATRICES),
+    KHAConfig(attention="gta", value="mlp"),
     KHAConfig(attention="gta", query="gate", value="mlp"),
 ]
 TOLERANCE = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def new_enough():
-    needs_attention_family()
 
 
 def against_oracle(kha, latent, overrides):

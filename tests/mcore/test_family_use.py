@@ -8,14 +8,8 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
 from tests.mcore.test_family import GLA, GTA, MLA
-from tests.versions import needs_attention_family
 
 EVERYWHERE = Gate(output="head", value="element", key="shared", query="element", dense="element")
-
-
-@pytest.fixture(autouse=True)
-def new_enough():
-    needs_attention_family()
 
 
 def kept_of_tied_heads(kha):
@@ -75,7 +69,6 @@ def decoded(kha, latent):
     ("kha", "latent"),
     [
         pytest.param(GTA[-1], False, id="gta"),
-        pytest.param(MLA[1], True, id="mla"),
         pytest.param(GLA[0], True, id="gla"),
         pytest.param(replace(MLA[1], gate=Gate(output="element")), True, id="mla, gated"),
         pytest.param(KHAConfig(value="mlp", gate=EVERYWHERE), False, id="gates"),
@@ -119,85 +112,45 @@ def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
     torch.testing.assert_close(folded, trained, rtol=1e-12, atol=1e-12)
 
 
-def named(preset, settings, latent):
-    """Losses of a model chosen by ``--spec``, and of the one that the same settings build."""
-    import json
-    import os
-    from unittest import mock
-
-    from kha_megatron.mcore import specs
-    from tests.distributed import models
-
-    sizes = {"multi_latent_attention": True} if latent else {"kv_channels": 12}
-    config = models.transformer_config(**sizes)
-    kha = KHAConfig.from_preset(preset, **settings)
-    outputs = []
-    for layer_spec in (getattr(specs, preset), None):
-        models.initialize()
-        with mock.patch.dict(os.environ, KHA_CONFIG=json.dumps(settings)):
-            model = models.gpt_model(config, kha, layer_spec=layer_spec)
-        tokens, positions, mask = models.batch()
-        with torch.no_grad():
-            outputs.append(model(tokens, positions, mask, labels=tokens))
-    kinds = {layer.self_attention.kind for layer in model.decoder.layers}
-    return outputs, kinds
+REFUSED = [
+    (KHAConfig(value="gate"), True, {}, ["value=gate", "linear"]),
+    (GTA[0], True, {}, ["attention=gta", "--multi-latent-attention"]),
+    (GLA[0], False, {}, ["attention=gla", "add --multi-latent-attention"]),
+    (MLA[0], True, {"num_query_groups": 2}, ["num_query_groups=2", "leave it out"]),
+    (MLA[0], True, {"tensor_model_parallel_size": 4}, ["6 query heads", "[1, 2, 3, 6]"]),
+    (MLA[0], True, {"tensor_model_parallel_size": 3}, ["--q-lora-rank 20", "18 or 21"]),
+    (GLA[1], True, {"tensor_model_parallel_size": 2}, ["3 latent heads", "[1, 3, 6]"]),
+    (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "remove"]),
+    (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "use RMSNorm"]),
+    (GTA[0], False, {"kv_channels": 6}, ["--kv-channels 6", "use 4 or 8"]),
+    (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "remove"]),
+    (GTA[0], False, {"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
+    (GTA[0], False, {"flash_decode": True}, ["flash_decode", "remove"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("preset", "settings", "latent"),
-    [
-        pytest.param("kha_linear", {}, True, id="mla"),
-        pytest.param("kha_linear", {"attention": "gla"}, True, id="gla"),
-        pytest.param("kha_mlp", {"attention": "gta"}, False, id="gta"),
-    ],
-)
-def test_named_specs_make_the_family(ranks, preset, settings, latent):
-    (by_name, built), kinds = ranks(named, 1, preset, settings, latent)[0]
-    assert torch.equal(by_name, built)
-    assert kinds == {settings.get("attention")}
-
-
-def refused(kha, latent, overrides):
-    """The message with which the layer spec refuses a configuration."""
+def refusals():
+    """Return the message with which the layer spec refuses each configuration."""
     from kha_megatron.errors import KHAError
     from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
     from tests.mcore import family
 
     models.initialize()
-    config = family.config_of(kha, latent)
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    try:
-        kha_layer_spec(config, kha)
-    except KHAError as error:
-        return str(error)
+    messages = []
+    for kha, latent, overrides, _ in REFUSED:
+        config = family.config_of(kha, latent)
+        for name, value in overrides.items():
+            setattr(config, name, value)
+        with pytest.raises(KHAError) as caught:
+            kha_layer_spec(config, kha)
+        messages.append(str(caught.value))
+    return messages
 
 
-@pytest.mark.parametrize(
-    ("kha", "latent", "overrides", "words"),
-    [
-        (KHAConfig(value="gate"), True, {}, ["value=gate", "fold away", "linear"]),
-        (GTA[0], True, {}, ["attention=gta", "--multi-latent-attention"]),
-        (GLA[0], False, {}, ["attention=gla", "add --multi-latent-attention"]),
-        (MLA[0], True, {"num_query_groups": 2}, ["num_query_groups=2", "leave it out"]),
-        (MLA[0], True, {"tensor_model_parallel_size": 4}, ["6 query heads", "[1, 2, 3, 6]"]),
-        (MLA[0], True, {"tensor_model_parallel_size": 3}, ["--q-lora-rank 20", "18 or 21"]),
-        (GLA[1], True, {"tensor_model_parallel_size": 2}, ["3 latent heads", "[1, 3, 6]"]),
-        (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "remove"]),
-        (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "use RMSNorm"]),
-        (GTA[0], False, {"kv_channels": 6}, ["--kv-channels 6", "use 4 or 8"]),
-        (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "remove"]),
-        (GTA[0], False, {"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
-        (GTA[0], False, {"flash_decode": True}, ["flash_decode", "remove"]),
-    ],
-)
-def test_refuses_what_it_cannot_honour(ranks, kha, latent, overrides, words):
-    message = ranks(refused, 1, kha, latent, overrides)[0]
-    assert message is not None
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
+def test_configurations_that_the_attention_does_not_support_are_refused(ranks):
+    for message, (*_, words) in zip(ranks(refusals, 1)[0], REFUSED, strict=True):
+        assert all(word in message for word in words), message
 
 
 def wrong_rotary_embedding():

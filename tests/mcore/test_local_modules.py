@@ -59,8 +59,7 @@ def _computed_by(output):
     return any("FlashAttention" in name for name in names)
 
 
-@pytest.mark.parametrize("groups", [6, 3, 1])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("groups", "scaled"), [(3, False), (1, True)])
 def test_fused_attention_is_megatrons(ranks, groups, scaled):
     # float32 scores are Megatron's condition for layers scaled by their number
     options = {"apply_query_key_layer_scaling": scaled, "attention_softmax_in_fp32": scaled}

@@ -16,7 +16,6 @@ from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
 
 SPECS = "kha_megatron.mcore.specs"
-FUSED = {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True}
 MOE = {"num_layers": 4, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 0]}
 LAYOUTS = {
     "dense": (1, {}, {}),
@@ -199,8 +198,6 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
         ("kha_mlp", None, {"multi_latent_attention": True}, "multi-latent attention"),
         ("kha_mpl", None, {}, "kha_mpl"),
     ]
-    fused = "use_transformer_engine_op_fuser=True asks for layers"
-    cases.append(("kha_mlp", None, FUSED, fused))
     answers = ranks(refusals, 1, [case[:3] for case in cases])[0]
     for (*case, expected), answer in zip(cases, answers, strict=True):
         kind = (KeyError, ImportError) if case[0] == "kha_mpl" else ConfigError

@@ -313,9 +313,7 @@ def te_general_grouped_gemm(
     return bias
 
 
-def _product(
-    a: Any, transpose_a: bool, b: Any, transpose_b: bool, bias: Tensor | None, grad: bool
-) -> tuple[Tensor, Tensor | None]:
+def _product(a, transpose_a, b, transpose_b, bias, grad):
     left = fp8.operand(b, rowwise=not transpose_b)
     right = fp8.operand(a, rowwise=transpose_a)
     product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
@@ -365,16 +363,7 @@ def _places(
 
 
 @_binding
-def rmsnorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    dtype: Any,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Any]:
+def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, sm_margin, zero_centered_gamma):
     """``x`` over its root mean square, times ``weight``; None; the reciprocal of the former."""
     x32 = x.float()
     reciprocal = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -383,46 +372,14 @@ def rmsnorm_fwd(
 
 
 @_binding
-def rmsnorm_bwd(
-    dz: Tensor,
-    x: Tensor,
-    reciprocal: Tensor,
-    weight: Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Tensor]:
+def rmsnorm_bwd(dz, x, reciprocal, weight, sm_margin, zero_centered_gamma):
     """Gradients of ``x`` and ``weight``."""
     scale = reciprocal.view(*x.shape[:-1], 1)
     return _norm_gradients(dz, x, x.float() * scale, scale, weight, zero_centered_gamma)[:2]
 
 
 @_binding
-def rmsnorm_bwd_add(
-    dz: Tensor,
-    x: Tensor,
-    add: Tensor,
-    reciprocal: Tensor,
-    weight: Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Tensor]:
-    """Gradients of ``x``, with ``add`` added, and of ``weight``."""
-    dx, dweight = rmsnorm_bwd(dz, x, reciprocal, weight, sm_margin, zero_centered_gamma)
-    return [(dx.float() + add.float()).to(x.dtype), dweight]
-
-
-@_binding
-def layernorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    dtype: Any,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Any]:
+def layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, sm_margin, zero_centered_gamma):
     """``x`` less its mean over its deviation, times ``weight``, plus ``bias``; the mean; the
     reciprocal of the deviation."""
     x32 = x.float()
@@ -434,15 +391,7 @@ def layernorm_fwd(
 
 
 @_binding
-def layernorm_bwd(
-    dz: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    reciprocal: Tensor,
-    weight: Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Tensor]:
+def layernorm_bwd(dz, x, mean, reciprocal, weight, sm_margin, zero_centered_gamma):
     """Gradients of ``x``, ``weight`` and ``bias``."""
     rows = (*x.shape[:-1], 1)
     scale = reciprocal.view(rows)
@@ -466,16 +415,7 @@ def _normalised(y: Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
     return quantize(y, quantizer, out)
 
 
-def _norm_gradients(
-    dz: Tensor,
-    x: Tensor,
-    normalised: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    zero_centered: bool,
-    *,
-    centred: bool = False,
-) -> list[Tensor]:
+def _norm_gradients(dz, x, normalised, scale, weight, zero_centered, *, centred=False):
     dz32 = dz.float().view(x.shape)
     inner = dz32 * _gamma(weight, zero_centered)
     dx = inner - normalised * (inner * normalised).mean(-1, keepdim=True)
@@ -515,18 +455,8 @@ def multi_tensor_l2norm(
 
 @_binding
 def multi_tensor_adam(
-    chunk: int,
-    flag: Tensor,
-    lists: list[list[Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    decoupled: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+    chunk, flag, lists, lr, beta1, beta2, epsilon, step, decoupled, bias_correction, weight_decay
+):
     """Adam, or AdamW where ``decoupled``, on gradients, parameters, first and second moments, and
     where there is a fifth list, on float32 parameters that the second is copied from."""
     correction1 = 1 - beta1**step if bias_correction else 1.0
@@ -550,13 +480,8 @@ def multi_tensor_adam(
 
 @_binding
 def multi_tensor_compute_scale_and_scale_inv(
-    chunk: int,
-    flag: Tensor,
-    lists: list[list[Tensor]],
-    largest: float,
-    force_pow_2_scales: bool,
-    epsilon: float,
-) -> None:
+    chunk, flag, lists, largest, force_pow_2_scales, epsilon
+):
     """Scales and their inverses (second, third list) from the largest values (first)."""
     for amax, scale, inverse in zip(*lists, strict=True):
         found = fp8.scale_from(amax, largest, power_of_two=force_pow_2_scales, epsilon=epsilon)
@@ -570,9 +495,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 
 @_binding
-def fp8_block_scaling_compute_partial_amax(
-    master: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
-) -> None:
+def fp8_block_scaling_compute_partial_amax(master, amax, rows, columns, start, block):
     """The range's largest values, by blocks of ``block`` x ``block``, into ``amax``."""
     row, column = _range(master, columns, start)
     places = row // block * amax.shape[1] + column // block
@@ -580,16 +503,7 @@ def fp8_block_scaling_compute_partial_amax(
 
 
 @_binding
-def fp8_block_scaling_partial_cast(
-    master: Tensor,
-    out: Tensor,
-    scale: Tensor,
-    rows: int,
-    columns: int,
-    start: int,
-    block: int,
-    dtype: Any,
-) -> None:
+def fp8_block_scaling_partial_cast(master, out, scale, rows, columns, start, block, dtype):
     """The range in FP8, into the bytes ``out``, which are as many."""
     row, column = _range(master, columns, start)
     scaled = master.float().flatten() * scale[row // block, column // block]
