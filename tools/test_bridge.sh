@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tests/bridge: Megatron-Bridge, its AutoBridge and its providers, in .venv-bridge, whose Python also
-# runs examples/bridge_round_trip.py. Transformer Engine, which Bridge imports, is its Python alone
-# on our CPU runtime, so neither a compiler nor a GPU is needed. Python 3.12 only, as Bridge 0.6.
+# runs examples/bridge_round_trip.py. Transformer Engine, which Bridge imports, is the test double of
+# tests/transformer_engine, so neither a compiler nor a GPU is needed. Python 3.12 only, like Bridge 0.6.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=${VENV:-.venv}
