@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# What a release hands out, tried as someone who has nothing else: a wheel and a source distribution,
-# each installed into an environment of its own, used in a folder of its own.
+# Build a wheel and a source distribution, install each into a new environment and use it there.
 #
 #   tools/release_check.sh                    the Python of .venv
 #   PYTHONS="3.12 3.13" tools/release_check.sh
 #   KEEP=/tmp/release tools/release_check.sh  everything stays in that folder
 #
-# Prints a line a step with its seconds, and ends with 1 at the first that fails.
+# Prints one line per step and exits with 1 at the first failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source=$PWD
@@ -51,6 +50,12 @@ from_source() { # what pip makes of the source distribution is the wheel's packa
     "$work/env/lib"/python3.*/site-packages/kha_megatron
 }
 
+spec() { # Megatron returns None for a spec that it cannot import
+  (cd "$work/elsewhere" && "$work/env/bin/python" -c '
+from megatron.core.transformer.spec_utils import import_module
+assert import_module(("kha_megatron.mcore.specs", "kha_mlp_hybrid")) is not None')
+}
+
 kha() { (cd "$work/elsewhere" && "$work/env/bin/kha-megatron" "$@"); }
 
 step "wheel and source distribution are built" \
@@ -71,7 +76,7 @@ for python in ${PYTHONS:-$base/bin/python}; do
     kha quickstart -- --train-iters "${ITERATIONS:-60}"
   step "what it made is verified, folder against checkpoint" \
     kha verify quickstart/run/checkpoints quickstart/hf
-  step "doctor --deep: everything imports, and Megatron's --spec finds each name" kha doctor --deep
+  step "Megatron's own --spec lookup finds a spec" spec
   step "pip makes the same package of the source distribution" from_source "$sdist"
 done
 echo "kha-megatron $(kha --version) can be released"

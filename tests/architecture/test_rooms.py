@@ -177,8 +177,7 @@ MAY_READ = {
     "mcore/compat.py": ".*",
     "ops/fused.py": r"__version__",  # Triton's
     # these report versions
-    "cli/installation.py": r"packaging.*|importlib\.metadata",
-    "cli/doctor.py": r".*\bmegatron_version",
+    "cli/doctor.py": r"packaging.*|importlib\.metadata|.*\binstalled_version",
     "data/prepare.py": r"importlib\.metadata",
 }
 """Modules other than compat.py that may read a version, and the names that they may use."""
