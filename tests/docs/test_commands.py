@@ -1,7 +1,4 @@
-"""Every command of the documents runs, or is checked as far as it can be here.
-
-:data:`FORMS` says which takes which form, and why; a command that no line of it knows fails.
-"""
+"""Commands in the documents parse and run. :data:`FORMS` says how each is checked."""
 
 import argparse
 import fnmatch
@@ -23,70 +20,57 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 
 TEXT = Path(json.__file__).parent
-"""Python that stays as it is, whatever is edited here."""
+"""Small Python sources that no edit here changes."""
 SMALL = ["--from", str(TEXT), "--glob", "*.py", "--max-file-bytes", "512B"]
 
 FORMS = (
-    # what is typed, the form, and why it is not simply run
-    ("docs/tutorials/*: kha-megatron *", "parse", "tests/docs/test_tutorials.py walks it"),
-    ("benchmarks/gpu.md: kha-megatron *", "parse", "hours; the shell fills in a folder"),
-    ("kha-megatron launch *--dry-run*", "run", ""),
-    ("kha-megatron launch * --resume *", "parse", "nothing to resume; tests/recipes"),
-    ("kha-megatron launch *", "dry", "trains: tests/docs/test_tutorials.py does"),
-    ("kha-megatron compare *", "parse", "trains: tests/docs/test_tutorials.py does"),
-    ("kha-megatron doctor --deep", "parse", "imports for 15 s; tests/cli/test_doctor.py"),
-    ("kha-megatron data prepare --vocab-size *", "small", "the standard library takes a while"),
-    ("kha-megatron data *", "run", ""),
-    ("kha-megatron convert upcycle * --text *", "parse", "20 s: both models read the text"),
-    ("kha-megatron convert *", "unverified", "6 s a command; tests/cli/test_convert.py verifies"),
-    ("kha-megatron verify *", "no logits", "6 s a command; tests/cli/test_convert.py"),
-    ("kha-megatron *", "run", ""),
-    (
-        "torchrun * pretrain_gpt.py *",
-        "megatron",
-        "no script, no GPU; tests/training/test_stock_script.py",
+    # pattern of the command, or of "page: command", and how it is checked; the first match wins
+    ("docs/tutorials/*: kha-megatron *", "parse"),  # test_tutorials.py runs them
+    ("benchmarks/gpu.md: kha-megatron *", "parse"),  # takes hours
+    ("kha-megatron launch *--dry-run*", "run"),
+    ("kha-megatron launch * --resume *", "parse"),
+    ("kha-megatron launch *", "dry"),
+    ("kha-megatron compare *", "parse"),  # trains
+    ("kha-megatron data prepare --vocab-size *", "small"),
+    ("kha-megatron convert upcycle * --text *", "parse"),  # takes 20 s
+    ("kha-megatron convert *", "unverified"),  # tests/cli/test_convert.py verifies
+    ("kha-megatron verify *", "no logits"),
+    ("kha-megatron *", "run"),
+    ("torchrun * pretrain_gpt.py *", "megatron"),
+    ("torchrun * examples/stock_script.py *", "megatron"),
+    ("torchrun * -m tests.transformer_engine *", "entry"),
+    ("torchrun * -m kha_megatron.training *", "entry"),
+    ("make *", "make"),
+    ("export KHA_CONFIG=*", "setting"),
+    ("pip install *", "extras"),
+    ("*python* tools/*.py*", "tool"),
+    ("tools/*.sh*", "tool"),
+    *(
+        (pattern, "known")
+        for pattern in (
+            *("nemo kha train *", "python -m vllm.*", "vllm serve *", "source .venv/bin/activate"),
+            *("*python* -m pytest *", "tar *", "cat patches/*"),
+        )
     ),
-    ("torchrun * examples/stock_script.py *", "megatron", "tests/docs/test_tutorials.py runs it"),
-    ("torchrun * -m tests.transformer_engine *", "entry", "tests/training/test_engine.py"),
-    ("torchrun * -m kha_megatron.training *", "entry", "8 GPUs; tests/training"),
-    ("nemo kha train *", "known", "trains; tests/recipes/test_nemo.py has its words"),
-    ("make *", "make", "each is a whole run"),
-    ("python -m vllm.*", "known", "make test-serving has it"),
-    ("vllm serve *", "known", "make test-serving makes the environment that it needs"),
-    ("source .venv/bin/activate", "known", "of the shell"),
-    ("export KHA_CONFIG=*", "setting", ""),
-    ("pip install *", "extras", "changes the environment"),
-    ("*python* tools/*.py*", "tool", "measures for minutes; tests/tools"),
-    ("*python* -m pytest *", "known", "this is it"),
-    ("tools/*.sh*", "tool", "packs or installs gigabytes"),
-    ("tar *", "known", "another machine"),
-    ("cat patches/*", "known", "tests/mcore/test_patches.py"),
 )
-"""First match wins. Forms are the names of :class:`Forms`' methods."""
-
 RUN_HERE = ("run", "dry", "small", "unverified", "no logits", "parse")
-
-
-def matches(command, pattern):
-    """Whether a command, or the page and the command, are like this."""
-    page = command.place.partition(":")[0]
-    return any(fnmatch.fnmatchcase(text, pattern) for text in (f"{command}", f"{page}: {command}"))
+ADDED = {
+    "dry": ["--dry-run"],
+    "small": ["--overwrite", *SMALL],
+    "unverified": ["--no-verify"],
+    "no logits": ["--no-logits"],
+}
 
 
 def form_of(command):
-    """The form that a command takes.
-
-    Raises:
-        AssertionError: there is none.
-    """
+    """Return how a command is checked; fail for a command that no pattern matches."""
     if not command.words:
         return "variables"
-    for pattern, form, _ in FORMS:
-        if matches(command, pattern):
+    page = command.place.partition(":")[0]
+    for pattern, form in FORMS:
+        if any(fnmatch.fnmatchcase(text, pattern) for text in (f"{command}", f"{page}: {command}")):
             return form
-    raise AssertionError(
-        f"{command.place}: `{command}` is new: say in tests/docs/test_commands.py how it is tested"
-    )
+    raise AssertionError(f"{command.place}: add a pattern to FORMS for `{command}`")
 
 
 ALL = [command for page in PAGES for command in commands(page)]
@@ -96,17 +80,9 @@ def of_form(*forms):
     return [command for command in ALL if form_of(command) in forms]
 
 
-def test_every_form_is_used():
-    """A line of the table that no command needs is no line of it."""
-    unused = [
-        pattern for pattern, _, _ in FORMS if not any(matches(command, pattern) for command in ALL)
-    ]
-    assert not unused
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with what the pages speak of: text, a small Qwen3, checkpoints, a run's history."""
+    """Create the files that the pages mention: text, a small Qwen3, checkpoints, a loss history."""
     from torch.utils.tensorboard import SummaryWriter
 
     from kha_megatron.conversion import to_hf, to_megatron
@@ -139,7 +115,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def here(world, tmp_path, monkeypatch, nemorun_home):  # noqa: F811
-    """A copy of the world, which is the working folder."""
+    """Change into a copy of ``world``."""
     folder = shutil.copytree(world, tmp_path / "here")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder))
@@ -147,43 +123,33 @@ def here(world, tmp_path, monkeypatch, nemorun_home):  # noqa: F811
     return folder
 
 
-def call(words, monkeypatch, capsys, unless=None):
-    """Run a ``kha-megatron`` command in this process, which is to succeed ``unless`` it says so."""
-    monkeypatch.setattr(sys, "argv", [os.path.expanduser(word) for word in words])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    streams = capsys.readouterr()
-    excused = unless and re.search(unless, " ".join(streams.err.split()))
-    assert not end.value.code or excused, (
-        f"{' '.join(words)}\n{streams.out[-2000:]}\n{streams.err[-4000:]}"
-    )
+PAGES_WITH_COMMANDS = sorted({c.place.partition(":")[0] for c in of_form(*RUN_HERE)})
 
 
-ADDED = {
-    "dry": ["--dry-run"],
-    "small": ["--overwrite", *SMALL],
-    "unverified": ["--no-verify"],
-    "no logits": ["--no-logits"],
-}
+def test_commands_parse():
+    for command in of_form(*RUN_HERE):
+        if not command.words[1].startswith("--"):  # options of kha-megatron itself
+            parse(command.words)
 
 
-@pytest.mark.parametrize("page", sorted({c.place.partition(":")[0] for c in of_form(*RUN_HERE)}))
-def test_commands_of(page, here, monkeypatch, capsys):
+@pytest.mark.whole
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
+def test_commands_of_a_page_run_in_order(page, here, monkeypatch, capsys):
     for command in commands(page):
         form = form_of(command)
-        if form not in RUN_HERE:
+        if form not in RUN_HERE or form == "parse":
             continue
         words = list(command.words)
         end = words.index("--") if "--" in words else len(words)
         words[end:end] = ADDED.get(form, [])
-        if form == "parse":
-            parse(words)
-        else:
-            call(words, monkeypatch, capsys)
+        monkeypatch.setattr(sys, "argv", [os.path.expanduser(word) for word in words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code, f"{command}: {capsys.readouterr().err[-4000:]}"
 
 
 def _parse_arguments(lines):
-    """What Megatron's parser, with ours where that is meant, says of each command line."""
+    """Parse command lines with Megatron's parser, and with our arguments for our entry point."""
     from megatron.training.arguments import add_megatron_arguments
 
     from kha_megatron.training.arguments import add_kha_arguments
@@ -219,8 +185,7 @@ def test_arguments_of_trainings_exist(ranks):
     assert ranks(_parse_arguments, 1, lines) == [[]]
 
 
-def test_trainings_say_what_megatron_demands():
-    """Where its parser is content, and its checks are not."""
+def test_trainings_have_the_arguments_that_megatron_checks_for():
     for command in of_form("entry", "megatron"):
         words = dict(zip(command.words, [*command.words[1:], ""], strict=True))
         assert ("--save" in words) <= ("--save-interval" in words), command.place
@@ -271,12 +236,12 @@ def test_settings_can_be_read():
 
 def _execute(programs):
     for place, text in programs:
+        text = text.replace("experiment.run()", "experiment.dryrun()")
         exec(compile(text, place, "exec"), {"__name__": "documents"})
     return len(programs)
 
 
 def test_programs_can_be_executed(ranks):
-    """What they define is not called: that the names are there is what the pages promise."""
     programs = [
         (f"{block.page}:{block.line}", block.text)
         for page in PAGES

@@ -1,4 +1,4 @@
-"""The site: it builds strictly, its links lead somewhere, and what it quotes is what is there."""
+"""The documentation builds, its links resolve, and its tables match the code."""
 
 import ast
 import re
@@ -26,8 +26,8 @@ def test_every_recipe_is_in_the_table_of_recipes():
         assert {name, f"{name.partition('/')[0]}/*"} & names, name
 
 
+@pytest.mark.whole  # `make docs` builds it too
 def test_it_builds_without_a_warning(tmp_path):
-    """As ``make docs`` does; in a process of its own, which has no network to ask."""
     pytest.importorskip("sphinx", reason="NOT TESTED: needs the extra docs")
     site = tmp_path / "site"
     words = ["--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "-d", tmp_path / "trees"]
