@@ -1,4 +1,4 @@
-"""``kha-megatron compare``: variants of a recipe trained on the same data, and a report."""
+"""``kha-megatron compare``: train variants of a recipe on the same data and report differences."""
 
 import json
 import os
@@ -8,10 +8,9 @@ import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from kha_megatron import compare as comparing
 from kha_megatron import recipes
@@ -28,25 +27,24 @@ from kha_megatron.cli.options import (
 )
 from kha_megatron.compare import runs
 from kha_megatron.compare.charts import require_matplotlib
-from kha_megatron.compare.statistics import final_loss
 from kha_megatron.errors import ConfigError, KHAError
 
 REPORT, NUMBERS = "report.html", "report.json"
-_HEARS_SECONDS = 1.0
-"""How long the main thread sleeps at most: only it acts on a signal, and one that the system gave
-to another thread does not wake it."""
+_POLL_SECONDS = 1.0
+"""How long the main thread waits at most: only it handles signals, and a signal that the system
+delivers to another thread does not wake it."""
 
 
 def compare(
     megatron: MegatronArguments = None,
     recipe: Annotated[
-        str, typer.Option(help="What to train.", autocompletion=recipe_names)
+        str, typer.Option(help="Recipe to train.", autocompletion=recipe_names)
     ] = "quickstart",
     variants: Annotated[
         str,
         typer.Option(
-            help="Presets, some joined with +, random-init, or NAME=--kha-key linear ..., with "
-            "commas between them; the first is what the others are compared with.",
+            help="Comma-separated presets (join with +), random-init or NAME=--kha-key linear ...; "
+            "the first is the reference.",
             autocompletion=preset_names,
         ),
     ] = "baseline,kha_mlp",
@@ -55,41 +53,37 @@ def compare(
         bool,
         typer.Option(
             "--null",
-            help="Also train the first variant from a start that differs by rounding alone, seed "
-            "by seed: how far its loss moves is the floor of the report.",
+            help="Also train the reference from weights that differ by rounding alone, to measure "
+            "how far its loss moves.",
         ),
     ] = False,
     held_out: Annotated[
         int,
         typer.Option(
-            min=0,
-            metavar="N",
-            help="Also judge each run at its end by N sequences of the validation split.",
+            min=0, metavar="N", help="Evaluate on N validation sequences at the end of each run."
         ),
     ] = 0,
     data: DataFolder = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; default compare/RECIPE.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory. Default: compare/RECIPE.")] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; the recipe's number if not given.")
+        int | None, typer.Option(min=1, help="Ranks of a run. Default: the recipe's.")
     ] = None,
     device: TrainingDevice = None,
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Runs at a time; by default as many as have a CPU core for each rank, or 1 on "
-            "GPUs.",
+            min=1, max=1000, help="Parallel runs. Default: one per CPU core and rank, 1 on GPUs."
         ),
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Train variants of a recipe on the same data in the same order, and write a report.
 
-    report.html and report.json are written anew after each run. Interrupted, the same command goes
-    on where it was: finished runs are kept, an unfinished one continues from its last checkpoint.
-    More seeds, variants and the null runs can be added later.
+    Updates report.html and report.json after each run. To continue after an interruption, run the
+    same command again: finished runs are kept, and an unfinished run resumes from its last
+    checkpoint. Seeds, variants and null runs can be added later.
 
-    Exit codes: 0 all trained, 1 a run failed, 2 refused as bad input, 130 interrupted.
+    Exit codes: 0 all runs trained, 1 a run failed, 2 bad input, 130 interrupted.
 
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python
@@ -114,74 +108,75 @@ def compare(
         null=null,
         held_out=held_out,
     )
-    at_once = _at_once(planned.runs[0], jobs)
+    on_gpus = planned.runs[0].asked.training.device != "cpu"
+    if on_gpus and jobs not in (None, 1):
+        raise ConfigError(
+            f"--jobs {jobs}: expected 1 on GPUs, because every run uses the first GPUs of this "
+            "machine; remove --jobs or add --device cpu"
+        )
+    cores = len(os.sched_getaffinity(0))
+    parallel = jobs or (1 if on_gpus else max(1, cores // (nproc or chosen.ranks)))
     try:
         with runs.locked(planned.folder):
-            failures = _train_all(planned, at_once)
+            failures = _train_all(planned, parallel)
     except KeyboardInterrupt:
-        console.log.print("stopped; the same command goes on from here", markup=False)
+        console.log.print("stopped; run the same command again to continue")
         raise
+    page = planned.folder / REPORT
+    finished = any(run.result for run in planned.runs)
     if as_json:
-        console.print_json({"succeeded": not failures} | _outcome(planned, failures))
-    elif _finished(planned):
-        console.out.print(f"{planned.folder / REPORT}", markup=False)
+        report = {"page": None, "failures": failures}
+        if finished:
+            report = {"page": str(page)} | json.loads((planned.folder / NUMBERS).read_text())
+        console.print_json({"succeeded": not failures} | report)
+    elif finished:
+        console.out.print(str(page), markup=False)
     if failures:
         raise typer.Exit(1)
 
 
-def _at_once(run: comparing.Trial, jobs: int | None) -> int:
-    """How many runs are trained side by side.
-
-    Raises:
-        ConfigError: several on GPUs, where each would take the first ones.
-    """
-    on_gpus = run.asked.training.device != "cpu"
-    if on_gpus and jobs not in (None, 1):
-        raise ConfigError(
-            f"--jobs {jobs}: runs on GPUs are trained one at a time, because each takes the first "
-            "ones of this machine: remove --jobs, or add --device cpu"
-        )
-    cores = len(os.sched_getaffinity(0))
-    return jobs or (1 if on_gpus else max(1, cores // (run.ranks or run.recipe.ranks)))
-
-
-def _train_all(planned: comparing.Comparison, at_once: int) -> dict[str, str]:
-    """Train what has not finished yet; the report is written after each run.
+def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
+    """Train the runs that have not finished and rewrite the report after each.
 
     Returns:
-        Why runs failed, by their names. A failure before any run has finished ends the command: it
-        would most likely be everyone's.
+        The reason of each failure by run name. If the first run fails, no other is started.
     """
     failures: dict[str, str] = {}
     _write(planned, failures)
     waiting = deque(run for run in planned.runs if run.result is None)
     running: dict[Future[str | None], comparing.Trial] = {}
-    board, stop = Board(planned), threading.Event()
-    with board.display, ThreadPoolExecutor(at_once) as pool:
+    stop = threading.Event()
+    with ThreadPoolExecutor(parallel) as pool:
         try:
             while waiting or running:
-                while waiting and len(running) < at_once:
+                while waiting and len(running) < parallel:
                     run = waiting.popleft()
-                    running[pool.submit(_train, run, board, stop)] = run
-                for ended in wait(running, _HEARS_SECONDS, FIRST_COMPLETED).done:
+                    running[pool.submit(_train, run, stop)] = run
+                for ended in wait(running, _POLL_SECONDS, FIRST_COMPLETED).done:
                     run = running.pop(ended)
                     if failure := ended.result():
                         failures[run.name] = failure
-                        board.failed(run)
                     if not _write(planned, failures):
                         waiting.clear()
-                    board.compare()
         except BaseException:
-            stop.set()  # the threads end their ranks, and the pool waits for them
+            stop.set()  # the threads stop their ranks, and the pool waits for the threads
             raise
     return failures
 
 
-def _train(run: comparing.Trial, board: "Board", stop: threading.Event) -> str | None:
-    """One run to its end; in words why it failed, None if it did not."""
+def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
+    """Train one run to its end. Return the reason if it failed."""
     job, start = runs.begin(run)
-    board.started(run, start)
-    result = recipes.launch(job, on_step=lambda step: board.step(run, step), stop=stop)
+    _log(run, f"resumes from {start}" if start else "starting")
+    last = time.monotonic()
+
+    def on_step(step: recipes.Step) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 10 or step.iteration == step.total:
+            last = time.monotonic()
+            _log(run, f"iteration {step.iteration}/{step.total} {loss_words(step)}")
+
+    result = recipes.launch(job, on_step=on_step, stop=stop)
     if not result.succeeded:
         report(result)
         return f"{result.status}: {result.failure}"
@@ -193,21 +188,14 @@ def _train(run: comparing.Trial, board: "Board", stop: threading.Event) -> str |
     return None
 
 
-def _finished(planned: comparing.Comparison) -> list[tuple[comparing.Trial, dict[str, Any]]]:
-    return [(run, result) for run in planned.runs if (result := run.result) is not None]
-
-
-def _outcome(planned: comparing.Comparison, failures: dict[str, str]) -> dict[str, Any]:
-    """The page, and what report.json holds; why runs failed where none has finished."""
-    if not _finished(planned):
-        return {"page": None, "failures": failures}
-    page = str(planned.folder / REPORT)
-    return {"page": page} | json.loads((planned.folder / NUMBERS).read_text())
+def _log(run: comparing.Trial, text: str) -> None:
+    console.log.print(f"{run.name}: {text}", markup=False)
 
 
 def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
-    """Write the report of what has finished; whether there was anything to write."""
-    if not (finished := _finished(planned)):
+    """Write the report. Return False if no run has finished yet."""
+    finished = [(run, result) for run in planned.runs if (result := run.result) is not None]
+    if not finished:
         return False
     numbers = comparing.summarise(
         planned,
@@ -224,66 +212,3 @@ def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
     with staged_file(planned.folder / REPORT) as staged:
         staged.write_text(comparing.page(numbers, pictures), encoding="utf-8")
     return True
-
-
-class Board:
-    """The state of every run: a row each that changes, or lines where stderr is no terminal."""
-
-    def __init__(self, planned: comparing.Comparison) -> None:
-        self._planned = planned
-        self._draws = console.log.is_terminal
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            TextColumn("{task.fields[state]}", markup=False),
-            TextColumn("{task.fields[loss]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[difference]}"),
-        )
-        self.display = Progress(*columns, console=console.log, disable=not self._draws)
-        self._rows = {
-            run.name: self.display.add_task(
-                run.name, total=None, start=False, state="waiting", loss="", difference=""
-            )
-            for run in planned.runs
-        }
-        self._last = 0.0
-        self.compare()
-
-    def started(self, run: comparing.Trial, iteration: int) -> None:
-        """A run's ranks are being started; ``iteration`` is what it goes on from."""
-        self.display.start_task(self._rows[run.name])
-        self._say(run, f"goes on from {iteration}" if iteration else "starting")
-
-    def step(self, run: comparing.Trial, step: recipes.Step) -> None:
-        """Progress of the run that is being trained."""
-        state = f"iteration {step.iteration}/{step.total}"
-        row = self._rows[run.name]
-        self.display.update(row, completed=step.iteration, total=step.total)
-        aloud = time.monotonic() - self._last >= 10 or step.iteration == step.total
-        self._say(run, state, loss_words(step), aloud=aloud)
-
-    def failed(self, run: comparing.Trial) -> None:
-        """The run ended badly; its log has been named."""
-        self._say(run, "failed", aloud=False)
-
-    def compare(self) -> None:
-        """Show the final losses of what has finished, beside the first variant's of that seed."""
-        final = {
-            run.name: final_loss(result["losses"])
-            for run in self._planned.runs
-            if (result := run.result) is not None
-        }
-        reference = self._planned.variants[0].name
-        for run in self._planned.runs:
-            base = final.get(f"{reference}-seed{run.seed}")
-            if run.name in final:
-                self._say(run, "finished", f"loss {final[run.name]:.4f}", aloud=False)
-                if base is not None and run.variant.name != reference:
-                    difference = f"ΔL {final[run.name] - base:+.4f}"
-                    self.display.update(self._rows[run.name], difference=difference)
-
-    def _say(self, run: comparing.Trial, state: str, loss: str = "", *, aloud: bool = True) -> None:
-        self.display.update(self._rows[run.name], state=state, loss=loss)
-        if aloud and not self._draws:
-            self._last = time.monotonic()
-            console.log.print(f"{run.name}: {state} {loss}".rstrip(), markup=False)

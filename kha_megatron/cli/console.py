@@ -1,4 +1,4 @@
-"""Where the commands write: results on stdout, everything about progress and errors on stderr."""
+"""Consoles of the commands: results go to stdout, progress and errors to stderr."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from kha_megatron.checkpoint.staging import as_json
 out = Console(highlight=False, soft_wrap=True)
 log = Console(stderr=True, highlight=False, soft_wrap=True)
 
-# Text from files and arguments may hold terminal escape sequences; this is shown instead.
 _CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
 VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
+"""Translation of text that may contain terminal escape sequences."""
 
 
 def error(message: str) -> None:
@@ -31,7 +31,7 @@ def print_json(content: Any) -> None:
 
 
 def numbers(*columns: str, title: str | None = None, names: int = 1) -> Table:
-    """An empty table of figures, which stand at the right; of its columns the first are names."""
+    """Return an empty table with right-aligned columns after the first ``names`` columns."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
@@ -41,10 +41,10 @@ def numbers(*columns: str, title: str | None = None, names: int = 1) -> Table:
 
 
 def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
-    """Print names and what they are, in two columns; long paths go on in the next line."""
+    """Print names and values in two columns."""
     table = Table(title=title and escape(title), title_justify="left", show_header=False, box=None)
     table.add_column()
-    table.add_column(overflow="fold")  # a path cut short is no path
+    table.add_column(overflow="fold")  # do not truncate paths
     for name, value in facts.items():
         table.add_row(name, escape(value))
     out.print(table)

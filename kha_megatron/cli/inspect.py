@@ -1,32 +1,30 @@
-"""``kha-megatron inspect``: what the shared matrices of a checkpoint have learnt, and what its
-attention does with a text."""
+"""``kha-megatron inspect``: learnt matrices of a checkpoint, and its attention on a text."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import track
-from rich.table import Table
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.attention import TOKENS, attention_figures, tables
 from kha_megatron.cli.options import AsJSON, Device
+from kha_megatron.compare.charts import matrix_grid, require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.data.text_files import read_beginning
 from kha_megatron.heads import Projection
-from kha_megatron.heads.knock import MATRICES, Variant
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import kha_of, knock_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kha_megatron.checkpoint.hf_reader import HFCheckpoint
-    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
     from kha_megatron.hf.instruments import LayerFigures
 
 Weights = dict[tuple[int, Projection], "Tensor"]
+"""Matrices by layer and projection, each ``[matrices, D, D]``."""
+_QUANTITIES = {"diagonal_mean": "diag", "off_diagonal_share": "off", "distance": "moved"}
 
 
 def inspect(
@@ -34,56 +32,53 @@ def inspect(
         Path,
         typer.Argument(
             metavar="CKPT_OR_HF",
-            help="Megatron's --save folder, one iter_0000123 folder, or a Hugging Face model.",
+            help="Megatron's --save directory, one iter_0000123 in it, or a Hugging Face model.",
         ),
     ],
-    out_dir: Annotated[Path, typer.Argument(help="Folder for the PNG files.")],
+    out_dir: Annotated[Path, typer.Argument(help="Directory for the PNG files.")],
     text: Annotated[
-        Path | None,
-        typer.Option(help="Text file (UTF-8) to pass through the model, which may be any model."),
+        Path | None, typer.Option(help="Text file (UTF-8) to run the model on; any model.")
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            max=2**20,
-            help="Tokens of the text that pass, its first ones.",
-            show_default="512, or the model's positions if those are fewer",
-        ),
+        typer.Option(min=2, max=2**20, help="Tokens of the text. Default: 512 or fewer."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Tokenizer folder for --text, if a checkpoint of Megatron names none."),
+        typer.Option(help="Tokenizer directory of a Megatron checkpoint that records none."),
     ] = None,
     device: Device = "auto",
     as_json: AsJSON = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the PNG files that OUT_DIR holds.")
+        bool, typer.Option("--overwrite", help="Replace the PNG files in OUT_DIR.")
     ] = False,
 ) -> None:
-    """Draw the learnt knocking-heads matrices of every layer and print how far they have come.
+    """Draw the learnt knocking-heads matrices of every layer and print statistics.
 
-    One PNG per projection and matrix, clipped to 0..1 as in the paper's Fig. 3, gates unclipped.
-    Per layer: the mean of the diagonal, the share of the energy (sum of squares) off the diagonal,
-    and the distance from the start, in units of the identity's norm.
+    Writes one PNG per projection and matrix, clipped to 0..1 as in the paper's Fig. 3; gates are
+    not clipped. Prints per layer the mean of the diagonal, the share of the sum of squares off the
+    diagonal, and the distance from the initial value in units of the norm of the identity.
 
-    With --text, also of stock models: the share of each head's attention that the first token gets
-    (attention sink; 64 tokens are asked, evenly spread), the largest value that each layer hands
-    on, its feature and token (massive activation), how open gates are and what share of them is
-    below 0.1, and the share of tokens that have a head (mixture-of-head). One pass of the model; a
-    checkpoint of Megatron is converted into a temporary folder first.
+    With --text, also runs the model once and reports per layer: the share of attention on the first
+    token (attention sink), the largest activation with its feature and token, the mean of each gate
+    and its share below 0.1, and the share of tokens that have each head (mixture of heads).
+    Megatron checkpoints are converted into a temporary directory first.
 
     Examples:
       kha-megatron inspect my-hf-model pictures/ --text book.txt --tokens 2048
       kha-megatron inspect quickstart/run/checkpoints pictures/
       kha-megatron inspect my-hf-model pictures/ --json | jq '.matrices[0]'
     """
-    plots.require_matplotlib()
+    from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+    from kha_megatron.ops.diagnostics import diagnose
+
+    require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
     words = None if text is None else read_beginning(text, tokens or TOKENS)
-    opened = _open(checkpoint)
+    opened = (HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint).open(checkpoint)
     kha = kha_of(opened) or KHAConfig()
-    # only a text says anything of a model without matrices
+    # a model without matrices can only be inspected on a text
     weights = {} if words and not kha.variants else knock_weights(opened)
     passed = 0
     layers: list[LayerFigures] = []
@@ -91,17 +86,20 @@ def inspect(
         passed, layers = attention_figures(
             checkpoint, words, tokens=tokens, tokenizer=tokenizer, device=device
         )
-    iteration = getattr(opened, "iteration", None)
-    numbers = _diagnose(weights, kha)
-    with staged_folder(out_dir) as folder:
-        _draw(weights, kha, iteration, folder)
+    numbers = [
+        {"layer": layer, "projection": projection} | asdict(diagnostics)
+        for (layer, projection), weight in weights.items()
+        for diagnostics in diagnose(weight, kha.variants[projection])
+    ]
+    with staged_folder(out_dir) as folder, console.log.status("Drawing"):
+        _draw(weights, kha, folder)
         if layers:
             plots.attention(layers, folder / "attention.png", title=f"{passed} tokens")
     files = sorted(file.name for file in out_dir.glob("*.png"))
     if as_json:
         result = {
             "checkpoint": str(opened.path),
-            "iteration": iteration,
+            "iteration": getattr(opened, "iteration", None),
             "kha": kha.to_dict(),
             "matrices": numbers,
             "files": [str(out_dir / name) for name in files],
@@ -111,76 +109,35 @@ def inspect(
             result["layers"] = [asdict(figures) for figures in layers]
         console.print_json(result)
         return
-    for projection, variant in kha.variants.items():
-        console.out.print(_table(projection, variant, numbers), "")
+    _print_matrices(kha, numbers)
     if layers:
         for table in tables(layers, passed):
             console.out.print(table, "")
-        console.out.print(
-            "sink: share of a head's attention that the first token gets; peak: largest absolute "
-            "value that the layer hands on; gate-score: mean of a gate; gate-shut: share of it "
-            "below 0.1; head load: share of tokens that have the head"
-        )
-    if weights:
-        _explain_matrices()
     console.log.print(f"{len(files)} pictures in {out_dir}: {', '.join(files)}", markup=False)
 
 
-def _explain_matrices() -> None:
-    console.out.print(
-        "diag: mean of the diagonal; off: share of the energy (sum of squares) off the diagonal; "
-        "moved: distance from the start, where 1 is the norm of the identity"
-    )
+def _draw(weights: Weights, kha: KHAConfig, folder: Path) -> None:
+    for projection, variant in kha.variants.items():
+        for index, matrix in enumerate(MATRICES[variant]):
+            matrix_grid(
+                {layer: w[index] for (layer, name), w in weights.items() if name == projection},
+                folder / f"{projection}_{matrix}.png",
+                title=f"{matrix} matrix on {projection} heads ({variant})",
+                diverging=matrix == "gate",
+            )
 
 
-def _open(path: Path) -> "MegatronCheckpoint | HFCheckpoint":
-    from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
-    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-
-    return (HFCheckpoint if is_hf_folder(path) else MegatronCheckpoint).open(path)
-
-
-def _diagnose(weights: Weights, kha: KHAConfig) -> list[dict[str, Any]]:
-    """One plain dictionary per layer, projection and matrix."""
-    from kha_megatron.ops.diagnostics import diagnose
-
-    return [
-        {"layer": layer, "projection": projection} | asdict(diagnostics)
-        for (layer, projection), weight in weights.items()
-        for diagnostics in diagnose(weight, kha.variants[projection])
-    ]
-
-
-def _draw(weights: Weights, kha: KHAConfig, iteration: int | None, folder: Path) -> None:
-    pictures = [(p, v, i, m) for p, v in kha.variants.items() for i, m in enumerate(MATRICES[v])]
-    for projection, variant, index, matrix in track(
-        pictures, "drawing", console=console.log, transient=True
-    ):
-        letter = projection[0].upper()
-        symbol = f"T^{letter}" if matrix == "proj" else rf"W^{{{matrix}}}"
-        when = "" if iteration is None else f"iteration {iteration}, "
-        values = "unclipped" if matrix == "gate" else "clipped to 0..1"
-        plots.matrix_grid(
-            {
-                layer: weight[index]
-                for (layer, name), weight in weights.items()
-                if name == projection
-            },
-            folder / f"{projection}_{matrix}.png",
-            title=f"${symbol}$ on {projection} heads ({variant})\n{when}{values}",
-            diverging=matrix == "gate",
-        )
-
-
-def _table(projection: Projection, variant: Variant, numbers: list[dict[str, Any]]) -> Table:
-    rows: dict[int, list[str]] = {}
-    for entry in numbers:
-        if entry["projection"] == projection:
-            values = (entry[k] for k in ("diagonal_mean", "off_diagonal_share", "distance"))
-            rows.setdefault(entry["layer"], []).extend(f"{value:.3f}" for value in values)
-    quantities = (f"{m}\n{what}" for m in MATRICES[variant] for what in ("diag", "off", "moved"))
-    title = f"{projection} heads ({variant})"
-    table = console.numbers("\nlayer", *quantities, title=title, names=0)
-    for layer, cells in sorted(rows.items()):
-        table.add_row(str(layer), *cells)
-    return table
+def _print_matrices(kha: KHAConfig, numbers: list[dict[str, Any]]) -> None:
+    """Print one table per projection, with three columns per matrix."""
+    for projection, variant in kha.variants.items():
+        columns = [f"{m}\n{what}" for m in MATRICES[variant] for what in _QUANTITIES.values()]
+        title = f"{projection} heads ({variant})"
+        table = console.numbers("\nlayer", *columns, title=title, names=0)
+        rows: dict[int, list[str]] = {}
+        for entry in numbers:
+            if entry["projection"] == projection:
+                cells = [f"{entry[quantity]:.3f}" for quantity in _QUANTITIES]
+                rows.setdefault(entry["layer"], []).extend(cells)
+        for layer, cells in sorted(rows.items()):
+            table.add_row(str(layer), *cells)
+        console.out.print(table, "")

@@ -1,4 +1,4 @@
-"""``kha-megatron quickstart``: the whole product once, on this machine's CPU."""
+"""``kha-megatron quickstart``: train, convert and inspect a small model on the CPU."""
 
 import argparse
 import itertools
@@ -25,6 +25,7 @@ from kha_megatron.cli.following import report, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import MegatronArguments, preset_names
+from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError, MissingDependencyError
 from kha_megatron.recipes.log_lines import LOSS, History, read_history
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 MARK = "quickstart.json"
 LAST = 10
-"""Iterations over which the last loss is a mean: one batch more or less moves it by 0.2."""
+"""Iterations averaged for the last loss, because a single batch varies by 0.2."""
 
 PROMPT = "def main("
 
@@ -47,19 +48,18 @@ def quickstart(
     variant: Annotated[
         str | None,
         typer.Option(
-            help="Presets, with commas between those to join; the recipe's if not given.",
+            help="Comma-separated presets to combine. Default: the recipe's.",
             autocompletion=preset_names,
         ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("quickstart"),
+    output: Annotated[Path, typer.Option(help="Output directory.")] = Path("quickstart"),
 ) -> None:
-    """Text, training, conversion, pictures, sample: the whole way on this machine's CPU.
+    """Prepare text, train a small model, convert it and inspect it on this machine's CPU.
 
-    Prepares the source of Python's standard library as training text, pre-trains a small mixture
-    of experts with KHA-MLP on Megatron-Core (two ranks, tensor parallel, started by NeMo-Run),
-    converts it to Hugging Face and proves that the logits agree, draws the learnt matrices and the
-    loss, and lets the model write. A second run reuses the text, keeps the first one's training as
-    run-1, and trains anew.
+    Tokenizes the source of Python's standard library, trains a small mixture of experts with
+    KHA-MLP on Megatron-Core (two tensor-parallel ranks, started by NeMo-Run), converts it to
+    Hugging Face, verifies the logits, plots the learnt matrices and the loss, and generates text. A
+    second run reuses the text, keeps the earlier training as run-1 and trains anew.
 
     Examples:
       kha-megatron quickstart
@@ -71,7 +71,7 @@ def quickstart(
         names = [name.strip() for name in variant.split(",") if name.strip()]
         recipe = recipe.having(KHAConfig.combined(names))
     check_output_folder(output, overwrite=True, mark=MARK, inside=True)
-    plots.require_matplotlib()
+    require_matplotlib()
     if find_spec("nemo_run") is None:
         raise MissingDependencyError("nemo-run", "launching a recipe", "launch")
     output.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def quickstart(
     kha = recipe.run_for(megatron or []).kha
     if kha.variants and not kha.others:
         inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
-    else:  # what other mechanisms do shows on a text: a file of those that it was trained on
+    else:  # other mechanisms have no matrices: inspect them on a file of the training text
         text = Path(argparse.__file__)
         inspect(output / "hf", output / "pictures", text=text, overwrite=True)
     plots.loss_curve(history, output / "pictures" / "loss.png")
@@ -105,26 +105,22 @@ def quickstart(
 
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
-    """Make the corpus, unless an earlier run made it and it is still whole."""
+    """Prepare the corpus unless an earlier run prepared it."""
     from kha_megatron.data import prepare, report
 
     try:
         if report.verify(folder).vocab_size_asked == vocab_size:
-            console.log.print("reusing what an earlier run prepared")
+            console.log.print("reusing the text of an earlier run")
             return
     except DataError:
-        pass  # there is none, or it is damaged: make it
+        pass  # missing or damaged
     shutil.rmtree(folder, ignore_errors=True)
     with progress() as on_progress:
-        made = prepare.prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
-    console.log.print(
-        f"{made.bytes / 1e6:.1f} MB of Python source in {made.files} files: "
-        f"{made.tokens:,} tokens, vocabulary {made.vocab_size}"
-    )
+        prepare.prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
 
 
 def make_room(run: Path) -> None:
-    """Rename an earlier run that has a complete checkpoint; remove what has none."""
+    """Rename an earlier run that has a complete checkpoint; remove one that has none."""
     if newest(run / CHECKPOINTS) is None:
         shutil.rmtree(run, ignore_errors=True)
         return
@@ -161,9 +157,7 @@ def _summary(
         "first_loss": losses[0][1],
         "last_loss": fmean(loss for _, loss in losses[-LAST:]),
         "training_seconds": trained.seconds,
-        "tokens_per_second": _tokens_per_second(
-            recipes.read_steps(trained.log), config["max_position_embeddings"]
-        ),
+        "tokens_per_second": _tokens_per_second(trained.log, config["max_position_embeddings"]),
         "parameters": written.parameters,
         "largest_logit_difference": agreement and agreement.max_difference,
         "argmax_agreement": agreement and agreement.argmax,
@@ -176,33 +170,26 @@ def _summary(
     }
 
 
-def _tokens_per_second(steps: list[recipes.Step], sequence: int) -> float | None:
-    """The rate from the first line of the log to the last; None if there are not two lines."""
-    # the first line holds the start-up of the kernels: leave it out of the rate
-    samples, seconds = 0, 0.0
-    for before, step in pairwise(steps):
-        if before.samples is not None and step.samples is not None and step.seconds:
-            samples += step.samples - before.samples
-            seconds += (step.iteration - before.iteration) * step.seconds
+def _tokens_per_second(log: Path, sequence: int) -> float | None:
+    """Return the throughput after the first log line, or None without a second line."""
+    steps = [s for s in recipes.read_steps(log) if s.samples is not None and s.seconds]
+    pairs = list(pairwise(steps))
+    samples = sum((b.samples or 0) - (a.samples or 0) for a, b in pairs)
+    seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairs)
     return samples * sequence / seconds if seconds else None
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:
     first, last, rate = (summary[k] for k in ("first_loss", "last_loss", "tokens_per_second"))
-    speed = "too few iterations to measure" if rate is None else f"{rate:,.0f} tokens/s"
-    agreement, difference = "not verified", summary["largest_logit_difference"]
-    if difference is not None:
-        agreement = (
-            f"logits differ by at most {difference:.1e}, same most likely token at "
-            f"{summary['argmax_agreement']:.0%} of positions"
-        )
-    files = summary["files"]
+    files, difference = summary["files"], summary["largest_logit_difference"]
+    speed = "" if rate is None else f"{rate:,.0f} tokens/s, "
     return {
         "parameters": f"{summary['parameters']:,}",
-        "loss": f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations "
-        f"({last / first:.0%})",
-        "speed": f"{speed}, {summary['training_seconds']:.0f} s from start to end",
-        "Hugging Face against Megatron": agreement,
+        "loss": f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations",
+        "speed": f"{speed}{summary['training_seconds']:.0f} s from start to end",
+        "logits, Hugging Face against Megatron": "not verified"
+        if difference is None
+        else f"differ by at most {difference:.1e}",
         "checkpoint": files["checkpoint"],
         "Hugging Face model": files["hugging_face"],
         "pictures": "\n".join(files["pictures"]),
@@ -210,31 +197,18 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _next_steps(output: Path) -> str:
-    """Commands to paste into the shell that started this one, each under what it is for."""
-    kha = _this_command()
+    """Return commands to paste into the shell that started this one."""
+    kha = Path(sys.executable).with_name("kha-megatron")
+    if kha.is_relative_to(Path.cwd()):
+        kha = kha.relative_to(Path.cwd())
     model, data = (shlex.quote(str(output / name)) for name in ("hf", "data"))
     return f"""
 What to try next:
-  # let it write
   {kha} generate {model} "import "
-  # another variant on the same text
   {kha} quickstart --output gated --variant kha_mlp,gate_output
-  # the exact torchrun command, to make your own
   {kha} launch quickstart --data {data} --dry-run
-  # your own text, if it lies in my-text
   {kha} data prepare --from my-text --out data/mine
-  # what this machine can run
   {kha} doctor"""
-
-
-def _this_command() -> str:
-    """How a shell finds this command: by its name only if that finds this one."""
-    here = Path(sys.executable).with_name("kha-megatron")
-    named = shutil.which(here.name)
-    if named and here.exists() and Path(named).samefile(here):
-        return here.name
-    below = here.is_relative_to(Path.cwd())
-    return shlex.quote(str(here.relative_to(Path.cwd()) if below else here))
 
 
 def _heading(number: int, text: str) -> None:

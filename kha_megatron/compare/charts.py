@@ -1,26 +1,21 @@
-"""Line charts as inline SVG, drawn for a phone's width; colours come from the page's style."""
+"""Draw line charts as inline SVG and learnt matrices as PNG."""
 
 import io
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kha_megatron.errors import MissingDependencyError
 
-WIDTH, HEIGHT = 360, 265
-"""In CSS pixels where a page shows them whole."""
-_FONT = 13
-_EDGE, _TEXT = "#d9dce1", "#1c1e21"
-"""Stand for the colours of the style that follow a reader's light or dark screen."""
-
-_GID = re.compile(r'<g id="(line|band) c(\d+)">')
-_OTHER_IDS = re.compile(r' (?:id="(?!p[0-9a-f]{10}")|xmlns(?::xlink)?=")[^"]*"')
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's ``Figure`` class, which draws to files and needs no display.
+    """Return matplotlib's ``Figure`` class, which needs no display.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -34,85 +29,95 @@ def require_matplotlib() -> Any:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve and its band."""
+    """One curve with an optional confidence band."""
 
     name: str
-    colour: int
-    """Number of the style class."""
-
+    colour: str
+    """A matplotlib colour such as ``C0``."""
     points: Sequence[tuple[float, float, float | None]]
-    """x, y and half of the band's height; None where there is no band."""
+    """x, y and half of the band's height; None without a band."""
 
 
-def line_chart(
-    lines: Sequence[Line], *, title: str, identity: str, y_label: str, zero: bool = False
-) -> str:
-    """An ``<svg>`` with axes, bands and lines.
+def line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
+    """Return an ``<svg>`` element with one curve per line.
 
-    The range of y is that of the curves after the first tenth of x: a loss starts so high that
-    nothing else would show. Bands, which are wide with two seeds, may at most triple it. What lies
-    outside is cut off.
+    The y range covers the curves after the first tenth of the iterations, because the loss starts
+    very high. Bands widen the range by at most its own height on each side.
 
     Args:
-        title: what a screen reader says.
-        identity: unique in the page.
-        zero: also show a line at y = 0.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
+        lines: at least one, with at least one point.
+        title: label for screen readers; unique in a page.
+        y_label: label of the y axis.
+        zero: also draw a line at y = 0.
     """
-    figure = require_matplotlib()(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
+    figure = require_matplotlib()(figsize=(6, 4), layout="constrained")
     from matplotlib import rc_context
 
-    last = max(x for line in lines for x, _, _ in line.points)
-    low, high = _range([p for line in lines for p in line.points if p[0] >= last / 10], zero)
-    far = high - low  # a renderer may choke on coordinates that are further away
-
-    def near(y: float) -> float:
-        return min(max(y, low - far), high + far)
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": identity, "font.size": _FONT}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         axis = figure.subplots()
-        axis.set(xlim=(0, last), ylim=(low, high), xlabel="iteration", ylabel=y_label)
-        axis.set_frame_on(False)
-        figure.patch.set_visible(False)
-        axis.grid(axis="y", color=_EDGE, linewidth=1)
-        axis.locator_params(axis="x", nbins=4, integer=True)
-        axis.ticklabel_format(axis="y", style="plain", useOffset=False)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.tick_params(length=0)
+        axis.set(xlabel="iteration", ylabel=y_label)
+        axis.grid(axis="y", alpha=0.4)
         if zero:
-            axis.axhline(0, color=_TEXT, linewidth=1, dashes=(4, 3))
+            axis.axhline(0, color="black", linewidth=1, linestyle="--")
         for line in lines:
-            banded = [(x, y, half) for x, y, half in line.points if half is not None]
-            corners = [(x, near(y + half)) for x, y, half in banded]
-            corners += [(x, near(y - half)) for x, y, half in reversed(banded)]
-            if corners:
-                axis.fill(*zip(*corners, strict=True), gid=f"band c{line.colour}")
-        for line in lines:
-            xs, ys, _ = zip(*line.points, strict=True)
-            axis.plot(xs, [near(y) for y in ys], linewidth=1.8, gid=f"line c{line.colour}")
+            xs, ys, halves = zip(*line.points, strict=True)
+            axis.plot(xs, ys, color=line.colour, label=line.name)
+            bands = [(y, half or 0.0) for y, half in zip(ys, halves, strict=True)]
+            if any(half for _, half in bands):
+                low, high = [y - half for y, half in bands], [y + half for y, half in bands]
+                axis.fill_between(xs, low, high, color=line.colour, alpha=0.2, linewidth=0)
+        axis.set_ylim(*_y_range([point for line in lines for point in line.points], zero))
+        axis.legend(frameon=False)
         file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing)
-    names = iter(line.name for line in lines)
-
-    def named(group: re.Match[str]) -> str:
-        title = f"<title>{escape(next(names))}</title>" if group[1] == "line" else ""
-        return f'<g class="{group[1]} c{group[2]}">{title}'
-
-    svg = "<svg" + file.getvalue().partition("<svg")[2]
-    svg = _OTHER_IDS.sub("", _GID.sub(named, svg))
-    svg = svg.replace(_EDGE, "var(--edge)").replace(_TEXT, "var(--text)")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=metadata)
+    svg = file.getvalue().partition("<svg")[2]
+    return f'<svg role="img" aria-label="{escape(title)}"{svg}'
 
 
-def _range(points: Sequence[tuple[float, float, float | None]], zero: bool) -> tuple[float, float]:
-    """Lowest and highest y of a chart, with a margin."""
-    means = [y for _, y, _ in points] + [0.0] * zero
+def _y_range(
+    points: Sequence[tuple[float, float, float | None]], zero: bool
+) -> tuple[float, float]:
+    start = max(x for x, _, _ in points) / 10
+    shown = [(y, half or 0.0) for x, y, half in points if x >= start]
+    means = [y for y, _ in shown] + [0.0] * zero
     low, high = min(means), max(means)
     span = high - low or abs(high) or 1.0
-    bottom = min(y - (half or 0.0) for _, y, half in points)
-    top = max(y + (half or 0.0) for _, y, half in points)
-    margin = 0.05 * span
-    return min(low, max(bottom, low - span)) - margin, max(high, min(top, high + span)) + margin
+    low = min(low, max(low - span, min(y - half for y, half in shown)))
+    high = max(high, min(high + span, max(y + half for y, half in shown)))
+    return low - 0.05 * span, high + 0.05 * span
+
+
+def matrix_grid(
+    matrices: "Mapping[int, Tensor]", out_png: Path, *, title: str, diverging: bool = False
+) -> None:
+    """Draw one ``[D, D]`` matrix per layer in a grid with one colour bar (the paper's Fig. 3).
+
+    Args:
+        matrices: by layer, for ``x @ M``: rows are input features.
+        out_png: file to write.
+        title: above the grid; may contain matplotlib's mathtext.
+        diverging: show all values with colours that diverge from 0 (gates) instead of clipping to
+            0..1. NaN and infinity are magenta in both cases.
+    """
+    columns = min(len(matrices), 6)
+    rows = math.ceil(len(matrices) / columns)
+    figure = require_matplotlib()(
+        figsize=(1.35 * columns + 1.6, 1.45 * rows + 0.9), layout="constrained"
+    )
+    from matplotlib import colormaps
+
+    finite = [m[m.isfinite()].abs().max().item() for m in matrices.values() if m.isfinite().any()]
+    limit = max(finite, default=0.0) or 1.0
+    low, high = (-limit, limit) if diverging else (0.0, 1.0)
+    colours = colormaps["RdBu_r" if diverging else "viridis"].with_extremes(bad="magenta")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (layer, matrix) in zip(axes.flat, sorted(matrices.items()), strict=False):
+        values = matrix.float().masked_fill(~matrix.isfinite(), math.nan).numpy()
+        image = axis.imshow(values, cmap=colours, vmin=low, vmax=high)
+        axis.set_title(f"layer {layer}", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=min(1.0, 3 / rows))
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(out_png, format="png", dpi=120)

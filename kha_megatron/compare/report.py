@@ -1,4 +1,4 @@
-"""What the finished runs say together, as plain data: what ``report.json`` holds."""
+"""Summarise the finished runs as plain data, which ``report.json`` holds."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,6 @@ from kha_megatron.compare.statistics import (
     estimate,
     final_loss,
     floor,
-    paired,
 )
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
@@ -31,7 +30,7 @@ _JUDGED = {
     "loss": ("delta", lambda result: final_loss(result["losses"])),
     "held_out": ("held_out_delta", lambda result: result.get("held_out")),
 }
-"""What runs are compared by, the name of its difference, and how a result has it, if it does."""
+"""By report key: the key of its difference, and how to read the value from a result."""
 
 
 def summarise(
@@ -41,85 +40,73 @@ def summarise(
     failures: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All numbers of the report. A variant is paired with the reference over the seeds both have.
+    """Return the report. A variant is paired with the reference over the seeds that both have.
 
-    ``floor`` is how far the null runs moved from the reference, in training loss (``loss``) and in
-    held-out loss (``held_out``), where there are any; a mean difference that is no larger shows
-    nothing.
+    ``floor`` says how far the null runs moved from the reference, in training loss (``loss``) and
+    in held-out loss (``held_out``).
 
     Args:
+        comparison: the planned runs.
         results: at least one.
-        failures: why runs did not finish, by their names.
-        command: the words that repeat the comparison.
+        failures: why runs failed, by run name.
+        command: command line that repeats the comparison.
     """
-    reference = comparison.variants[0].name
-    failures = failures or {}
-    floors = _floors(reference, comparison.seeds, results)
-    runs = [
-        _run(
-            run.variant.name,
-            run.seed,
-            results.get((run.variant.name, run.seed)),
-            reference,
-            results,
-            failures.get(run.name),
-        )
-        for run in comparison.runs
-    ]
+    seeds, reference = comparison.seeds, comparison.variants[0].name
+    moved = {key: _differences(key, NULL, reference, seeds, results) for key in _JUDGED}
+    floors = {key: floor(differences) for key, differences in moved.items() if differences}
+    runs = []
+    for run in comparison.runs:
+        entry = {"variant": run.variant.name, "seed": run.seed}
+        state = (failures or {}).get(run.name, "not trained yet")
+        result = results.get((run.variant.name, run.seed))
+        finished = _finished(run.variant.name, result, reference, results) if result else {}
+        runs.append(entry | {"state": state} | finished)
+    versions = {package: found for package in _PACKAGES if (found := version_of(package))}
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,
         "note": comparison.recipe.note,
         "reference": reference,
-        "seeds": list(comparison.seeds),
+        "seeds": list(seeds),
         "iterations": comparison.runs[0].iterations,
         "floor": {key: asdict(found) for key, found in floors.items()},
         "finished": len(results),
         "planned": len(comparison.runs),
         "variants": [
-            _variant(variant.name, str(variant.kha), reference, comparison.seeds, results, floors)
+            _variant(variant.name, str(variant.kha), reference, seeds, results, floors)
             for variant in comparison.variants
         ],
         "runs": runs,
         "devices": sorted({result["device"] for result in results.values()}),
         "command": list(command),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | versions,
     }
 
 
-def _run(
-    variant: str,
-    seed: int,
-    result: dict[str, Any] | None,
-    reference: str,
-    results: Results,
-    failure: str | None,
+def _finished(
+    variant: str, result: dict[str, Any], reference: str, results: Results
 ) -> dict[str, Any]:
-    entry = {"variant": variant, "seed": seed, "state": failure or "not trained yet"}
-    if result is None:
-        return entry
+    """Return the report's entries of one finished run."""
     numbers: dict[str, float | None] = {}
     for key, (difference, value_of) in _JUDGED.items():
-        numbers[key] = value_of(result)
-        both = _pairs(key, variant, reference, [seed], results)
-        numbers[difference] = both[0][0] - both[0][1] if both else None
+        own = _differences(key, variant, reference, [result["seed"]], results)
+        numbers |= {key: value_of(result), difference: own[0] if own else None}
     lost = result["losses"].count(None)
-    return entry | {
+    return numbers | {
         "state": f"finished; {lost} losses were lost" if lost else "finished",
-        **numbers,
         "spikes": [asdict(spike) for spike in _spikes(result["losses"])],
         "seconds_per_step": result["seconds_per_step"],
         "starts": result["starts"],
     }
 
 
-def _pairs(
+def _differences(
     key: str, name: str, reference: str, seeds: Sequence[int], results: Results
-) -> list[tuple[float, float]]:
-    """A number of the variant's runs and of the reference's, over the seeds for which both have it.
+) -> list[float]:
+    """Return variant minus reference for each seed for which both values are known.
 
-    None of the reference with itself.
+    Empty for the reference itself.
     """
     value_of = _JUDGED[key][1]
     pairs = [
@@ -127,12 +114,7 @@ def _pairs(
         for seed in seeds
         if name != reference and (name, seed) in results and (reference, seed) in results
     ]
-    return [(mine, base) for mine, base in pairs if mine is not None and base is not None]
-
-
-def _floors(reference: str, seeds: Sequence[int], results: Results) -> dict[str, Floor]:
-    found = {key: _pairs(key, NULL, reference, seeds, results) for key in _JUDGED}
-    return {key: floor(*zip(*pairs, strict=True)) for key, pairs in found.items() if pairs}
+    return [mine - base for mine, base in pairs if mine is not None and base is not None]
 
 
 def _variant(
@@ -143,16 +125,15 @@ def _variant(
     results: Results,
     floors: Mapping[str, Floor],
 ) -> dict[str, Any]:
-    """One row of every table, and its two curves; without a finished run only its name."""
+    """Return a variant's table entries and curves; only its name if no run has finished."""
     own = [results[name, seed] for seed in seeds if (name, seed) in results]
     entry: dict[str, Any] = {"name": name, "knocks": knocks, "seeds": len(own)}
     if not own:
         return entry
-    losses = [result["losses"] for result in own]
     times = [result["seconds_per_step"] for result in own if result["seconds_per_step"]]
-    spikes = [_spikes(history) for history in losses]
+    spikes = [_spikes(result["losses"]) for result in own]
     entry |= {
-        "curve": _curve([binned(history) for history in losses]),
+        "curve": _curve([binned(result["losses"]) for result in own]),
         "spikes_per_run": fmean(map(len, spikes)),
         "highest_spike": max((s.height for run in spikes for s in run), default=None),
         "seconds_per_step": median(times) if times else None,
@@ -164,21 +145,21 @@ def _variant(
         known = [value for result in own if (value := value_of(result)) is not None]
         if known:
             entry[key] = asdict(estimate(known))
-        if pairs := _pairs(key, name, reference, seeds, results):
-            delta = paired(*zip(*pairs, strict=True))
+        if differences := _differences(key, name, reference, seeds, results):
+            delta = estimate(differences)
             entry[difference] = asdict(delta) | {"verdict": _verdict(name, delta, floors.get(key))}
-    if "delta" not in entry:
-        return entry
-    both = [s for s in seeds if (name, s) in results and (reference, s) in results]
-    mine, base = ([results[variant, s]["losses"] for s in both] for variant in (name, reference))
-    differences = [
-        [
-            (x, None if a is None or b is None else a - b)
-            for (x, a), (_, b) in zip(binned(one), binned(two), strict=True)
+    if "delta" in entry:
+        both = [s for s in seeds if (name, s) in results and (reference, s) in results]
+        histories = [
+            [
+                None if a is None or b is None else a - b
+                for a, b in zip(
+                    results[name, s]["losses"], results[reference, s]["losses"], strict=True
+                )
+            ]
+            for s in both
         ]
-        for one, two in zip(mine, base, strict=True)
-    ]
-    entry["delta_curve"] = _curve(differences)
+        entry["delta_curve"] = _curve([binned(history) for history in histories])
     return entry
 
 
@@ -197,12 +178,10 @@ def _verdict(name: str, delta: Estimate, floor: Floor | None) -> str:
 
 
 def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[list[float | None]]:
-    """Iteration, mean over the seeds and half width, bin by bin; none where no seed has a loss."""
-    bins = zip(*histories, strict=True)
-    known = ((points[0][0], [y for _, y in points if y is not None]) for points in bins)
-    found = ((x, estimate(values)) for x, values in known if values)
-    return [[x, e.mean, e.half_width] for x, e in found]
-
-
-def _versions() -> dict[str, str]:
-    return {package: found for package in _PACKAGES if (found := version_of(package))}
+    """Return iteration, mean over seeds and half width of each bin that has a loss."""
+    curve: list[list[float | None]] = []
+    for points in zip(*histories, strict=True):
+        if known := [y for _, y in points if y is not None]:
+            found = estimate(known)
+            curve.append([points[0][0], found.mean, found.half_width])
+    return curve

@@ -2,9 +2,7 @@
 
 import io
 import json
-import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from kha_megatron import cli
 from kha_megatron.cli.generate import _write
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
-from tests.cli.words import MODEL, save_with_pictures, trained
+from tests.cli.words import MODEL, trained
 
 PROMPT = "def main(x):\n\treturn"
 SIZES = MODEL | {"hidden_size": 22}
@@ -68,35 +66,25 @@ def test_greedy_prints_the_prompt_and_what_the_model_says(original, tokenizer):
     ids = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0]
     new = ids[inputs["input_ids"].shape[1] :]
     assert result.stdout == PROMPT + tokenizer.decode(new, skip_special_tokens=True) + "\n"
-    assert f"{len(new)} tokens in" in result.stderr
 
 
-def test_as_json(original):
+def test_json_holds_the_text(original):
     words = (PROMPT, "--greedy", "--max-new-tokens", 9)
-    result = run(original, *words, "--json")
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["prompt"] + told["text"] + "\n" == run(original, *words).stdout
-    assert (told["prompt"], told["tokens"], told["device"]) == (PROMPT, 9, "cpu")
-    assert told["seconds"] > 0
+    result = json.loads(run(original, *words, "--json").stdout)
+    assert result["prompt"] + result["text"] + "\n" == run(original, *words).stdout
+    assert result["tokens"] == 9
 
 
-def test_a_seed_makes_sampling_repeatable_and_another_one_changes_it(original):
+def test_a_seed_makes_sampling_repeatable(original):
     first, again, other = (
-        run(original, PROMPT, "--seed", seed, "--temperature", 2.0, "--max-new-tokens", 20)
+        run(original, PROMPT, "--seed", seed, "--temperature", 2.0, "--max-new-tokens", 20).stdout
         for seed in (1, 1, 2)
     )
-    assert first.exit_code == 0, first.output
-    assert first.stdout == again.stdout != other.stdout
+    assert first == again != other
 
 
-def test_a_narrow_top_p_is_greedy(original):
-    narrow = run(original, PROMPT, "--top-p", 1e-6, "--max-new-tokens", 9)
-    assert narrow.stdout == run(original, PROMPT, "--greedy", "--max-new-tokens", 9).stdout
-
-
-def test_sampling_reaches_beyond_the_fifty_likeliest_tokens(original, monkeypatch):
-    """transformers keeps only 50 unless told otherwise, and a folder may say anything."""
+def test_sampling_uses_the_whole_vocabulary(original, monkeypatch):
+    """transformers samples from 50 tokens by default."""
     seen = {}
 
     def spy(_self, **kwargs):
@@ -105,31 +93,23 @@ def test_sampling_reaches_beyond_the_fifty_likeliest_tokens(original, monkeypatc
 
     monkeypatch.setattr(KHAForCausalLM, "generate", spy)
     run(original, PROMPT)
-    assert (seen["top_k"], seen["top_p"], seen["temperature"]) == (0, 1.0, 0.8)
-    assert (seen["do_sample"], seen["max_new_tokens"]) == (True, 64)
+    assert (seen["top_k"], seen["temperature"], seen["do_sample"]) == (0, 0.8, True)
 
 
-def test_stock_architectures_work_too(tokenizer, tmp_path):
+def test_stock_architectures_generate(tokenizer, tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, vocab_size=len(tokenizer)))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    result = run(tmp_path, PROMPT, "--max-new-tokens", 3)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(PROMPT)
+    assert run(tmp_path, PROMPT, "--max-new-tokens", 3).stdout.startswith(PROMPT)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", 0], "--temperature 0.0 must be above 0"),
-        (["--temperature", "nan"], "--temperature nan"),
-        (["--top-p", 1.5], "--top-p 1.5"),
-        (["--greedy", "--seed", 1, "--top-p", 0.5], "leave out --top-p, --seed"),
-        (["--device", "gpu"], "'gpu' is no device"),
-        (["--device", "meta"], "'meta' is not supported"),
-        (["--device", "cuda:99"], "this machine has"),
-        (["--max-new-tokens", 125], "exceed the 128 positions"),
+        (["--device", "gpu"], "'gpu'"),
+        (["--device", "cuda:99"], "'cuda:99'"),
+        (["--max-new-tokens", 125], "trained on 128 positions"),
     ],
 )
 def test_bad_settings_are_refused(original, options, message):
@@ -137,24 +117,6 @@ def test_bad_settings_are_refused(original, options, message):
     assert isinstance(result.exception, ConfigError), result.output
     assert message in str(result.exception)
     assert result.stdout == ""
-
-
-def test_a_model_that_sees_pictures_continues_text(tokenizer, tmp_path):
-    save_with_pictures(tmp_path, tokenizer)
-    result = run(tmp_path, PROMPT, "--greedy", "--max-new-tokens", 3)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(PROMPT)
-    result = run(tmp_path, PROMPT, "--max-new-tokens", 125)
-    assert "exceed the 128 positions" in str(result.exception)
-
-
-def remove(*names):
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def only_a_pickle(folder):
-    (folder / "model.safetensors").unlink()
-    torch.save({}, folder / "pytorch_model.bin")
 
 
 def truncate(folder):
@@ -165,51 +127,31 @@ def truncate(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "is no folder"),
-        (remove("config.json"), "no config.json"),
-        (remove("tokenizer.json"), "has no tokenizer"),
-        (remove("model.safetensors"), "model.safetensors"),
-        (only_a_pickle, "pytorch_model.bin"),
-        (truncate, "damaged"),
-        (lambda f: (f / "config.json").write_text("{"), "JSON"),
+        (shutil.rmtree, "has no config.json"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "cannot be loaded"),
-        (lambda f: edit_config(f, model_type="khan"), "model_type 'khan'"),
-        (lambda f: edit_config(f, kha_value="wide"), "unknown KHA variant 'wide'"),
-        (lambda f: edit_config(f, num_hidden_layers="2"), "num_hidden_layers"),
-        (
-            lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}),
-            "cannot be loaded",
-        ),
-        (lambda f: edit_config(f, attn_implementation="flash_attention_2"), "(ImportError)"),
-        (lambda f: edit_config(f, num_attention_heads=0), "(ZeroDivisionError)"),
-        (lambda f: edit_config(f, dtype="floaty"), "(AttributeError)"),
-        # transformers would draw the third layer at random, or drop the second, in silence.
+        (truncate, "damaged"),
+        (lambda f: edit_config(f, model_type="khan"), "cannot be loaded"),
+        # transformers would initialise the third layer at random, or drop the second, silently
         (lambda f: edit_config(f, num_hidden_layers=3, mlp_layer_types=None), "missing weights"),
         (lambda f: edit_config(f, num_hidden_layers=1, mlp_layer_types=None), "unexpected weights"),
-        (
-            lambda f: edit_config(f, moe_intermediate_size=7),
-            "mismatched weights, such as model.lay",
-        ),
+        (lambda f: edit_config(f, moe_intermediate_size=7), "mismatched weights"),
     ],
 )
-def test_a_folder_that_cannot_be_generated_from_is_refused(folder, damage, message):
+def test_a_damaged_model_is_refused(folder, damage, message):
     damage(folder)
     result = run(folder, PROMPT)
-    assert isinstance(result.exception, CheckpointError | ConfigError), repr(result.exception)
+    assert isinstance(result.exception, CheckpointError), repr(result.exception)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
     assert result.stdout == ""
 
 
-def test_a_tokenizer_of_another_model_is_refused(folder, tokenizer):
-    smaller = KHAModelConfig(**SIZES, vocab_size=50)
-    KHAForCausalLM(smaller).save_pretrained(folder)
-    result = run(folder, PROMPT)
-    assert isinstance(result.exception, CheckpointError)
-    assert "the tokenizer is of another model" in str(result.exception)
+def test_a_tokenizer_of_another_model_is_refused(folder):
+    KHAForCausalLM(KHAModelConfig(**SIZES, vocab_size=50)).save_pretrained(folder)
+    assert "belongs to another model" in str(run(folder, PROMPT).exception)
 
 
-def test_code_in_the_folder_never_runs(folder, tmp_path):
+def test_code_in_the_directory_never_runs(folder, tmp_path):
     marker = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": "evil.T"}
@@ -220,15 +162,7 @@ def test_code_in_the_folder_never_runs(folder, tmp_path):
     assert not marker.exists()
 
 
-def test_the_command_exits_with_2_and_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["kha-megatron", "generate", str(tmp_path / "none"), "x"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    assert re.fullmatch(r"error: .* is no folder: .*\n", capsys.readouterr().err)
-
-
-def test_a_terminal_is_not_given_escape_sequences(monkeypatch):
+def test_a_terminal_receives_no_escape_sequences(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

@@ -59,7 +59,7 @@ def test_bash_completes_names(line, offered, monkeypatch):
     assert sorted(completed) == sorted(offered)
 
 
-HEAVY = ("torch", "transformers", "tokenizers", "megatron", "numpy", "matplotlib", "nemo_run")
+HEAVY = ("torch", "transformers", "tokenizers", "megatron.core", "numpy", "matplotlib", "nemo_run")
 
 
 @pytest.mark.parametrize("words", [["params", "moe-a0.8b-6.6b"], ["doctor"]], ids=" ".join)

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
-from kha_megatron.cli.quickstart import _next_steps, _tokens_per_second, make_room
+from kha_megatron.cli.quickstart import _next_steps, make_room
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError, OutputError
+from kha_megatron.errors import OutputError
 from kha_megatron.plan.counts import count
-from kha_megatron.recipes import Step, get_recipe
+from kha_megatron.recipes import get_recipe
 from tests.cli.commands import parse
 from tests.recipes.conftest import data, nemorun_home  # noqa: F401
 
@@ -39,28 +39,7 @@ def taken(tmp_path):
 def test_a_folder_that_is_not_ours_is_left_alone(taken):
     result = CliRunner().invoke(app, ["quickstart", "--output", str(taken)])
     assert isinstance(result.exception, OutputError)
-    done = subprocess.run(
-        [sys.executable, "-m", "kha_megatron", "quickstart", "--output", str(taken)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {taken} is not empty and holds no quickstart.json")
-    assert done.stderr.count("\n") == 1
     assert [file.name for file in taken.iterdir()] == ["chapter.tex"]
-
-
-@pytest.mark.parametrize(
-    ("variant", "match"),
-    [("kha_mlp,gate", "unknown KHA preset 'gate'"), ("kha_mlp,kha_linear", "value twice")],
-)
-def test_a_variant_that_is_none_is_refused(variant, match, tmp_path):
-    words = ["quickstart", "--variant", variant, "--output", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, words)
-    assert isinstance(result.exception, ConfigError)
-    assert match in str(result.exception)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_earlier_training_is_kept_if_it_saved_anything(tmp_path, dense):
@@ -134,34 +113,17 @@ def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F
     assert not list(tmp_path.rglob("*.partial-*"))
 
 
-def test_what_it_says_to_try_next_can_be_pasted(tmp_path, monkeypatch):
-    """In the shell that started it, whether or not that finds the command by its name."""
-    beside = Path(sys.executable).parent
-    monkeypatch.chdir(tmp_path)
-    for path in ("/usr/bin", f"{beside}:/usr/bin"):
-        monkeypatch.setenv("PATH", path)
-        lines = [line.strip() for line in _next_steps(Path("my runs")).splitlines()[2:]]
-        typed = [shlex.split(line) for line in lines if not line.startswith("#")]
-        assert len(typed) == 5
-        for words in typed:
-            assert Path(shutil.which(words[0])).samefile(beside / "kha-megatron")
-            parse(words)
-    assert typed[0] == ["kha-megatron", "generate", "my runs/hf", "import "]
+def test_the_next_steps_are_commands():
+    lines = [line.strip() for line in _next_steps(Path("my runs")).splitlines()[2:]]
+    for words in map(shlex.split, lines):
+        assert Path(words[0]).absolute() == Path(sys.executable).with_name("kha-megatron")
+        parse(words)
+    assert shlex.split(lines[0])[1:] == ["generate", "my runs/hf", "import "]
 
 
-def _step(iteration: int, seconds: float) -> Step:
-    return Step(iteration=iteration, total=30, samples=16 * iteration, seconds=seconds, loss=1.0)
-
-
-def test_the_rate_leaves_the_first_line_out_and_needs_a_second():
-    steps = [_step(10, 99.0), _step(20, 0.5), _step(30, 1.5)]
-    assert _tokens_per_second(steps, 256) == 16 * 256  # 20 iterations in 20 seconds
-    assert _tokens_per_second(steps[:1], 256) is None
-    assert _tokens_per_second([], 256) is None
-
-
-def test_what_the_rank_refuses_makes_launch_exit_2(data, tmp_path, nemorun_home):  # noqa: F811
-    """Empty files pass our own checks and stop Megatron on the rank."""
+@pytest.mark.whole
+def test_bad_input_found_by_a_rank_makes_launch_exit_2(data, tmp_path, nemorun_home):  # noqa: F811
+    """Empty data files pass the launcher's checks; Megatron refuses them."""
     words = ["launch", "quickstart", "--data", str(data), "--output", str(tmp_path / "run")]
     words += ["--nproc", "1", "--", "--tensor-model-parallel-size", "1"]
     words += ["--expert-model-parallel-size", "1"]

@@ -1,11 +1,7 @@
-"""A tokenizer of a text's own words, as the tests of commands that read text want it, and a model
-that reads text among other things."""
+"""A small tokenizer and the sizes of a small model for tests of commands that read text."""
 
-from pathlib import Path
-
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
 MODEL = {
@@ -41,32 +37,3 @@ def trained(text: str, entries: int, *, whole: bool = False) -> PreTrainedTokeni
     )
     bpe.train_from_iterator([text] * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END if whole else None)
-
-
-def save_with_pictures(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A small model of 300 entries that sees pictures too, of which transformers has no class for
-    text alone."""
-    config = CONFIG_MAPPING["step3p7"](
-        text_config={
-            **MODEL,
-            "vocab_size": 300,
-            "moe_intermediate_size": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "share_expert_dim": 9,
-            "sliding_window": 8,
-            "layer_types": ["full_attention"] * 2,
-        },
-        vision_config={
-            "hidden_size": 12,
-            "intermediate_size": 12,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "max_position_embeddings": 4,
-        },
-        image_token_id=299,
-    )
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

@@ -1,48 +1,9 @@
-"""Pictures pixel by pixel, and counts against models that Megatron built."""
-
-from io import BytesIO
-
-import pytest
-import torch
-from matplotlib.image import imread
+"""Costs of a variant against hand-computed values."""
 
 from kha_megatron.compare import parse_variants
-from kha_megatron.compare.measure import cost, mosaic
+from kha_megatron.compare.measure import cost
 from kha_megatron.config import PRESETS
 from kha_megatron.recipes import get_recipe
-
-
-def pixels(png: bytes) -> list[list[tuple[int, ...]]]:
-    """Red, green, blue and opacity, row by row."""
-    return [[tuple(p) for p in row] for row in (imread(BytesIO(png)) * 255).round().astype(int)]
-
-
-DARK, LIGHT, GAP = (0, 0, 3, 255), (251, 252, 191, 255), (0, 0, 0, 0)
-BLUE, WHITE, RED = (5, 48, 97, 255), (247, 247, 247, 255), (103, 0, 31, 255)
-
-
-def test_weights_are_clipped_and_bad_ones_are_gaps():
-    first = torch.tensor([[0.0, 1.0], [0.5, -3.0]])
-    second = torch.tensor([[7.0, float("nan")], [float("inf"), 0.25]])
-    above, below = pixels(mosaic([first, second], diverging=False))
-    assert above == [DARK, LIGHT, GAP, GAP, LIGHT, GAP]
-    assert below[1:5] == [DARK, GAP, GAP, GAP]
-    assert sum(DARK) < sum(below[5]) < sum(below[0]) < sum(LIGHT)  # 0, 0.25, 0.5, 1
-
-
-def test_gates_are_symmetric_about_zero():
-    ((left, right), (zero, _)) = pixels(
-        mosaic([torch.tensor([[-2.0, 2.0], [0.0, 1.0]])], diverging=True)
-    )
-    assert (left, right) == (BLUE, RED)
-    for middle in (zero, *pixels(mosaic([torch.zeros(1, 1)], diverging=True))[0]):
-        assert middle == pytest.approx(WHITE, abs=3)
-
-
-def test_layers_go_six_a_row():
-    rows = pixels(mosaic([torch.eye(3)] * 7, diverging=False))
-    assert (len(rows), len(rows[0])) == (3 + 2 + 3, 6 * 5 - 2)
-    assert rows[5][:6] == [LIGHT, DARK, DARK, GAP, GAP, GAP]
 
 
 def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():

