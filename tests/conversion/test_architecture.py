@@ -8,7 +8,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
 from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
-from tests.versions import needs_training_package
 
 FORBIDDEN = {
     "normalization": "LayerNorm",
@@ -154,7 +153,6 @@ def dropped(changes):
 
 @pytest.mark.whole
 def test_megatrons_own_scripts_still_drop_the_factor(ranks, args):
-    needs_training_package()
     plain = {n: v for n, v in args.items() if v is None or type(v) in (bool, int, float, str)}
     plain |= {"use_rope_scaling": True, "rope_scaling_factor": 4.0}
     assert ranks(dropped, 1, plain)[0] == [8.0, 4.0]

@@ -24,7 +24,6 @@ from tests.conversion.checkpoints import check_back, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, SIZES, make
 from tests.conversion.models import tokens as ids
-from tests.versions import needs_training_package
 
 TP2 = {"tensor_model_parallel_size": 2}
 GATED = {"attention_output_gate": True, "num_layers": 3}
@@ -61,7 +60,6 @@ def in_two_steps(model, ids, first=7):
 
 @pytest.mark.parametrize("architecture", ["auto", "qwen3_5_text"])
 def test_a_stock_class_computes_what_megatron_does(stock, tmp_path, architecture):
-    needs_training_package()
     folder, expected = stock
     written = to_hf.plan(folder, architecture=architecture).write(tmp_path / "hf")
     assert written.architecture == {"auto": "qwen3_next"}.get(architecture, architecture)
@@ -241,7 +239,6 @@ def test_a_gate_behind_a_trained_knock(tmp_path, knock, position, begins):
 
 def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     """``--gate``, a text whose loss does not change, and one whose does because heads are lost."""
-    needs_training_package()
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
     (tmp_path / "text").write_text("w3 w17 w40 w5 w5 w22 " * 40)
     words = ("--to", "hf", "--tokenizer", tokenizer, "--text", tmp_path / "text", "--json")
@@ -295,7 +292,6 @@ FITS = {
 @pytest.mark.parametrize("case", FITS)
 def test_what_fits_a_stock_class(ranks, tmp_path, case):
     """From the ranks that trained it, and back."""
-    needs_training_package()
     kha, config, architecture = FITS[case]
     layout = {"tensor_model_parallel_size": 2}
     if "num_moe_experts" in config:

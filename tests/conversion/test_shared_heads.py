@@ -12,7 +12,6 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
 from kha_megatron.model.recorded import kha_of
 from tests.conversion.checkpoints import check_back, save_and_run, tokens
-from tests.versions import needs_attention_family, needs_training_package
 
 KHAS = {
     "talking": KHAConfig(value="mlp", talking=TalkingHeads(post=False)),
@@ -25,8 +24,6 @@ KHAS = {
 @pytest.fixture(scope="module", params=KHAS)
 def trained(request, ranks, tmp_path_factory):
     """A folder that Megatron has written on two ranks, what it holds and its logits."""
-    if KHAS[request.param].collaborative:
-        needs_attention_family()
     folder = tmp_path_factory.mktemp("trained") / "save"
     kha, layout = KHAS[request.param], {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(folder), kha, layout, {"num_layers": 2}, {})
@@ -34,7 +31,6 @@ def trained(request, ranks, tmp_path_factory):
 
 
 def test_they_go_to_our_class_and_back(trained, tmp_path):
-    needs_training_package()
     folder, kha, expected = trained
     assert to_hf.plan(folder).write(tmp_path / "hf").architecture == "kha"
     model, report = AutoModelForCausalLM.from_pretrained(

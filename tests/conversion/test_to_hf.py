@@ -16,7 +16,6 @@ from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.hf import KHAForCausalLM
 from tests.conversion.checkpoints import ITERATION, VOCAB, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
-from tests.versions import needs_attention_family
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -130,8 +129,6 @@ def _assert_same_logits(folder, logits):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_sharded_model(ranks, tmp_path, case):
     kha, layout, config, args = CASES[case]
-    if (kha and kha.attention) or "multi_latent_attention" in config:
-        needs_attention_family()
     world = int(np.prod([n for name, n in layout.items() if n > 1]))
     save = str(tmp_path / "save")
     logits = ranks(save_and_run, world, save, kha, layout, config, args)[-1][1]

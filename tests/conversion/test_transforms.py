@@ -31,7 +31,6 @@ from tests.conversion.models import (
     make,
     tokens,
 )
-from tests.versions import needs_attention_family, needs_training_package
 
 SOFTMAX = KHA_MOE | {
     "scoring_func": "softmax",
@@ -136,8 +135,6 @@ def test_a_folded_model_is_stock_and_computes_the_same(folded, case):
     ids=["kha_linear", "collaborative"],
 )
 def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path, kha):
-    if kha.collaborative:
-        needs_attention_family()
     layout = {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, {"num_layers": 3}, {})
     written = to_hf.plan(tmp_path / "save", fold=True).write(tmp_path / "qwen3")
@@ -227,9 +224,6 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, monkeypatch, nam
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path, name, dtype):
-    needs_training_package()
-    if name == "deepseek_v3":
-        needs_attention_family()
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
     to_megatron.plan(stock, dtype=dtype, divisible_by=8).write(tmp_path / "plain")
@@ -248,7 +242,6 @@ def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path,
 
 
 def test_a_plain_megatron_checkpoint_is_upcycled_with_its_padding(ranks, tmp_path):
-    needs_training_package()
     layout = {"pipeline_model_parallel_size": 2}
     logits = ranks(save_and_run, 2, str(tmp_path / "save"), None, layout, {}, {})[-1][1]
     kha = KHAConfig.from_preset("kha_mlp")

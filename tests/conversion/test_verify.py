@@ -14,7 +14,6 @@ from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import KHA_MOE, SIZES, make
-from tests.versions import needs_training_package
 
 LAYER = "model.layers.1."
 EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
@@ -36,7 +35,6 @@ def converted(sparse, tmp_path_factory):
 @pytest.fixture(scope="module")
 def theirs(converted):
     """A good verification, and what its one run of Megatron computed."""
-    needs_training_package()
     kept = []
     original = megatron_model.run_megatron
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,6 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.recipes import get_recipe
 from tests.faults.jobs import resumed
-from tests.versions import needs_fsdp2
 
 SMALL = shlex.split("""
 --device cpu --num-layers 2 --hidden-size 24 --ffn-hidden-size 32 --num-attention-heads 4
@@ -33,7 +32,6 @@ def words(folder, *more, preset="kha_mlp"):
 @pytest.mark.whole
 @pytest.mark.parametrize(("preset", "ranks"), [("kha_mlp", 2), ("kha_linear", 4)])
 def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
-    needs_fsdp2()
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     for folder, stop, start in ((stopped, "2", 0), (stopped, "4", 2), (whole, "4", 0)):
         more = ["--use-torch-fsdp2", "--exit-interval", stop]

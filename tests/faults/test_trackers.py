@@ -13,7 +13,6 @@ from kha_megatron.compare.runs import begin
 from kha_megatron.recipes import get_recipe
 from tests.faults.jobs import arguments, resumed, until
 from tests.recipes.conftest import nemorun_home  # noqa: F401
-from tests.versions import needs_training_package
 
 TRACKERS = {
     "empty": "",
@@ -31,7 +30,6 @@ HEADS = ["--kv-channels", "6"]
 @pytest.fixture(scope="module")
 def seven(entry, tmp_path_factory):
     """What a training saved after iterations 1 to 7."""
-    needs_training_package()
     folder = tmp_path_factory.mktemp("seven") / "checkpoints"
     run = entry(arguments(folder, *until(7)))
     assert run.codes == [0], run.output[-3000:]

@@ -11,7 +11,6 @@ from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import MATRICES
 from tests.distributed.parallelism import MICROBATCHES, Case, Layout
 from tests.distributed.test_parallelism import GTA, LATENT, MLA, TIED
-from tests.versions import needs_attention_family, needs_fsdp2, needs_hybrid_models
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 ZERO = {"use_distributed_optimizer": True}
@@ -197,10 +196,6 @@ WHOLE = [
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)], ids=str
 )
 def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
-    if case.fsdp:
-        needs_fsdp2()
-    if case.config.keys() & (LATENT | TIED).keys():
-        needs_attention_family()
     (expected,) = ranks(_reference, 1, case)
     answers = ranks(_watched, case.layout.world, case)
     for written, same, (without, watched) in answers:
@@ -277,7 +272,6 @@ def _hybrid(pattern):
 
 
 def test_layers_of_a_hybrid_model_without_attention_are_left_out(ranks):
-    needs_hybrid_models()
     (((values,),),) = [ranks(_hybrid, 1, "-*-*")]
     assert {name.rpartition("/")[2] for name in values} == {"layer-1", "layer-3"}
 

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 
 from kha_megatron.config import KHAConfig
-from tests.versions import needs_attention_family
 
 
 def rewritten_spec():
@@ -174,7 +173,6 @@ LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [None, "gla"], ids=["mla", "gla"])
 def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind, fused):
-    needs_attention_family()
     kha = KHAConfig(attention=kind, **LINEAR)
     changes = {"mla_down_proj_fusion": True} if fused else {}
     modules, stored = ranks_with_engine(transformer_engine_family, 2, kha, True, changes)[0]
@@ -193,7 +191,6 @@ def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind,
 
 @pytest.mark.te
 def test_transformer_engine_gta_constructs(ranks_with_engine):
-    needs_attention_family()
     kha = KHAConfig(attention="gta", value="mlp")
     modules, stored = ranks_with_engine(transformer_engine_family, 2, kha, False, {})[0]
     assert modules["self_attention"] == "KHAGroupedTiedAttention"
@@ -216,7 +213,6 @@ def local_gta():
 
 
 def test_gta_is_stored_by_the_same_names_without_transformer_engine(ranks):
-    needs_attention_family()
     names = ranks(local_gta, 1)[0]
     at = "decoder.layers.self_attention."
     weights = ["knock_value", "linear_k_rope", "linear_proj", "linear_qkv"]

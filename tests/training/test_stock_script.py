@@ -79,7 +79,7 @@ def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
 
 
 @pytest.mark.whole
-def test_the_example_trains(training_package, tmp_path):
+def test_the_example_trains(tmp_path):
     """Its words through the script; torchrun, which is not tested here, only says them."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
