@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.megatron_arguments import command_line
 from kha_megatron.conversion.verify import Pair
 from tests.conversion.megatron import load_and_run
@@ -130,8 +131,10 @@ def test_every_tensor_and_setting_comes_back(models, converted, tmp_path, name):
     rope = one["rope_parameters"]
     for said in [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]:
         said.setdefault("partial_rotary_factor", 1.0)  # ours say what is the default
+    assert from_hf_config(one) == from_hf_config(other)
     for config in (one, other):
-        config.pop("auto_map", None)
+        for name in ("auto_map", "kha_gate", "kha_moh"):  # settings may be left to their defaults
+            config.pop(name, None)
     assert one == other
 
 
