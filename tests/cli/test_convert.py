@@ -161,7 +161,7 @@ def _lose_shard(save):
 
 BAD = {
     "dtype": (["--dtype", "int8"], None, "Unknown dtype 'int8'"),
-    "size": (["--max-shard-size", "5X"], None, "--max-shard-size 5X is no size"),
+    "size": (["--max-shard-size", "5X"], None, "--max-shard-size: expected a size such as"),
     "tokenizer": (["--tokenizer", "/nowhere"], None, "No tokenizer directory /nowhere"),
     "lost shard": ([], _lose_shard, "distcp is missing"),
     "gone": ([], shutil.rmtree, "is not a folder"),

@@ -2,14 +2,12 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kha_megatron.conversion import engine
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.companions import Companions
 from kha_megatron.conversion.engine import transfer
@@ -73,34 +71,6 @@ def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
     assert set(put.begun) == sizes.keys()
     assert sorted(done) == sorted(sizes.values())
     assert put.most <= 2 * max(sizes.values()) + BESIDE
-
-
-def test_the_largest_go_first_with_others_beside_them(sizes, monkeypatch):
-    """In the order of one thread, which hands everything over and hears of its end."""
-    largest, beside, told = max(sizes.values()), threading.Semaphore(0), []
-
-    class Telling(ThreadPoolExecutor):
-        def submit(self, move, place):
-            told.append(("begin", sizes[place]))
-            return super().submit(move, place)
-
-    def during(place):
-        if sizes[place] < largest:
-            beside.release()
-        else:
-            assert all(beside.acquire(timeout=60) for _ in range(3)), "nothing goes beside it"
-
-    def on_bytes(count):
-        told.append(("end", count))
-
-    monkeypatch.setattr(engine, "ThreadPoolExecutor", Telling)
-    engine.transfer(described(), Put(during=during), workers=2, on_bytes=on_bytes)
-    assert [told.count((word, largest)) for word in ("begin", "end")] == [2, 2]
-    assert told[0] == ("begin", largest)
-    end = told.index(("end", largest))
-    before, after = told[1:end], told[end:]
-    assert ("begin", largest) not in before  # there was no room for it
-    assert next(size for word, size in after if word == "begin") == largest
 
 
 def test_an_error_stops_the_rest(sizes):
