@@ -7,6 +7,7 @@ Its fields name the mechanisms of ``kha_megatron.heads`` and their settings; the
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args, get_type_hints
 
@@ -429,6 +430,7 @@ class KHAConfig:
         return words + kind
 
 
+@cache
 def mechanism_types(config: type = KHAConfig) -> dict[str, type[Mechanism]]:
     """The mechanisms beside the knock, by their fields; found by the fields' types."""
     hints = get_type_hints(config)

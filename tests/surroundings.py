@@ -12,7 +12,7 @@ FOREIGN = {
     *("GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"),
     # of a launcher, within which the tests may run
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
-    *("CUDA_DEVICE_MAX_CONNECTIONS", "FAULT_TOL_FINISHED_FLAG_FILE", "LOGLEVEL"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "LOGLEVEL"),
     *(name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"),
     # of somebody who uses the package
     *("KHA_CONFIG", "KHA_KERNELS", "KHA_MEGATRON_LAUNCH", "TRITON_INTERPRET"),

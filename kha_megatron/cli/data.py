@@ -19,12 +19,12 @@ from rich.progress import (
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, parse_size
 from kha_megatron.cli.running import Commands
-from kha_megatron.data import splits
+from kha_megatron.data.dataset import USUAL, check_split
 from kha_megatron.errors import DataError
 
 if TYPE_CHECKING:
+    from kha_megatron.data.dataset import DataReport
     from kha_megatron.data.prepare import Progress as Step
-    from kha_megatron.data.report import DataReport
 
 app = Commands(name="data", help="Prepare text for training, and look at it.", no_args_is_help=True)
 
@@ -124,7 +124,7 @@ def show(
     Examples:
       kha-megatron data show data/mine
     """
-    from kha_megatron.data.report import verify
+    from kha_megatron.data.dataset import verify
 
     _print(verify(folder), folder, as_json)
 
@@ -166,9 +166,9 @@ def progress() -> Iterator[Callable[["Step"], None]]:
 def notes(report: "DataReport") -> list[str]:
     """What a person should know about a report before relying on it; often nothing."""
     lines = []
-    for split in splits.USUAL:
+    for split in USUAL:
         try:
-            splits.check_split(split, report.documents, "the corpus")
+            check_split(split, report.documents, "the corpus")
         except DataError as error:
             lines.append(str(error))
     if report.vocab_size_asked and report.vocab_size < report.vocab_size_asked:
@@ -192,8 +192,8 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
         console.print_json(report.to_dict())
         return
-    from kha_megatron.data.report import CORPUS, TOKENIZER
-    from kha_megatron.data.text_files import SKIPPED
+    from kha_megatron.data.dataset import CORPUS, TOKENIZER
+    from kha_megatron.data.prepare import SKIPPED
 
     rows = {
         "sources": "\n".join(report.sources),

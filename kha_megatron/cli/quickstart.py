@@ -106,17 +106,18 @@ def quickstart(
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
     """Prepare the corpus unless an earlier run prepared it."""
-    from kha_megatron.data import prepare, report
+    from kha_megatron.data.dataset import verify
+    from kha_megatron.data.prepare import prepare
 
     try:
-        if report.verify(folder).vocab_size_asked == vocab_size:
+        if verify(folder).vocab_size_asked == vocab_size:
             console.log.print("reusing the text of an earlier run")
             return
     except DataError:
         pass  # missing or damaged
     shutil.rmtree(folder, ignore_errors=True)
     with progress() as on_progress:
-        prepare.prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
+        prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
 
 
 def make_room(run: Path) -> None:

@@ -1,48 +1,99 @@
-"""From text files to what Megatron trains on: a tokenizer, an indexed dataset, and a report.
+"""Convert text files to a tokenizer, Megatron's indexed dataset and a report.
 
-A prepared folder holds ``corpus.bin`` and ``corpus.idx`` (Megatron's IndexedDataset, one document
-per file, each closed by the end-of-document token), ``tokenizer/`` (Hugging Face form) and
-``data.json`` (:class:`DataReport`). What is in it depends on the text and the settings only, not
-on the number of workers.
+Each file becomes one document, or several if it is long, and each document ends with the
+end-of-document token. The result depends on the text and the settings, not on the number of
+workers. Every path that is found is either used or counted under one of :data:`SKIPPED`.
 """
 
 import json
 import os
 import platform
+import re
+import stat
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib import metadata
+from itertools import batched
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import kha_megatron
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
-from kha_megatron.data import tokenization
-from kha_megatron.data.report import CORPUS, REPORT, TOKENIZER, DataReport
-from kha_megatron.data.text_files import Skips, check_files, find_files, printable
+from kha_megatron.data.dataset import (
+    CORPUS,
+    REPORT,
+    TOKENIZER,
+    DataReport,
+    indexed_dataset_module,
+    load_tokenizer,
+    printable,
+    vocabulary_size,
+)
 from kha_megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SKIPPED: dict[str, str] = {
+    "empty": "no bytes in it",
+    "unreadable": "cannot be opened, or not a regular file",
+    "not_utf8": "bytes that are not UTF-8 text",
+    "other_name": "name matches no --glob",
+    "excluded": "name matches --exclude, or the output itself (a directory counts as one)",
+    "repeated": "already reached by another path or link",
+}
+"""Reasons for not using a path: key in ``data.json``, and explanation."""
+
+EXAMPLES = 5
+"""Number of paths that a report names for each reason."""
 
 DEFAULT_VOCAB_SIZE = 4096
 
 DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
-"""Folders that hold no text of the user's own."""
 
 DEFAULT_SAMPLE_BYTES = 64 << 20
-"""Text that a tokenizer is trained on; more changes few of the pairs that it merges."""
+"""Text that a tokenizer is trained on. More text changes few of the merges."""
 
 DEFAULT_MAX_FILE_BYTES = 1 << 20
-"""Longest document. Tokenizing takes about 150 bytes of memory for each byte of text, so a worker
-may need 150 MB."""
+"""Longest document. Tokenizing takes about 150 bytes of memory per byte of text and worker."""
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+MIN_VOCAB_SIZE = 256 + 1
+"""Every byte and the end-of-document token, without merges."""
+
+BYTES_PER_TOKEN = 64
+"""Bytes that :func:`read_beginning` reads per token."""
+
+_TRAINER_PIECE = 1 << 16  # bytes; the trainer holds 256 pieces in memory
+_LONGEST = 1 << 7  # characters; the trainer would merge pairs of longer words for hours
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
+
+Skipped = dict[str, dict[str, Any]]
+"""``{reason: {"count": n, "examples": [...]}}``."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage of :func:`prepare` has come. A stage without a total cannot tell."""
+    """Progress of one stage of :func:`prepare`. ``total_bytes`` is 0 if it is unknown."""
 
     stage: str
     files: int = 0
     bytes: int = 0
     total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file that is valid UTF-8, with its size and the number of documents it is split into."""
+
+    path: Path
+    bytes: int
+    pieces: int
 
 
 OnProgress = Callable[[Progress], None]
@@ -62,32 +113,32 @@ def prepare(
     overwrite: bool = False,
     on_progress: OnProgress = lambda step: None,
 ) -> DataReport:
-    """Tokenize text files into a folder that Megatron trains from.
+    """Tokenize text files into a directory that Megatron trains from.
 
-    Imports ``megatron.core``: a process that also wants the CPU runtime installs that first.
+    Imports ``megatron.core``. If the process also needs the CPU runtime, install that first.
 
     Args:
-        sources: files and folders of UTF-8 text; None takes the standard library's own source.
-        out: folder to make; it appears complete or not at all.
-        vocab_size: of the byte-level BPE to train, its 256 bytes and the end-of-document token
-            included; None means :data:`DEFAULT_VOCAB_SIZE`.
-        tokenizer: use the tokenizer of this Hugging Face folder instead of training one; its
-            end-of-sequence token closes documents.
-        globs: names of files to take from folders; None takes all (of the standard library
-            ``*.py``).
-        exclude: names of files and folders to leave out; None means :data:`DEFAULT_EXCLUDE` (of
-            the standard library also its tests, which not every installation has).
-        workers: documents tokenized at the same time; None means one per available core.
-        max_file_bytes: a longer file is split at line ends into documents of at most this size.
-        tokenizer_sample: bytes of text to train the tokenizer on, taken evenly from all of it.
-        overwrite: replace ``out`` if it is a prepared folder.
-        on_progress: told how far each stage has come, possibly from another thread.
+        sources: files and directories of UTF-8 text; None for Python's standard library.
+        out: directory to make. It appears complete or not at all.
+        vocab_size: size of the byte-level BPE to train, including 256 bytes and the end-of-document
+            token; None for :data:`DEFAULT_VOCAB_SIZE`.
+        tokenizer: Hugging Face directory of an existing tokenizer to use instead. Its
+            end-of-sequence token ends documents.
+        globs: patterns of file names to take from directories; None for all (of the standard
+            library ``*.py``).
+        exclude: patterns of files and directories to leave out; None for :data:`DEFAULT_EXCLUDE`
+            (of the standard library also its tests).
+        workers: documents tokenized at the same time; None for one per available core.
+        max_file_bytes: longer files are split at line ends into documents of at most this size.
+        tokenizer_sample: bytes of text to train the tokenizer on, taken evenly from all files.
+        overwrite: replace ``out`` if it is a prepared directory.
+        on_progress: called with the progress of each stage, possibly from another thread.
 
     Raises:
-        ConfigError: a setting out of range, or two that exclude each other.
-        DataError: a source or the tokenizer cannot be used; there is no text at all; a file
-            changed meanwhile.
-        OutputError: ``out`` is taken or cannot be written.
+        ConfigError: a setting is out of range, or two exclude each other.
+        DataError: a source or the tokenizer cannot be used, no text was found, or a file changed
+            while it was read.
+        OutputError: ``out`` is in use or cannot be written.
     """
     if sources is None:
         sources = [standard_library()]
@@ -96,37 +147,50 @@ def prepare(
     globs, exclude = globs or ("*",), DEFAULT_EXCLUDE if exclude is None else exclude
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     sources, out = [Path(source).absolute() for source in sources], Path(out).resolve()
-    _check_settings(vocab_size, tokenizer, workers, max_file_bytes)
-    _check_sources(sources, out)
+    if vocab_size is not None and tokenizer:
+        raise ConfigError(f"--vocab-size {vocab_size} and --tokenizer exclude each other")
+    for flag, number, least, most in (
+        ("--vocab-size", vocab_size or DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, 1 << 31),
+        ("--workers", workers, 1, 1 << 10),
+        # 4: the longest character; 2**31 tokens overflow
+        ("--max-file-bytes", max_file_bytes, 4, 1 << 30),
+    ):
+        if not least <= number <= most:
+            raise ConfigError(f"{flag} {number}: expected {least} to {most}")
+    for source in sources:
+        if not os.path.exists(source):
+            raise DataError(f"--from {printable(source)} does not exist. Pass a file or directory")
+        if source.resolve().is_relative_to(out):
+            raise DataError(
+                f"--out {printable(out)} contains the source {printable(source)}. Choose another "
+                "directory"
+            )
     check_output_folder(out, overwrite=overwrite, mark=REPORT)
-    fast = tokenization.load_tokenizer(Path(tokenizer)) if tokenizer else None
-    size = vocab_size or DEFAULT_VOCAB_SIZE
+    fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
-    skips = Skips()
-    found = find_files(sources, globs=globs, exclude=exclude, output=out, skips=skips)
+    skipped: Skipped = {reason: {"count": 0, "examples": []} for reason in SKIPPED}
+    found = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
     checking = _meter(on_progress, "checking", sum(found.values()))
-    texts = check_files(found, max_file_bytes, skips=skips, advance=checking)
+    texts = check_files(found, max_file_bytes, skipped=skipped, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
+        counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
         raise DataError(
-            f"no usable text in {', '.join(names)} ({skips}): name files or folders of UTF-8 text"
+            f"no usable text in {', '.join(names)} ({counts or 'no files at all'}). Pass files or "
+            "directories of UTF-8 text"
         )
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
-    tokenization.indexed_dataset_module()  # a broken installation shows before the long work
+    indexed_dataset_module()  # a broken installation fails before the long work
 
     with staged_folder(out) as staged:
         sampled = None
         if fast is None:
-            fast, sampled = tokenization.train_tokenizer(
-                texts,
-                size,
-                sample=tokenizer_sample,
-                advance=_meter(on_progress, "training tokenizer", size_of_text),
-                merging=lambda: on_progress(Progress("merging pairs")),
+            fast, sampled = _train_tokenizer(
+                texts, vocab_size or DEFAULT_VOCAB_SIZE, tokenizer_sample, size_of_text, on_progress
             )
         fast.save_pretrained(str(staged / TOKENIZER))
-        written = tokenization.write_corpus(
+        written = _write_corpus(
             staged / CORPUS,
             texts,
             fast,
@@ -134,6 +198,8 @@ def prepare(
             limit=max_file_bytes,
             advance=_meter(on_progress, "tokenizing", size_of_text),
         )
+        packages = ("megatron-core", "tokenizers", "transformers")
+        installed = {each.name: each.version for each in metadata.distributions()}
         report = DataReport(
             sources=names,
             globs=list(globs),
@@ -142,66 +208,34 @@ def prepare(
             files=len(texts),
             split_files=sum(file.pieces > 1 for file in texts),
             bytes=size_of_text,
-            **asdict(written),
+            **written,
             file_bytes={
                 path.name: path.stat().st_size for path in sorted(staged.glob(f"{CORPUS}.*"))
             },
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
             tokenizer_sample_bytes=sampled,
-            vocab_size=tokenization.vocabulary_size(fast),
-            vocab_size_asked=None if tokenizer else size,
+            vocab_size=vocabulary_size(fast),
+            vocab_size_asked=None if tokenizer else vocab_size or DEFAULT_VOCAB_SIZE,
             eod_token=fast.eos_token,
             eod_id=fast.eos_token_id,
-            skipped=skips.to_dict(),
-            versions=_versions(),
+            skipped=skipped,
+            versions={
+                "python": platform.python_version(),
+                "kha-megatron": kha_megatron.__version__,
+                **{name: installed.get(name) for name in packages},
+            },
         )
         (staged / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     return report
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's standard library: real text on every machine."""
+    """Return the directory of Python's standard library, which every machine has."""
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _check_settings(
-    vocab_size: int | None, tokenizer: Path | None, workers: int, max_file_bytes: int
-) -> None:
-    smallest = tokenization.MIN_VOCAB_SIZE
-    if vocab_size is not None and tokenizer:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} and --tokenizer {printable(Path(tokenizer))} exclude each "
-            "other: a tokenizer that exists has its size; drop one"
-        )
-    if vocab_size is not None and vocab_size < smallest:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} is too small for 256 bytes and the end-of-document token: "
-            f"use {smallest} or more"
-        )
-    if workers < 1:
-        raise ConfigError(f"--workers {workers} tokenize nothing: use 1 or more")
-    if not 4 <= max_file_bytes <= 1 << 30:  # 4: the longest character; 2**31 tokens overflow
-        raise ConfigError(
-            f"--max-file-bytes {max_file_bytes} is out of range: use 4 to {1 << 30} (1GiB)"
-        )
-
-
-def _check_sources(sources: Sequence[Path], out: Path) -> None:
-    for source in sources:
-        if not os.path.exists(source):
-            raise DataError(
-                f"--from {printable(source)} does not exist or is out of reach: "
-                "name a file or a folder"
-            )
-        if source.resolve().is_relative_to(out):
-            raise DataError(
-                f"--out {printable(out)} holds the source {printable(source)}: "
-                "choose another folder"
-            )
-
-
 def _meter(on_progress: OnProgress, stage: str, size: int) -> Callable:
-    """A function that adds bytes (and files, 1 unless told) and reports the stage's new state."""
+    """Return a function that adds bytes (and files, by default 1) and reports the progress."""
     done_bytes = done_files = 0
 
     def advance(more_bytes: int, more_files: int = 1) -> None:
@@ -212,11 +246,262 @@ def _meter(on_progress: OnProgress, stage: str, size: int) -> Callable:
     return advance
 
 
-def _versions() -> dict[str, str | None]:
-    packages = ("megatron-core", "tokenizers", "transformers")
-    installed = {each.name: each.version for each in metadata.distributions()}
+def _skip(skipped: Skipped, reason: str, path: Path) -> None:
+    entry = skipped[reason]
+    entry["count"] += 1
+    if len(entry["examples"]) < EXAMPLES:
+        entry["examples"].append(printable(path))
+
+
+def find_files(
+    sources: Sequence[Path],
+    *,
+    globs: Sequence[str],
+    exclude: Sequence[str],
+    output: Path,
+    skipped: Skipped,
+) -> dict[Path, int]:
+    """Return the regular files under ``sources`` and their sizes in bytes, each real file once.
+
+    Directories are walked in sorted order and links are followed. ``globs`` (file names) and
+    ``exclude`` (names of files and directories) apply to paths below a source, not to a source
+    itself. ``output`` is not walked.
+    """
+    files: dict[Path, int] = {}
+    written = os.path.realpath(output)
+    seen: set[str] = set()
+    stack = [(path, True) for path in reversed(sources)]
+
+    def matches(path: Path, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(path.name, pattern) for pattern in patterns)
+
+    while stack:
+        path, is_source = stack.pop()
+        try:
+            status = path.stat()
+            is_folder, real = stat.S_ISDIR(status.st_mode), os.path.realpath(path)
+            if real == written or (not is_source and matches(path, exclude)):
+                _skip(skipped, "excluded", path)
+            elif not (is_source or is_folder or matches(path, globs)):
+                _skip(skipped, "other_name", path)
+            elif real in seen:
+                _skip(skipped, "repeated", path)
+            elif is_folder:
+                seen.add(real)
+                stack += [(child, False) for child in sorted(path.iterdir(), reverse=True)]
+            elif stat.S_ISREG(status.st_mode):
+                seen.add(real)
+                files[path] = status.st_size
+            else:  # opening a pipe or device could wait forever
+                _skip(skipped, "unreadable", path)
+        except (OSError, ValueError):
+            _skip(skipped, "unreadable", path)
+    return files
+
+
+def check_files(
+    sizes: dict[Path, int], limit: int, *, skipped: Skipped, advance: Callable[[int], None]
+) -> list[TextFile]:
+    """Read every file once and return those that are UTF-8 text, in the given order.
+
+    Args:
+        sizes: files and their sizes in bytes.
+        limit: longest piece in bytes (see :func:`read_pieces`).
+        skipped: receives the other files.
+        advance: called with the size of each file after reading it.
+    """
+    files = []
+    for path, seen_size in sizes.items():
+        pieces = []
+        try:
+            for piece in read_pieces(path, limit):
+                piece.decode()
+                pieces.append(len(piece))
+        except UnicodeDecodeError:
+            _skip(skipped, "not_utf8", path)
+        except OSError:
+            _skip(skipped, "unreadable", path)
+        else:
+            if pieces:
+                files.append(TextFile(path, sum(pieces), len(pieces)))
+            else:
+                _skip(skipped, "empty", path)
+        advance(seen_size)
+    return files
+
+
+def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
+    """Yield the bytes of a file in pieces of at most ``limit`` (>= 4) bytes.
+
+    A piece ends after the last line end that fits, or between two characters if one line is longer
+    than the limit. A file within the limit is one piece.
+    """
+    with open(path, "rb") as stream:
+        rest = b""
+        while True:
+            block = rest + stream.read(limit + 1 - len(rest))
+            if len(block) <= limit:
+                if block:
+                    yield block
+                return
+            cut = block.rfind(b"\n", 0, limit) + 1
+            if not cut:  # not before a continuation byte of UTF-8
+                ends = (at for at in range(limit, limit - 4, -1) if block[at] & 0xC0 != 0x80)
+                cut = next(ends, limit)
+            yield block[:cut]
+            rest = block[cut:]
+
+
+def read_beginning(file: Path, tokens: int) -> str:
+    """Return the beginning of a text file, long enough for ``tokens`` tokens.
+
+    Raises:
+        DataError: the file cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = next(read_pieces(file, tokens * BYTES_PER_TOKEN), b"").decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file} ({error}). Pass a UTF-8 text file") from error
+    if not text.strip():
+        raise DataError(f"{file} contains no text")
+    return text
+
+
+def _pieces_of(file: TextFile, limit: int) -> Iterator[str]:
+    """Yield the text of a file that was checked before.
+
+    Raises:
+        DataError: the file is no longer what it was.
+    """
+    size = 0
+    try:
+        for piece in read_pieces(file.path, limit):
+            size += len(piece)
+            yield piece.decode()
+        if size != file.bytes:
+            raise ValueError(f"{size} bytes instead of {file.bytes}")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{printable(file.path)} changed while it was being read ({error}). Run again when "
+            "nothing writes to it"
+        ) from error
+
+
+def _train_tokenizer(
+    texts: Sequence[TextFile], vocab_size: int, sample: int, total: int, on_progress: OnProgress
+) -> "tuple[PreTrainedTokenizerFast, int]":
+    """Train a byte-level BPE on about ``sample`` bytes, taken evenly from ``total``.
+
+    Returns:
+        The tokenizer, and the number of bytes it was trained on. It has fewer than ``vocab_size``
+        tokens if no pair occurs twice any more.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    stop = threading.Event()
+    advance = _meter(on_progress, "training tokenizer", total)
+    passed = taken = 0
+
+    def pieces() -> Iterator[str]:
+        nonlocal passed, taken
+        for file in texts:
+            for text in _pieces_of(file, _TRAINER_PIECE):
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                size = len(text.encode())
+                passed += size
+                if taken < min(1.0, sample / total) * passed:
+                    taken += size
+                    step = _LONGEST if _LONG_WORD.search(text) else len(text)
+                    yield from (text[i : i + step] for i in range(0, len(text), step))
+            advance(file.bytes)
+        on_progress(Progress("merging pairs"))
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # in a thread, because Ctrl-C reaches only the main thread, and not while it is in the library
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(tokenizer.train_from_iterator, pieces(), trainer).result()
+        finally:
+            stop.set()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_DOCUMENT,
+        eos_token=END_OF_DOCUMENT,
+        clean_up_tokenization_spaces=False,  # it would remove spaces when decoding
+    )
+    return fast, taken
+
+
+def _write_corpus(
+    prefix: Path,
+    texts: Sequence[TextFile],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    workers: int,
+    limit: int,
+    advance: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Write ``prefix.bin`` and ``prefix.idx``, one document per piece of at most ``limit`` bytes.
+
+    The tokenizer's end-of-sequence token ends each document. Special tokens within the text are
+    encoded as plain text.
+
+    Args:
+        advance: called with the bytes of each document, and 1 if it is the last of its file.
+
+    Returns:
+        ``documents``, ``tokens``, ``altered_documents`` and ``dtype`` of :class:`DataReport`.
+    """
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    datasets = indexed_dataset_module()
+    dtype = datasets.DType.optimal_dtype(vocabulary_size(tokenizer))
+    plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    plain.no_truncation()  # a tokenizer.json may ask for truncation and padding
+    plain.no_padding()
+    plain.encode_special_tokens = True
+
+    def encode(document: tuple[str, bool]) -> tuple[int, bool, Any, bool]:
+        text, ends_file = document
+        ids = plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        intact = plain.decode_batch([ids], skip_special_tokens=False)[0] == text
+        with_end = np.array([*ids, tokenizer.eos_token_id], dtype=dtype)
+        return len(text.encode()), ends_file, with_end, intact
+
+    documents = (
+        (text, number == file.pieces)
+        for file in texts
+        for number, text in enumerate(_pieces_of(file, limit), 1)
+    )
+    builder = datasets.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    tokens = altered = 0
+    pool = ThreadPoolExecutor(workers)  # the library releases Python's lock
+    try:
+        for batch in batched(documents, 4 * workers):
+            for size, ends_file, ids, intact in pool.map(encode, batch):
+                builder.add_document(ids, [len(ids)])
+                tokens += len(ids)
+                altered += not intact
+                advance(size, int(ends_file))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        builder.data_file.close()
+    builder.finalize(f"{prefix}.idx")
     return {
-        "python": platform.python_version(),
-        "kha-megatron": kha_megatron.__version__,
-        **{name: installed.get(name) for name in packages},
+        "documents": len(builder.sequence_lengths),
+        "tokens": tokens,
+        "altered_documents": altered,
+        "dtype": np.dtype(dtype).name,
     }

@@ -165,16 +165,6 @@ def use_forked_checkpoint_writers() -> None:
     AsyncCallsQueue._get_async_caller = lambda self: TemporalAsyncCaller()
 
 
-def has_nvrx() -> bool:
-    """Check whether Megatron can save with its default asynchronous strategy."""
-    from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
-
-    try:
-        return has_nvrx_async_support()
-    except AssertionError:  # nvidia-resiliency-ext is too old
-        return False
-
-
 @functools.cache  # once per process
 def guard_checkpoints() -> None:
     """Make saving crash-safe, loading safe, and hashing fast.

@@ -1,10 +1,9 @@
-"""How Megatron and Hugging Face name what describes a run: one row a field, declared at the field.
+"""The table that maps each field of a run to Megatron's and Hugging Face's names.
 
-``num_layers: int | None = said("--num-layers", hf="num_hidden_layers")`` in a dataclass says the
-flag, the argument that Megatron parses it into (``num_layers``), the attribute of its
-``TransformerConfig`` (as the argument, unless another or None is named), the key of ``config.json``
-and, as the field's own default, Megatron's. What reads or writes one of those forms loops over
-:func:`rows`.
+Each dataclass field is declared with :func:`said`, for example
+``num_layers: int | None = said("--num-layers", hf="num_hidden_layers")``. The row contains the
+flag, Megatron's parsed argument, the attribute of its ``TransformerConfig``, the key of
+``config.json`` and Megatron's default.
 """
 
 import re
@@ -17,44 +16,43 @@ from typing import Any, get_args, get_origin, get_type_hints
 from kha_megatron.errors import ConfigError
 
 MOST_LAYERS = 4096
-"""Of a model, and times that something may be repeated in what describes its layers."""
+"""Largest number of layers, and of repetitions in a layer pattern."""
 
 _ROW = "said"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field and what others call it."""
+    """One row of the table."""
 
     field: str
     flag: str
-    """Megatron's, with its dashes. A truth's flag stands alone, and says what the default is not:
-    ``--swiglu`` of False, ``--disable-bias-linear`` of True."""
+    """Megatron's flag. The flag of a boolean takes no value and inverts the default."""
     argument: str
-    """Of Megatron's parsed arguments, which its checkpoints record."""
+    """Name in Megatron's parsed arguments, and thus in its checkpoints."""
     attribute: str | None
-    """Of ``TransformerConfig``; None where it has none."""
+    """Attribute of ``TransformerConfig``; None if it has none."""
     hf: str | None
-    """Key of ``config.json``, where most architectures agree on one."""
+    """Key of ``config.json``; None if architectures do not agree on one."""
     default: Any
-    """Megatron's. None as well where a model cannot do without."""
+    """Megatron's default; None for a required field."""
     kind: type
-    """Of a word: int, float, str or bool."""
+    """int, float, str or bool."""
     many: bool
-    """Whether the flag takes several words."""
+    """True if the flag takes several values."""
     least: int | None
-    """The smallest whole number that is allowed."""
+    """Smallest integer allowed."""
     most: int
-    """The largest one."""
+    """Largest integer allowed."""
     reads: Callable[[str], Any] | None
-    """Reads text that says more than a number; ``ValueError`` says what is wrong with it."""
+    """Parses values that are not just a number; raises ``ValueError``."""
     writes: Callable[[Any], str]
 
     def value_of(self, words: tuple[str, ...]) -> Any:
-        """The typed value of the words behind the flag.
+        """Return the typed value of the words after the flag.
 
         Raises:
-            ConfigError: too many words or too few, or one that is no such value.
+            ConfigError: the words cannot be parsed.
         """
         if self.many:
             return words
@@ -69,10 +67,10 @@ class Field:
         return self.typed(words[0])
 
     def typed(self, value: Any) -> Any:
-        """A parsed argument as this table's value: text read, lists as tuples.
+        """Convert a parsed argument to a typed value; lists become tuples.
 
         Raises:
-            ConfigError: text that is no such value.
+            ConfigError: a string cannot be parsed.
         """
         if isinstance(value, list):
             return tuple(value)
@@ -95,7 +93,7 @@ class Field:
             raise ConfigError(f"{self.flag} {value}: {hint}") from None
 
     def words_of(self, value: Any) -> tuple[str, ...] | None:
-        """The words behind the flag that say ``value``, or None where leaving it out does."""
+        """Return the words after the flag for ``value``; None if the flag is to be omitted."""
         if value is None or (self.kind is bool and value == self.default):
             return None
         if self.kind is bool:
@@ -115,18 +113,12 @@ def said(
     reads: Callable[[str], Any] | None = None,
     writes: Callable[[Any], str] = str,
 ) -> Any:
-    """A dataclass field with its row.
+    """Declare a dataclass field with its row; see :class:`Field`.
 
     Args:
-        flag: Megatron's.
-        default: Megatron's; required where it is left out.
-        argument: as the flag, with underscores, if None.
-        attribute: as the argument if empty.
-        hf: key of ``config.json``.
-        least: the smallest whole number allowed; None for any.
-        most: the largest one.
-        reads: what makes a value of a word that is more than a number; raises ``ValueError``.
-        writes: its way back.
+        default: Megatron's default; omitted for a required field.
+        argument: None for the flag's name with underscores.
+        attribute: "" for the same name as the argument.
     """
     argument = argument or flag.removeprefix("--").replace("-", "_")
     names = {"flag": flag, "argument": argument, "hf": hf, "least": least, "most": most}
@@ -137,7 +129,7 @@ def said(
 
 @cache
 def rows(*kinds: type) -> tuple[Field, ...]:
-    """The rows of dataclasses, in the order of their fields; fields made otherwise have none."""
+    """Return the rows of dataclasses in the order of their fields."""
     found = []
     for owner in kinds:
         hints = get_type_hints(owner)
@@ -160,24 +152,18 @@ def rows(*kinds: type) -> tuple[Field, ...]:
 
 
 def read(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a dataclass's fields from parsed arguments; what is absent is Megatron's default.
+    """Return the values of a dataclass's fields from Megatron's arguments by name.
 
-    Args:
-        arguments: by their names: ``vars`` of Megatron's, all or only some, or what a checkpoint
-            recorded.
+    Missing arguments have Megatron's default.
 
     Raises:
-        ConfigError: text that is no value of its row.
+        ConfigError: a string cannot be parsed.
     """
     return {r.field: r.typed(arguments.get(r.argument, r.default)) for r in rows(owner)}
 
 
 def attributes(owner: type, config: Any) -> dict[str, Any]:
-    """Values of those of a dataclass's fields that an object of Megatron's has as attributes.
-
-    Args:
-        config: a ``TransformerConfig``, or what has its names.
-    """
+    """Return the values of those fields that a ``TransformerConfig`` has as attributes."""
     named = ((r, r.attribute) for r in rows(owner) if r.attribute is not None)
     return {r.field: r.typed(getattr(config, name)) for r, name in named if hasattr(config, name)}
 

@@ -1,6 +1,6 @@
-"""How a model is spread over ranks, and what one step trains on.
+"""Parallel sizes of a run, and the batch of one step.
 
-Which combinations are legal is in :mod:`kha_megatron.model.rules`.
+:mod:`kha_megatron.model.rules` checks them.
 """
 
 import math
@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import MOST_LAYERS, attributes, read, said
 
 _LETTERS = "EtmL"
 
 
 def stages_of(text: str) -> tuple[str, ...]:
-    """Megatron's notation of a pipeline layout, unrolled: ``Ett|(t|)*2L`` has four stages.
+    """Unroll Megatron's notation of a pipeline layout: ``Ett|(t|)*2L`` has four stages.
 
     Raises:
-        ValueError: a letter that is no layer, or too many of them.
+        ValueError: an unknown letter, or too many repetitions.
     """
 
     def unrolled(found: re.Match[str]) -> str:
@@ -40,17 +39,17 @@ def stages_of(text: str) -> tuple[str, ...]:
 
 
 def divisors(n: int) -> list[int]:
-    """All whole numbers that divide ``n``, in order."""
+    """Return all divisors of ``n`` in ascending order."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parallel sizes. The data-parallel size is what they leave of the world."""
+    """Parallel sizes. The data-parallel size follows from the number of ranks."""
 
     world_size: int | None = None
-    """Ranks in all; None where it is not known."""
+    """Number of ranks; None if unknown."""
     tp: int = said("--tensor-model-parallel-size", 1)
     """Tensor-parallel size."""
     pp: int = said("--pipeline-model-parallel-size", 1)
@@ -60,26 +59,25 @@ class Layout:
         None,
         attribute="virtual_pipeline_model_parallel_size",
     )
-    """Virtual pipeline stages of each rank; None for the plain 1F1B schedule."""
+    """Virtual pipeline stages per rank; None for 1F1B."""
     virtual_stage_layers: int | None = said(
         "--num-layers-per-virtual-pipeline-stage", None, attribute=None
     )
-    """Megatron's other way to say ``vpp``, which follows from it."""
+    """Megatron's other option for ``vpp``, which is computed from it."""
     cp: int = said("--context-parallel-size", 1)
     """Context-parallel size."""
     ep: int = said("--expert-model-parallel-size", 1)
     """Expert-parallel size."""
     etp: int | None = said("--expert-tensor-parallel-size", None)
-    """Expert-tensor-parallel size; as ``tp`` if None."""
+    """Expert-tensor-parallel size; None for ``tp``."""
     sequence_parallel: bool = said("--sequence-parallel", False)
     overlap_p2p: bool = said("--no-overlap-p2p-communication", True, argument="overlap_p2p_comm")
-    """Whether virtual stages overlap their point-to-point communication."""
     microbatch_group: int | None = said(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         None,
         argument="microbatch_group_size_per_vp_stage",
     )
-    """As ``pp`` if None."""
+    """None for ``pp``."""
     first_stage_layers: int | None = said(
         "--decoder-first-pipeline-num-layers", None, attribute="num_layers_in_first_pipeline_stage"
     )
@@ -95,56 +93,58 @@ class Layout:
         reads=stages_of,
         writes="|".join,
     )
-    """A custom layout, unrolled: one word for each stage in the order of the layers."""
+    """Custom pipeline layout, unrolled: one string per stage, in the order of the layers."""
     weight_shards: int | None = said("--tensor-parallel-num-weight-shards", None)
     expert_weight_shards: int | None = said("--expert-tensor-parallel-num-weight-shards", None)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
-        """The parallel sizes that Megatron's arguments ask for.
+        """Return the parallel sizes of Megatron's arguments.
 
         Args:
             arguments: by name, as for :meth:`kha_megatron.model.model.Model.of`.
-            world_size: ranks in all.
+            world_size: number of ranks.
 
         Raises:
-            ConfigError: text that is no value, or virtual stages that the layers do not fill.
+            ConfigError: a value cannot be parsed.
         """
         given = read(cls, arguments)
         if given["stages"] is not None:
             given["vpp"] = len(given["stages"]) // given["pp"]
         elif given["virtual_stage_layers"]:
-            given["vpp"] = _virtual_stages(given, arguments.get("num_layers") or 0)
+            extra = given["embedding_as_layer"] + given["loss_as_layer"]
+            layers = (arguments.get("num_layers") or 0) + extra
+            given["vpp"] = layers // given["pp"] // given["virtual_stage_layers"]
         if (given["vpp"] or 1) == 1:
             given["vpp"] = None
         if given["weight_shards"] or given["expert_weight_shards"]:
-            world_size = None  # this takes ranks of its own, which Megatron counts itself
+            world_size = None  # weight shards take ranks of their own
         return cls(world_size=world_size, **given)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """The parallel sizes of a ``TransformerConfig``; it knows no world size."""
+        """Return the parallel sizes of a ``TransformerConfig``, without the number of ranks."""
         return cls(**attributes(cls, config))
 
     @property
     def expert_tp(self) -> int:
-        """Ranks over which one expert is split."""
+        """Number of ranks over which an expert is divided."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: replicas that read different samples."""
-        assert self.world_size is not None, "replicas of a layout without its world size"
+        """Data-parallel size."""
+        assert self.world_size is not None
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of an expert."""
-        assert self.world_size is not None, "replicas of a layout without its world size"
+        """Number of replicas of an expert."""
+        assert self.world_size is not None
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def chunk_layers(self, num_layers: int) -> list[list[int]]:
-        """Number of layers of each virtual stage, ``[vpp][pp]``, in the order of the layers."""
+        """Return the number of layers of each virtual stage, ``[vpp][pp]``."""
         chunks = self.vpp or 1
         if self.stages is not None:
             words = [word.count("t") for word in self.stages]
@@ -161,7 +161,7 @@ class Layout:
         return counts
 
     def stage_layers(self, num_layers: int, stage: int) -> list[list[int]]:
-        """The layers, counted from 0, of each virtual stage of pipeline rank ``stage``."""
+        """Return the layers (from 0) of each virtual stage of pipeline rank ``stage``."""
         result, start = [], 0
         for counts in self.chunk_layers(num_layers):
             first = start + sum(counts[:stage])
@@ -170,48 +170,28 @@ class Layout:
         return result
 
 
-def _virtual_stages(given: Mapping[str, Any], layers: int) -> int | None:
-    """How many there are on a rank where the number of their layers is given."""
-    size = given["virtual_stage_layers"]
-    extra = given["embedding_as_layer"] + given["loss_as_layer"]
-    own, rest = divmod(layers + extra, given["pp"])
-    if rest:
-        return None  # the layers do not even fill the ranks, which is said first
-    if own % size:
-        legal = divisors(own)
-        raise ConfigError(
-            f"{own} layers on a pipeline rank cannot be divided into virtual stages of {size}: "
-            f"choose --num-layers-per-virtual-pipeline-stage from {legal}"
-        )
-    return own // size
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one step trains on."""
+    """Batch of one optimizer step."""
 
     seq_length: int = said("--seq-length", attribute=None)
     micro_batch_size: int = said("--micro-batch-size", attribute=None)
-    """Sequences that a model replica takes at once."""
+    """Sequences per microbatch of one replica."""
     global_batch_size: int | None = said("--global-batch-size", None, attribute=None)
-    """Sequences of one optimizer step, over all replicas."""
+    """Sequences per optimizer step, over all replicas."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self | None:
-        """The batch that Megatron's arguments ask for; None where they leave it open.
-
-        Raises:
-            ConfigError: text that is no value.
-        """
+        """Return the batch of Megatron's arguments; None if they do not define it."""
         given = read(cls, arguments)
         given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
         if not given["seq_length"] or not given["micro_batch_size"]:
             return None
         if arguments.get("decrease_batch_size_if_needed"):
-            given["global_batch_size"] = None  # Megatron rounds it, and says so
+            given["global_batch_size"] = None  # Megatron rounds it
         return cls(**given)
 
     def microbatches(self, dp: int) -> int:
-        """How many times a replica runs forward and backward before the optimizer steps."""
-        assert self.global_batch_size is not None, "microbatches of a step of unknown size"
+        """Return the number of microbatches of each replica per optimizer step."""
+        assert self.global_batch_size is not None
         return self.global_batch_size // (self.micro_batch_size * dp)

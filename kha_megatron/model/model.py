@@ -15,11 +15,7 @@ Kind = Literal["gqa", "mla", "gta", "gla"]
 
 
 def pattern_of(text: str) -> int | tuple[int, ...]:
-    """Megatron's ``--moe-layer-freq``: ``2``, or lists of 0 and 1 as in ``[0]*1+[1]*3``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Parse Megatron's ``--moe-layer-freq``: ``2``, or lists of 0 and 1 as in ``[0]*1+[1]*3``."""
 
     def value(node: ast.AST) -> Any:
         match node:
@@ -53,7 +49,7 @@ def _as_pattern(frequency: int | Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A GPT model. None stands for what is not known where a check is made, or what it has not."""
+    """A GPT model. None means unknown, or that the model has no such part."""
 
     num_layers: int | None = said("--num-layers", hf="num_hidden_layers", most=MOST_LAYERS)
     hidden_size: int = said("--hidden-size", hf="hidden_size")
@@ -61,16 +57,16 @@ class Model:
     """Width of the dense layers' MLP."""
     num_attention_heads: int = said("--num-attention-heads", hf="num_attention_heads")
     num_query_groups: int = said("--num-query-groups", hf="num_key_value_heads")
-    """Key/value heads; as many as query heads in MHA, whatever Megatron's argument says."""
+    """Key/value heads; equal to the query heads in MHA, unlike Megatron's argument."""
     group_query_attention: bool = said("--group-query-attention", False, attribute=None)
-    """Whether Megatron heeds its number of key/value heads; ours is right without."""
+    """True if Megatron uses its ``num_query_groups``."""
     kv_channels: int = said("--kv-channels", hf="head_dim")
-    """Features of one head; see :attr:`head_dim` for latent attention."""
+    """Features per head; see :attr:`head_dim` for latent attention."""
     vocab_size: int | None = said("--vocab-size", None, attribute=None, hf="vocab_size")
-    """Rows of the embedding before Megatron pads them for tensor parallelism."""
+    """Rows of the embedding before padding."""
     make_vocab_size_divisible_by: int = said("--make-vocab-size-divisible-by", 128, attribute=None)
     padded_vocab_size: int | None = said("--padded-vocab-size", None, attribute=None)
-    """Rows of the embedding where they are given, and not padded further."""
+    """Rows of the embedding, not padded further."""
     max_position_embeddings: int | None = said(
         "--max-position-embeddings", None, attribute=None, hf="max_position_embeddings"
     )
@@ -98,13 +94,13 @@ class Model:
 
     multi_latent_attention: bool = said("--multi-latent-attention", False)
     q_lora_rank: int | None = said("--q-lora-rank", None, hf="q_lora_rank")
-    """Width of the queries' latent; None projects them at once."""
+    """Width of the queries' latent; None for a direct projection."""
     kv_lora_rank: int = said("--kv-lora-rank", 32, hf="kv_lora_rank")
-    """Width of the latent of keys and values, of all its heads together."""
+    """Width of the latent of keys and values, over all latent heads."""
     qk_head_dim: int = said("--qk-head-dim", 128, hf="qk_nope_head_dim")
-    """Features of a query or key head that carry no position."""
+    """Features of a query or key head without position."""
     qk_pos_emb_head_dim: int = said("--qk-pos-emb-head-dim", 64, hf="qk_rope_head_dim")
-    """Rotary features, of every query head and of the one key that all heads share."""
+    """Rotary features of each query head and of the shared key."""
     v_head_dim: int = said("--v-head-dim", 128, hf="v_head_dim")
     mla_down_proj_fusion: bool = said("--mla-down-proj-fusion", False)
     transformer_impl: str = said("--transformer-impl", "transformer_engine")
@@ -116,7 +112,7 @@ class Model:
     moe_layer_freq: int | tuple[int, ...] = said(
         "--moe-layer-freq", 1, reads=pattern_of, writes=_as_pattern
     )
-    """Every n-th layer has experts, or those where a 1 stands."""
+    """Every n-th layer has experts, or the layers with a 1."""
     moe_ffn_hidden_size: int | None = said(
         "--moe-ffn-hidden-size", None, hf="moe_intermediate_size"
     )
@@ -144,8 +140,7 @@ class Model:
     kha_attention: AttentionKind | None = said("--kha-attention", None, attribute=None)
     kha_latent_heads: int = said("--kha-latent-heads", KHAConfig.latent_heads, attribute=None)
     kha: KHAConfig = field(default_factory=KHAConfig)
-    """What its heads have, as far as it is known. Its stock gate on the output is there if
-    ``attention_output_gate`` is, whichever of the two was asked for."""
+    """Head mechanisms. They contain Megatron's output gate exactly if ``attention_output_gate``."""
 
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
@@ -155,17 +150,16 @@ class Model:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None) -> Self | None:
-        """The model that Megatron's arguments ask for; None where they leave its sizes open.
+        """Return the model of Megatron's arguments; None if they do not define its sizes.
 
-        A hybrid model's depth and dense width follow from its pattern, and are left open.
+        The depth and dense width of a hybrid model, which follow from its pattern, are None.
 
         Args:
-            arguments: by name, from a command line, a parser or a checkpoint. What Megatron fills
-                in later may be missing.
-            kha: what its heads have, if that is known.
+            arguments: by name, from a command line, a parser or a checkpoint.
+            kha: the head mechanisms, if known.
 
         Raises:
-            ConfigError: text that is no value.
+            ConfigError: a value cannot be parsed.
         """
         given = read(cls, arguments)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
@@ -175,7 +169,7 @@ class Model:
         if not arguments.get("group_query_attention"):
             given["num_query_groups"] = heads
         elif given["num_query_groups"] is None:
-            given["num_query_groups"] = 1  # Megatron's default, like those below
+            given["num_query_groups"] = 1  # Megatron's default
         if not given["kv_channels"]:
             given["kv_channels"] = max(1, hidden // heads)
         if not given["ffn_hidden_size"]:
@@ -191,11 +185,10 @@ class Model:
 
     @classmethod
     def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
-        """The model of a ``TransformerConfig`` and a kind of attention; they know no vocabulary.
+        """Return the model of a ``TransformerConfig``, without its vocabulary.
 
-        A hybrid model's pattern of layers is not in ``config``, so its depth and dense width are
-        left open; so is the depth under a custom pipeline layout, against which ``config`` has
-        checked it.
+        The depth and dense width of a hybrid model are None, and so is the depth under a custom
+        pipeline layout, which Megatron has checked.
         """
         given = attributes(cls, config)
         if kha is not None:
@@ -209,24 +202,23 @@ class Model:
 
     @property
     def kind(self) -> Kind:
-        """Which member of the attention family it has; MHA and MQA are ``gqa``."""
+        """Kind of attention; MHA and MQA are ``gqa``."""
         return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
 
     @property
     def head_dim(self) -> int:
-        """Features of a query or key head that may be knocked: without latent attention's rotary
-        ones."""
+        """Features of a query or key head that can be knocked: in latent attention without RoPE."""
         return self.qk_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def normed_dim(self) -> int:
-        """Features of a query or key head that QK-norm sees, where there is one for each head."""
+        """Features of a query or key head at QK-norm."""
         shared = self.kha.collaborative
         return shared.dim if shared else self.head_dim
 
     @property
     def head_sizes(self) -> HeadSizes:
-        """What the mechanisms of the heads act on, over all tensor-parallel ranks."""
+        """Sizes of the heads, over all tensor-parallel ranks."""
         latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
@@ -239,47 +231,47 @@ class Model:
 
     @property
     def latent_heads(self) -> int:
-        """Heads of the latent of keys and values: 1 in MLA."""
+        """Heads of the latent of keys and values; 1 except in GLA."""
         return self.kha_latent_heads if self.kha_attention == "gla" else 1
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True if the output layer shares the embedding."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of a norm for each feature."""
+        """Parameters of a norm per feature."""
         return 1 if self.normalization == "RMSNorm" else 2
 
     @property
     def layers(self) -> int:
-        """How many there are, where that is known."""
-        assert self.num_layers is not None, "the depth of a hybrid model"
+        """Number of layers, which must be known."""
+        assert self.num_layers is not None
         return self.num_layers
 
     @property
     def dense_width(self) -> int:
-        """Features inside a dense MLP; 0 where that is not known."""
+        """Width of the dense MLP; 0 if unknown."""
         return self.ffn_hidden_size or 0
 
     @property
     def experts(self) -> int:
-        """Routed ones of a layer that has them; 0 without."""
+        """Number of routed experts; 0 in a dense model."""
         return self.num_experts or 0
 
     @property
     def expert_width(self) -> int:
-        """Features inside one expert."""
+        """Width of one expert."""
         return self.moe_ffn_hidden_size or 0
 
     @property
     def shared_width(self) -> int:
-        """Features inside the shared expert; 0 without."""
+        """Width of the shared expert; 0 without one."""
         return self.moe_shared_expert_intermediate_size or 0
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer (counted from 0) has experts."""
+        """Return True if the layer (from 0) has experts."""
         freq = self.moe_layer_freq
         return bool(self.num_experts) and (
             layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
@@ -287,14 +279,14 @@ class Model:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether at least one layer has the dense MLP."""
+        """True if at least one layer has a dense MLP."""
         freq = self.moe_layer_freq
         some = freq > 1 and self.num_layers != 1 if isinstance(freq, int) else not all(freq)
         return not self.num_experts or some
 
     @property
     def qkv(self) -> QKVLayout:
-        """The rows of the QKV projection, which all kinds of attention but the latent ones have."""
+        """Layout of the QKV projection, which latent attention does not have."""
         return QKVLayout(
             groups=self.num_query_groups,
             queries=self.num_attention_heads // self.num_query_groups,
@@ -305,14 +297,9 @@ class Model:
         )
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding as Megatron builds it for ``tp`` tensor-parallel ranks.
-
-        Raises:
-            ValueError: the vocabulary is not known.
-        """
+        """Return the rows of the padded embedding for ``tp`` tensor-parallel ranks."""
         if self.padded_vocab_size:
             return self.padded_vocab_size
-        if self.vocab_size is None:
-            raise ValueError("a model without a vocabulary has no embedding to count")
+        assert self.vocab_size is not None
         unit = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // unit) * unit

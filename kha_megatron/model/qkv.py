@@ -1,15 +1,14 @@
-"""How the rows of Megatron's ``linear_qkv`` lie, as data that every reader of them asks.
+"""Layout of the rows of Megatron's ``linear_qkv``.
 
-Group after group, each the heads that share one key/value head: its query heads, what mechanisms
-have beside them (``HeadRows``: an output gate first, in Megatron's own place), its key, its value.
-Grouped-tied attention has no key there: its tied state stands in the value's place. A head of
-queries, keys and values is ``head_dim`` rows; one of a mechanism's may be one row only.
+The rows are ordered by group, that is by key/value head. A group contains its query heads, the rows
+of mechanisms (``HeadRows``; an output gate is first, as in Megatron), its key and its value.
+Grouped-tied attention has no key, and its tied state takes the place of the value. A head of
+queries, keys or values has ``head_dim`` rows; a head of a mechanism may have a single row.
 
-Tensor parallelism cuts the rows evenly. With more ranks than groups a rank's rows are a piece of a
-group: the ranks that share it gather it whole, and each takes its part of the queries. So that the
-pieces are equal, and rows whole in FP8, a mechanism's rows in a group are filled up to a multiple
-of :data:`UNIT` with rows of zeros that nothing reads. Ranks have no part in that number: a
-checkpoint is of the same tensors under every layout.
+Tensor parallelism divides the rows evenly. With more ranks than groups, the ranks that share a
+group gather it, and each takes its part of the queries. Rows of mechanisms are padded to a multiple
+of :data:`UNIT` per group with unused zeros, so that the parts are equal and fit FP8. The padding
+does not depend on the number of ranks, so a checkpoint has the same tensors in every layout.
 """
 
 from dataclasses import dataclass
@@ -18,50 +17,50 @@ from functools import cached_property
 from kha_megatron.heads import HeadRows, Projection
 
 UNIT = 16
-"""What the rows of mechanisms that Megatron has not itself are filled up to, in each group."""
+"""Multiple to which the rows of mechanisms that Megatron does not have are padded per group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Heads of one kind, among the rows of every group."""
+    """Heads of one kind within a group."""
 
     first: int
-    """The row of the group at which they begin."""
+    """First row within the group."""
     heads: int
-    """How many of them a group has."""
+    """Number of heads in a group."""
     features: int
-    """Rows of one."""
+    """Rows of one head."""
     hf: str
-    """Their module below ``self_attn`` of Hugging Face's classes."""
+    """Module below ``self_attn`` in Hugging Face's classes."""
     is_per_query: bool
-    """Whether each goes with a query head, so that ranks which share a group divide them."""
+    """True if ranks that share a group divide the heads, as they do queries."""
 
     @property
     def rows(self) -> slice:
-        """Their rows of a group."""
+        """Rows within the group."""
         return slice(self.first, self.first + self.heads * self.features)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QKVLayout:
-    """The rows of one layer's ``linear_qkv`` over all tensor-parallel ranks."""
+    """Rows of one layer's ``linear_qkv``, over all tensor-parallel ranks."""
 
     groups: int
     """Key/value heads."""
     queries: int
-    """Query heads of each group."""
+    """Query heads per group."""
     head_dim: int
     """Rows of a head."""
     extra: tuple[HeadRows, ...] = ()
-    """What mechanisms have beside queries, keys and values, in the order of the rows."""
+    """Rows of mechanisms, in order."""
     tied: bool = False
-    """Whether keys have no rows of their own (grouped-tied attention)."""
+    """True if keys have no rows (grouped-tied attention)."""
     elsewhere: tuple[Projection, ...] = ()
-    """Of queries and keys those that a mechanism makes itself (``Mechanism.makes``)."""
+    """Queries or keys that a mechanism makes itself (``Mechanism.makes``)."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """What the heads of a group are, by name, in the order of their rows."""
+        """Parts of a group by name, in the order of their rows."""
         found: dict[str, Part] = {}
         first = 0
 
@@ -85,7 +84,7 @@ class QKVLayout:
 
     @cached_property
     def padding(self) -> slice:
-        """Rows of a group that fill it up, before its key."""
+        """Padding rows of a group, before its key."""
         size = {r: r.features * (self.queries if r.heads == "query" else 1) for r in self.extra}
         queries = 0 if "query" in self.elsewhere else self.queries
         first = queries * self.head_dim + sum(size.values())
@@ -94,17 +93,17 @@ class QKVLayout:
 
     @property
     def is_stock(self) -> bool:
-        """Whether they are Megatron's own, with its output gate if there is one."""
+        """True if Megatron has the same rows, including its output gate."""
         return not (self.tied or self.elsewhere) and all(row.is_stock for row in self.extra)
 
     @property
     def parts_before_padding(self) -> int:
-        """How many parts lie before the rows that fill a group up."""
+        """Number of parts before the padding."""
         return len(self.extra) + ("query" in self.parts)
 
     @property
     def stock_gate(self) -> str | None:
-        """The part that is Megatron's own output gate."""
+        """Name of the part that is Megatron's output gate."""
         return next((row.name for row in self.extra if row.is_stock), None)
 
     @property
@@ -119,8 +118,7 @@ class QKVLayout:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The part of every ``head_dim`` rows, in their order; nothing where parts are no multiples
-        of it."""
+        """Part of every ``head_dim`` rows, in order; empty if a part is no multiple of it."""
         blocks: list[str] = []
         for name, part in self.parts.items():
             count, rest = divmod(part.heads * part.features, self.head_dim)
@@ -130,17 +128,17 @@ class QKVLayout:
         return tuple(blocks) * self.groups
 
     def sharing(self, ranks: int) -> int:
-        """How many of the tensor-parallel ranks work on the same group."""
+        """Return the number of tensor-parallel ranks that share a group."""
         return max(1, ranks // self.groups)
 
     def group_of(self, rank: int, ranks: int) -> int:
-        """The group of a rank that shares one."""
+        """Return the group of a rank that shares one."""
         return rank // self.sharing(ranks)
 
     def wanted(self, rank: int, ranks: int) -> dict[str, slice]:
-        """The heads of each part of a rank's groups that are the rank's.
+        """Return the heads of each part that belong to a rank.
 
-        All of them, except that ranks which share a group divide what goes with its queries.
+        Ranks that share a group divide its queries and what belongs to them.
         """
         sharing = self.sharing(ranks)
         found: dict[str, slice] = {}

@@ -1,10 +1,8 @@
-"""One training run as it is said to Megatron: typed values in the order of the command line.
+"""A training run as typed values, from which its command line is generated.
 
-``Run.of(num_layers=4, hidden_size=128, swiglu=True)`` holds Megatron's arguments under the names
-of its parser. Words of a user's go through the same table: ``run.updated(["--lr", "1e-3"])``. What
-the table does not know is carried along as it was said. :class:`~kha_megatron.model.model.Model`,
-``Layout``, ``Batch``, ``Training`` and ``Files`` are views of the values, and the command line is
-made from them.
+``Run.of(num_layers=4, hidden_size=128, swiglu=True)`` takes Megatron's arguments by name. A user's
+words go through the same table: ``run.updated(["--lr", "1e-3"])``. Flags that are not in the table
+are passed on unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +19,10 @@ from kha_megatron.model.training import Files, Heads, Training
 from kha_megatron.model.words import Arguments, parse, render
 
 TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
-"""Every argument of Megatron's and ours that this package gives or reads."""
+"""Every argument that this package writes or reads."""
 
 OF_HEADS = tuple(row for row in rows(Model, Heads) if row.argument.startswith("kha_"))
-"""Those that say what heads have."""
+"""Arguments of the head mechanisms."""
 
 
 @cache
@@ -34,36 +32,31 @@ def _by(name: str) -> Mapping[str, Field]:
 
 @dataclass(frozen=True)
 class Said:
-    """One value as the command line has it."""
+    """One argument of a command line."""
 
     flag: str
     words: tuple[str, ...]
-    """As the user spelt them, where a user did."""
     value: Any
 
 
 def say(**values: Any) -> dict[str, Said]:
-    """Typed values by the names of Megatron's arguments, as a command line says them.
+    """Convert typed values, by argument, to arguments of a command line.
 
-    What needs no word, like False for a flag that switches on, is left out.
-
-    Raises:
-        KeyError: the table has no such argument.
+    Values that need no flag, such as False for ``--swiglu``, are left out.
     """
-    spoken = {}
-    for name, value in values.items():
-        row = _by("argument")[name]
-        words = row.words_of(value)
-        if words is not None:
-            spoken[name] = Said(row.flag, words, value)
-    return spoken
+    named = ((name, _by("argument")[name], value) for name, value in values.items())
+    return {
+        name: Said(row.flag, words, value)
+        for name, row, value in named
+        if (words := row.words_of(value)) is not None
+    }
 
 
 def hear(words: Sequence[str]) -> dict[str, Said]:
-    """A user's words as typed values, by argument; unknown flags by themselves, with their words.
+    """Parse a user's words to arguments by name. An unknown flag is its own name.
 
     Raises:
-        ConfigError: a word that belongs to no flag, or that is no value of its flag.
+        ConfigError: a word belongs to no flag, or cannot be parsed.
     """
     heard = {}
     for flag, behind in parse(words).items():
@@ -75,33 +68,28 @@ def hear(words: Sequence[str]) -> dict[str, Said]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run, without the number of its ranks."""
+    """One training run, without the number of ranks."""
 
     said: Mapping[str, Said]
-    """By argument, in the order of the command line."""
+    """Arguments by name, in the order of the command line."""
     vocab_size: int | None = None
-    """Entries of the tokenizer it is meant for, which Megatron takes from the tokenizer itself."""
+    """Vocabulary size of the intended tokenizer, from which Megatron takes it."""
     dropped: tuple[str, ...] = field(default=(), compare=False)
-    """Flags of the run's own that a user's words have put out of use, each with the reason."""
+    """Flags of the recipe that a user's arguments exclude, each with the reason."""
 
     @classmethod
     def of(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
-        """A run of typed values, by the names of Megatron's arguments, in their order.
-
-        Raises:
-            KeyError: the table has no such argument.
-        """
+        """Build a run from typed values, by the names of Megatron's arguments."""
         return cls(said=say(**values), vocab_size=vocab_size)
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """The run with other values and then a user's words, each in the place of its own.
+        """Return the run with other values, and then a user's words.
 
-        A smallest learning rate of the run's own keeps its share of the largest, and a warm-up its
-        share of the iterations. Words of its own that the new ones exclude are left out, and named
-        in :attr:`dropped`.
+        The recipe's minimum learning rate keeps its ratio to the maximum, and its warm-up the ratio
+        to the iterations. Arguments that the new ones exclude are moved to :attr:`dropped`.
 
         Raises:
-            ConfigError: a word that belongs to no flag, or that is no value of its flag.
+            ConfigError: a word belongs to no flag, or cannot be parsed.
         """
         new = say(**values) | hear(words)
         own = {n: one for n, one in self.said.items() if n in new or n not in values}
@@ -120,64 +108,56 @@ class Run:
         return replace(self, said=own | new, dropped=(*self.dropped, *dropped))
 
     def loading(self) -> Self:
-        """The run as one that goes on from its own checkpoints, unless it loads others."""
+        """Return the run with ``--load`` set to ``--save``, unless it loads another checkpoint."""
         return replace(self, said=say(load=self.files.save) | dict(self.said))
 
     @property
     def flags(self) -> Arguments:
-        """The command line: every flag once, with its words."""
+        """The command line as a dict."""
         return {one.flag: one.words for one in self.said.values()}
 
     def words(self) -> list[str]:
-        """The command line, for ``argparse``."""
+        """Return the command line."""
         return render(self.flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Typed values by argument, of those that the run says."""
+        """Typed values by argument."""
         return {name: one.value for name, one in self.said.items()}
 
     @cached_property
     def model(self) -> Model | None:
-        """Its model; None where the sizes come from elsewhere."""
+        """The model; None if the sizes are not on the command line."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
         return Model.of(self.arguments | sizes, self.kha)
 
     def layout(self, ranks: int) -> Layout:
-        """Its parallel sizes on so many ranks.
-
-        Raises:
-            ConfigError: virtual stages that the layers do not fill.
-        """
+        """Return the parallel sizes on a number of ranks."""
         return Layout.of(self.arguments, ranks)
 
     @cached_property
     def batch(self) -> Batch | None:
-        """What a step trains on; None where Megatron decides."""
+        """The batch; None if Megatron decides."""
         return Batch.of(self.arguments)
 
     @cached_property
     def kha(self) -> KHAConfig:
-        """What it knocks.
-
-        Raises:
-            ConfigError: a preset, variant, init or kind of attention is unknown.
-        """
+        """The head mechanisms. Raises ``ConfigError`` for unknown names."""
         return kha_asked({"kha_preset": "baseline"} | self.arguments) or KHAConfig()
 
     @cached_property
     def training(self) -> Training:
-        """How it trains."""
+        """Optimisation, precision and checkpoints."""
         return Training.of(self.arguments)
 
     @cached_property
     def files(self) -> Files:
-        """What it reads and writes."""
+        """Files that the run reads and writes."""
         return Files.of(self.arguments)
 
 
 def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
-    """What Megatron's and our arguments, by name, ask of heads; None if nothing.
+    """Return the KHA configuration of a command line's arguments by name; None if none is given.
 
     Raises:
         ConfigError: a name or a value is unknown.

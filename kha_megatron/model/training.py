@@ -1,4 +1,4 @@
-"""How a model is trained and on what, under Megatron's names and with its defaults."""
+"""Rows of the table for optimisation, files and head mechanisms, with Megatron's defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,8 +54,6 @@ class Training:
     save_interval: int | None = _option("--save-interval", None)
     ckpt_format: str = _option("--ckpt-format", "torch_dist")
     exit_duration_in_mins: int | None = _option("--exit-duration-in-mins", None)
-    enable_ft_package: bool = _option("--enable-ft-package", False)
-    calc_ft_timeouts: bool = _option("--calc-ft-timeouts", False)
     use_checkpoint_args: bool = _option("--use-checkpoint-args", False)
     heterogeneous_layers_config_path: str | None = _option(
         "--heterogeneous-layers-config-path", None
@@ -69,17 +67,13 @@ class Training:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """From Megatron's arguments by name, all or only some.
-
-        Raises:
-            ConfigError: text that is no value.
-        """
+        """Build from Megatron's arguments by name, all or only some."""
         return cls(**read(cls, arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a run reads and writes."""
+    """Files that a run reads and writes."""
 
     data_path: tuple[str, ...] | None = _option("--data-path", None)
     train_data_path: tuple[str, ...] | None = _option("--train-data-path", None)
@@ -96,13 +90,13 @@ class Files:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """From Megatron's arguments by name, all or only some."""
+        """Build from Megatron's arguments by name, all or only some."""
         return cls(**read(cls, arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """What the command line says of heads, as words; ``Run.kha`` reads them."""
+    """Arguments of the head mechanisms, which ``Run.kha`` parses."""
 
     kha_preset: str | None = _option("--kha-preset", None)
     kha_query: str | None = _option("--kha-query", None)

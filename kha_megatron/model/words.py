@@ -1,7 +1,6 @@
-"""Megatron command lines as data: an ordered mapping from flag to the words that follow it.
+"""Parse and render command lines of Megatron as an ordered dict from flag to words.
 
-``{"--lr": ("1e-3",), "--swiglu": (), "--data-path": ("0.5", "a", "0.5", "b")}``. Two of them merge
-with ``|``: the right one's words replace the left one's, and no flag appears twice.
+For example ``{"--lr": ("1e-3",), "--swiglu": (), "--data-path": ("0.5", "a", "0.5", "b")}``.
 """
 
 import re
@@ -10,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from kha_megatron.errors import ConfigError
 
 Arguments = dict[str, tuple[str, ...]]
-"""Flag, with its dashes, to its words; no words for a flag that only switches something on."""
+"""Flag, with its dashes, to the words that follow it."""
 
 REPEATED = frozenset({"--heads"})
-"""Flags that take one word each time they are given, and are given as often as there are words."""
+"""Flags that may be repeated; each occurrence adds one word."""
 
 _FLAG = re.compile(r"--[A-Za-z]")
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """Read ``--flag``, ``--flag value ...``, ``--flag=value``; the last of a repeated flag counts,
-    unless it is one of :data:`REPEATED`.
+    """Parse ``--flag``, ``--flag value ...`` and ``--flag=value``.
 
-    A word is a flag if it begins with two dashes and a letter: ``-1e-3`` is a value.
+    The last occurrence of a flag counts, except for :data:`REPEATED`. A word is a flag if it begins
+    with two dashes and a letter, so that ``-1e-3`` is a value.
 
     Raises:
-        ConfigError: a word belongs to no flag.
+        ConfigError: a word follows no flag.
     """
     arguments: Arguments = {}
     flag, closed = None, True
@@ -46,10 +45,9 @@ def parse(words: Sequence[str]) -> Arguments:
 
 
 def render(arguments: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Inverse of :func:`parse`, in words that argparse reads back unchanged.
+    """Return the words that argparse parses back to ``arguments``.
 
-    A single empty or dash-led value is written ``--flag=value``: argparse takes ``-1e-3`` alone for
-    an option.
+    A single value that is empty or begins with a dash is written as ``--flag=value``.
     """
     words: list[str] = []
     for flag, values in arguments.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.tracker import judge
-from kha_megatron.data.paths import check_data, lacks_vocabulary
+from kha_megatron.data.dataset import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.rules import check_arguments, check_attention

@@ -1,15 +1,16 @@
-"""The arguments that ``kha_megatron.training`` adds to Megatron's, and the checks on all."""
+"""Arguments that ``kha_megatron.training`` adds to Megatron's parser, and their checks."""
 
 import argparse
 import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
-from kha_megatron.data.paths import check_data
+from kha_megatron.data.dataset import check_data
 from kha_megatron.errors import ConfigError, KHAError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
@@ -24,27 +25,18 @@ from kha_megatron.model.training import Heads
 
 DEVICES = ("cuda", "cpu")
 
-_NOT_HERE = {
-    "spec": "the KHA arguments choose the layer spec: remove --spec, or run Megatron's "
-    "pretrain_gpt.py with --spec kha_megatron.mcore.specs NAME",
-    "sft": "this entry point pre-trains on plain sequences: run Megatron's pretrain_gpt.py with "
-    "--spec kha_megatron.mcore.specs NAME for --sft",
-    "fim_data": "this entry point pre-trains on plain sequences: run Megatron's pretrain_gpt.py "
-    "with --spec kha_megatron.mcore.specs NAME for --fim-data",
-    "flash_decode": "this entry point trains, and flash decode is for inference: remove "
-    "--flash-decode",
-    "dataloader_inter_document_masking": "this entry point does not pack documents: remove "
-    "--dataloader-inter-document-masking, or use --reset-attention-mask with --transformer-impl "
-    "local",
-    "hybrid_context_parallel": "hybrid context parallelism needs packed sequences, which this "
-    "entry point does not make: remove --hybrid-context-parallel",
-    "inprocess_restart": "this entry point does not restart in process: remove "
-    "--inprocess-restart, and let the launcher restart the job",
-    "logits_load_dir": "this entry point does not distil: remove --logits-load-dir",
-    "rampup_batch_size": "Megatron ignores --rampup-batch-size: use --step-batch-size-schedule "
-    "'0:16 300K:32', and no --global-batch-size",
-    "yaml_cfg": "this entry point does not read Megatron's YAML file: give all arguments in full",
-}
+_UNSUPPORTED = (
+    "spec",
+    "sft",
+    "fim_data",
+    "dataloader_inter_document_masking",
+    "hybrid_context_parallel",
+    "inprocess_restart",
+    "logits_load_dir",
+    "rampup_batch_size",
+    "yaml_cfg",
+)
+"""Arguments that this entry point, or Megatron, would ignore."""
 
 _UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
@@ -72,7 +64,7 @@ _HELP = {
 
 
 def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add what this entry point takes to Megatron's parser (its ``extra_args_provider``)."""
+    """Add the arguments of this entry point to Megatron's parser (``extra_args_provider``)."""
     group = parser.add_argument_group("kha training")
     group.add_argument(
         "--device",
@@ -127,7 +119,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``kha`` group, which says what is knocked."""
+    """Add the ``kha`` group with the arguments of the head mechanisms."""
     group = parser.add_argument_group(
         "kha",
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
@@ -147,14 +139,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def choose_device(argv: list[str]) -> None:
-    """Act on ``--device``: for ``cpu`` install the CPU runtime and turn off what needs CUDA.
+    """Apply ``--device``: for ``cpu``, install the CPU runtime and disable what needs CUDA.
 
-    Runs before Megatron is imported. Flags that the CPU or a missing apex needs are appended
-    to ``argv`` in place, and named on rank 0, unless the command line has them already.
+    Call before importing Megatron. Appends flags that the CPU or a missing apex requires to
+    ``argv`` and logs them on rank 0.
 
     Raises:
-        ConfigError: there is no CUDA device and ``--device cpu`` was not given, or it was given
-            with a backend that only CUDA has.
+        ConfigError: there is no CUDA device, or a flag needs CUDA on ``--device cpu``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=DEVICES, default="cuda")
@@ -171,7 +162,9 @@ def choose_device(argv: list[str]) -> None:
                 "Transformer Engine is installed without its compiled extension: run `pip install "
                 "--no-build-isolation 'kha-megatron[te]'`, or add --transformer-impl local"
             )
-        _go_without_apex(argv)
+        if _UNFUSED not in argv and find_spec("fused_weight_gradient_mlp_cuda") is None:
+            argv.append(_UNFUSED)  # Megatron's output layer needs apex for this fusion
+            announce(f"NVIDIA's apex is not installed: adding {_UNFUSED}")
         return
     given = {word.split("=", 1)[0] for word in argv}
     for name, variable in cpu.ENVIRONMENT.items():
@@ -195,17 +188,6 @@ def choose_device(argv: list[str]) -> None:
         announce(f"--device cpu adds {words}")
 
 
-def _go_without_apex(argv: list[str]) -> None:
-    """Turn off the fusion that Megatron's output layer has from apex, under either backend."""
-    if _UNFUSED in argv:
-        return
-    try:
-        import fused_weight_gradient_mlp_cuda  # noqa: F401  (as Megatron asks)
-    except ImportError:
-        argv.append(_UNFUSED)
-        announce(f"without NVIDIA's apex and its fused weight gradients: adds {_UNFUSED}")
-
-
 def _value(argv: list[str], name: str) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="value", nargs="?")
@@ -213,11 +195,10 @@ def _value(argv: list[str], name: str) -> str | None:
 
 
 def kha_from_args(args: argparse.Namespace) -> KHAConfig:
-    """The KHA configuration that the command line asks for.
+    """Return the KHA configuration of the command line.
 
     Raises:
-        ConfigError: nothing was asked for, a name is unknown, or ``KHA_CONFIG`` is set, which only
-            stock scripts need.
+        ConfigError: there is none, a name is unknown, or ``KHA_CONFIG`` is set.
     """
     if os.environ.get(CONFIG_VARIABLE):
         raise ConfigError(
@@ -233,17 +214,25 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Refuse what cannot train, before Megatron starts: layout, data and unsupported options.
+    """Check the arguments before Megatron starts: layout, data and options without effect.
 
     Raises:
-        ConfigError: the model or the batch cannot be divided as asked, or an option is not for
-            here.
-        DataError: the dataset or the tokenizer is missing. What lies in an object store
-            (``s3://``, ``msc://``) is not looked at.
+        ConfigError: the model or the batch cannot be divided as requested, or an option would be
+            ignored.
+        DataError: the dataset or the tokenizer is missing.
     """
-    for name, why in _NOT_HERE.items():
-        if getattr(args, name, None):
-            raise ConfigError(why)
+    for name in _UNSUPPORTED:
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} has no effect in this entry point: remove {flag}, or run Megatron's "
+                "pretrain_gpt.py with --spec kha_megatron.mcore.specs NAME"
+            )
+    if args.ckpt_format == "torch":
+        raise ConfigError(
+            "--ckpt-format torch: Megatron loads this format into a model of other tensors, so a "
+            "checkpoint of another KHA configuration would go unnoticed: use torch_dist"
+        )
     if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
         raise ConfigError(
             "--moe-router-bias-update-rms without a bias to update: add "
@@ -259,22 +248,17 @@ def check_args(args: argparse.Namespace) -> None:
             "--reset-attention-mask does nothing with Transformer Engine, whose causal attention "
             "reads no mask: use --transformer-impl local, or remove it"
         )
-    in_mxfp8 = args.fp8_param_gather and args.fp8_recipe == "mxfp8"
-    if in_mxfp8 and not (args.reuse_grad_buf_for_mxfp8_param_ag or args.use_megatron_fsdp):
+    interval, writer = args.kha_log_interval, args.tensorboard_dir or args.wandb_project
+    if interval is not None and (interval < 1 or not writer):
         raise ConfigError(
-            "--fp8-param-gather with --fp8-recipe mxfp8: Transformer Engine lays no such weights "
-            "into Megatron's buffers: add --reuse-grad-buf-for-mxfp8-param-ag, which gathers bf16"
+            f"--kha-log-interval {interval}: expected 1 or more, and --tensorboard-dir or "
+            "--wandb-project to write to"
         )
-    _check_log_interval(args)
-    if not 0 <= args.kha_perturb_embedding < 1:  # not a number neither
+    size = args.kha_perturb_embedding
+    if not 0 <= size < 1 or (size and args.pretrained_checkpoint):  # NaN is refused too
         raise ConfigError(
-            f"--kha-perturb-embedding {args.kha_perturb_embedding:g}: give a share from 0 to 1, "
-            "such as 1e-6"
-        )
-    if args.kha_perturb_embedding and args.pretrained_checkpoint:
-        raise ConfigError(
-            "--kha-perturb-embedding changes the weights that a run draws, and not those of "
-            f"--pretrained-checkpoint {args.pretrained_checkpoint}: remove one of them"
+            f"--kha-perturb-embedding {size:g}: expected a share from 0 to 1, such as 1e-6, and no "
+            "--pretrained-checkpoint, whose weights it does not change"
         )
     check_arguments(vars(args), args.world_size, kha_asked(vars(args)))
     check_data(vars(args))
@@ -282,10 +266,9 @@ def check_args(args: argparse.Namespace) -> None:
 
 @contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Around Megatron's own checks of the arguments, of which many assert and few say why.
+    """Convert assertions of Megatron's argument checks to ``ConfigError``.
 
-    Raises:
-        ConfigError: for what they raise; with the source line of one that says nothing.
+    The message is the source line if an assertion has no message.
     """
     try:
         yield
@@ -294,18 +277,3 @@ def refusals_of_megatron() -> Iterator[None]:
     except (AssertionError, ValueError) as error:
         why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
         raise ConfigError(f"Megatron refuses these arguments: {' '.join(why.split())}") from error
-
-
-def _check_log_interval(args: argparse.Namespace) -> None:
-    if args.kha_log_interval is None:
-        return
-    if args.kha_log_interval < 1:
-        raise ConfigError(
-            f"--kha-log-interval {args.kha_log_interval}: it must be 1 or more; leave it out to "
-            "write nothing"
-        )
-    if not (args.tensorboard_dir or args.wandb_project):
-        raise ConfigError(
-            f"--kha-log-interval {args.kha_log_interval} has nowhere to write: add "
-            "--tensorboard-dir, or --wandb-project with --wandb-exp-name"
-        )

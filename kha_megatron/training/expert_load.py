@@ -1,13 +1,9 @@
-"""How evenly tokens spread over experts, layer by layer, in TensorBoard and W&B.
+"""Log the load of experts per MoE layer to TensorBoard and W&B, under ``expert-load/``.
 
-Per MoE layer, under ``expert-load/``:
-
-- ``violation-layer-3``: the busiest expert's tokens above the mean, in means (MaxVio of Wang et al.
-  2024; 0 is balance);
-- ``least-layer-3``: the idlest expert's tokens, in means (1 is balance);
+- ``violation-layer-3``: ``max / mean - 1`` of the experts' tokens (MaxVio of Wang et al. 2024);
+- ``least-layer-3``: ``min / mean`` of the experts' tokens;
 - ``bias-range-layer-3``: the largest bias minus the smallest;
-
-and ``violation``, the mean of the first over layers.
+- ``violation``: mean of the violations over layers.
 """
 
 import torch
@@ -23,10 +19,9 @@ _NAMES = ("violation", "least", "bias-range")
 
 
 def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None:
-    """Write one batch's loads at the interval of Megatron's TensorBoard log.
+    """Write the loads of one batch at the interval of Megatron's TensorBoard log.
 
-    Called on every rank after every batch. Costs one all-reduce of three numbers a layer over the
-    pipeline, and only at that interval.
+    Call on every rank after every batch. Costs one small all-reduce over the pipeline.
 
     Args:
         layers: numbers of this rank's MoE layers, from 1.

@@ -1,8 +1,7 @@
-"""Null runs: the same training from a start that differs by less than anything that is learnt.
+"""Perturb the initial weights for null runs (``kha-megatron compare --null``).
 
-Two runs that differ by rounding drift apart, most in a mixture of experts, where a token near the
-border of two experts goes to the other one. How far says which differences between two mechanisms
-mean nothing (``kha-megatron compare --null``).
+Runs that differ only by rounding drift apart. Their distance shows which differences between two
+mechanisms are noise.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Pre-training with KHA, on ``megatron.training.pretrain``: GPT or hybrid model, data, one step.
+"""Pre-train a GPT or hybrid model with KHA on ``megatron.training.pretrain``.
 
 Import only after :func:`kha_megatron.training.arguments.choose_device`.
 """
@@ -52,31 +52,26 @@ from kha_megatron.training.recovery import (
     end_helpers_with_the_rank,
     failures_explained,
     repair_tracker,
-    say_finished,
     warn_of_a_new_start,
 )
 from kha_megatron.training.resume import (
     check_same_kha,
-    check_saving,
+    checkpoint_to_upcycle,
     goes_on_with_scales,
     object_store,
     restored_kha,
 )
 from kha_megatron.training.scalars import write_scalars
-from kha_megatron.training.upcycle import checkpoint_to_upcycle
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def run(program_start: float) -> None:
-    """Train as the command line says.
+    """Train according to ``sys.argv``.
 
     Args:
-        program_start: ``time.time()`` when the process began, for Megatron's start-up report.
-
-    Raises:
-        KHAError: the command line asks for what cannot be honoured.
+        program_start: ``time.time()`` at the start of the process, for Megatron's start-up report.
     """
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     end_helpers_with_the_rank()
@@ -91,7 +86,6 @@ def run(program_start: float) -> None:
 
     early = parse_args(add_kha_arguments)
     check_args(early)
-    check_saving(early)
     repair_tracker(early)
     warn_of_a_new_start(early)
     kha = restored_kha(early) or kha_from_args(early)
@@ -108,7 +102,7 @@ def run(program_start: float) -> None:
     if args.verify_integrity and (remote := object_store(args)):
         announce(f"no hashes are written to or checked in the object store of {remote}")
         args.verify_integrity = False
-    # resolved values, so that the checkpoint's own arguments say what was trained
+    # the checkpoint's arguments record the resolved values
     for name, value in kha.recording(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
 
@@ -130,11 +124,10 @@ def run(program_start: float) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    say_finished()  # Megatron exits from within where a signal or a limit cuts the training short
 
 
 def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """Megatron's configuration of the model, and what is done to the model before it is wrapped."""
+    """Build Megatron's model configuration, with the hooks that run before the model is wrapped."""
     config = model_config(args, kha)
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -148,7 +141,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
                 announce("expert loads are not written: a whole iteration is one CUDA graph")
             report = None if captured else report_expert_load
             balance_experts(models, "rms" if by_rms else "sign", report)
-        if args.check_for_nan_in_loss_and_grad:  # last, so that nothing moves before the check
+        if args.check_for_nan_in_loss_and_grad:  # last: nothing may change before the check
             stop_before_non_finite_steps(models)
         if args.kha_log_interval is not None:
             _watch_heads(models, kha)
@@ -186,7 +179,7 @@ def _upcycle(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test datasets, built where Megatron reads them."""
+    """Build the train, validation and test datasets on the ranks that read them."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sizes = args.per_dataset_sequences_path
@@ -224,11 +217,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
 
 
 def _masks_are_data(args: argparse.Namespace) -> bool:
-    """Whether what a token may see depends on the text.
-
-    Otherwise a mask would say what every attention does without one, and cost its bytes: ``s^2``
-    for each sequence, collated, sent to all tensor-parallel ranks, and read in every layer.
-    """
+    """Return True if attention masks depend on the text, and are not just causal."""
     return args.create_attention_mask_in_dataloader and args.reset_attention_mask
 
 
@@ -236,7 +225,7 @@ _build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every ran
 
 
 def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
-    """This rank's ``[b, s]`` tokens, labels, loss mask, attention mask and position ids."""
+    """Return this rank's ``[b, s]`` tokens, labels, loss mask, attention mask and position ids."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH)
     args = get_args()
@@ -271,7 +260,7 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the losses of this rank's tokens, their number, and both for the report."""
+    """Return the sum of the losses of this rank's tokens, their number, and both for the report."""
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().detach().to(torch.int)
@@ -297,7 +286,7 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
 
 
 def _forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
-    """One microbatch: the model's per-token losses and the function that sums them."""
+    """Run one microbatch and return the per-token losses and the function that sums them."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")

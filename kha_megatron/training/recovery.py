@@ -1,7 +1,7 @@
-"""Going on after a run was killed while it saved, and ending well when it cannot save.
+"""Recover from a run that was killed while saving, and explain failures to load or save.
 
-A tracker file without a number makes Megatron exit with code 0, and one that is missing makes it
-start from scratch: it is repaired before Megatron looks.
+With a tracker file without a number Megatron exits with code 0, and without a tracker file it
+starts from scratch. The file is therefore repaired before Megatron reads it.
 """
 
 import ctypes
@@ -21,7 +21,6 @@ from kha_megatron.checkpoint.torch_dist import reason
 from kha_megatron.checkpoint.tracker import (
     RELEASE,
     TRACKER,
-    Verdict,
     judge,
     newest,
     repair,
@@ -32,18 +31,15 @@ from kha_megatron.errors import CheckpointError, OutputError
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # in Transformer Engine's own refusal
-_FINISHED = "FAULT_TOL_FINISHED_FLAG_FILE"  # in the Slurm script of NeMo-Run's FaultTolerance
 _SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and .*value (\S+) for (.+) do not")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def repair_tracker(args: Namespace) -> None:
-    """Point the tracker file at the last complete checkpoint. Call it on every rank, at the start.
+    """Point the tracker file to the last complete checkpoint. Call on every rank at the start.
 
-    Only where the run saves into the folder it loads (a job that is queued again); only the
-    tracker file is touched, by rank 0. ``--ckpt-step`` is a choice and is left alone. All ranks
-    come to the same verdict from the same files, before and after the repair; the others wait until
-    they see it.
+    Applies only if the run saves into the directory it loads. Rank 0 writes the tracker file and
+    the other ranks wait until they see it.
 
     Raises:
         CheckpointError: the other ranks do not see what rank 0 wrote.
@@ -55,17 +51,27 @@ def repair_tracker(args: Namespace) -> None:
     if not folder.is_dir() or folder.resolve() != Path(args.save).resolve():
         return
     verdict = judge(folder)
-    if args.ckpt_step and not _stops_megatron(verdict.tracker):
+    # Megatron reads the tracker file even with --ckpt-step
+    readable = verdict.tracker in (None, RELEASE) or verdict.tracker.isdecimal()
+    if args.ckpt_step and readable:
         return
     if is_first_rank():
         repair(verdict)
-    else:
-        _wait(verdict)
+        return
+    deadline = time.monotonic() + _WAIT
+    while verdict.problem and verdict.newest:
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{verdict.folder / TRACKER} {verdict.problem}, and rank 0 did not repair it "
+                f"within {_WAIT} s: write {tracker_word(verdict.newest)} into it, or share the "
+                "directory among all machines"
+            )
+        time.sleep(0.1)
+        verdict = judge(folder)
 
 
 def warn_of_a_new_start(args: Namespace) -> None:
-    """Say where ``--save`` holds a checkpoint that the run, without ``--load``, does not go on
-    with: started again after a kill, it would lose what it had saved."""
+    """Warn if ``--save`` contains a checkpoint that the run does not load."""
     if args.load or not args.save or "://" in args.save:
         return
     if found := newest(Path(args.save)):
@@ -75,57 +81,19 @@ def warn_of_a_new_start(args: Namespace) -> None:
         )
 
 
-def _wait(verdict: Verdict) -> None:
-    deadline = time.monotonic() + _WAIT
-    while verdict.problem and verdict.newest:
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{verdict.folder / TRACKER} {verdict.problem}, and rank 0 did not repair it "
-                f"within {_WAIT} s: write {tracker_word(verdict.newest)} into it, or share the "
-                "folder among all machines"
-            )
-        time.sleep(0.1)
-        verdict = judge(verdict.folder)
-
-
 def end_helpers_with_the_rank() -> None:
-    """Let the kernel end what this process forks (writers, their manager, loaders) when it dies.
+    """Make the kernel end the forked processes (writers, loaders) of a rank that dies (Linux).
 
-    The manager of Megatron's writers would serve a killed rank for ever, and a writer go on in a
-    folder that the next run writes to. Linux only.
+    Otherwise a writer would continue in a directory that the next run writes to.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
-def say_finished() -> None:
-    """Leave the file by which NeMo-Run's fault-tolerant Slurm script knows a training that is over.
-
-    Without it the script queues the job again, for ever. Call it on every rank, after the last
-    save; what was cut short by a signal or a limit must not come here. Rank 0 writes the file where
-    the script names one.
-
-    Raises:
-        OutputError: it cannot be written; as a failure the job is queued again so often only as
-            failed ones are.
-    """
-    file = os.environ.get(_FINISHED)
-    if not file or not is_first_rank():
-        return
-    try:
-        with open(file, "w") as flag:
-            os.fsync(flag.fileno())
-    except OSError as error:
-        raise OutputError(
-            f"{_FINISHED} {file} cannot be written ({error.strerror}): the training is over, and "
-            "the job would be queued again: cancel it, and mount NeMo-Run's folder writable"
-        ) from error
-
-
 @contextmanager
 def failures_explained(args: Namespace) -> Iterator[None]:
-    """Turn a write that the disk refused, or a read that others refused, into one line.
+    """Convert failures to read or write a checkpoint to errors of one line.
 
     Raises:
         OutputError: a checkpoint could not be written.
@@ -177,8 +145,3 @@ def _refused(save: str, why: str) -> OutputError:
         f"a checkpoint could not be written to {save}, whose disk has {free} MB free ({why}): make "
         f"room and start again with the same command, which {again}"
     )
-
-
-def _stops_megatron(tracker: str | None) -> bool:
-    """Megatron reads the tracker file even if ``--ckpt-step`` says which iteration to take."""
-    return tracker not in (None, RELEASE) and not (tracker.isdecimal() and len(tracker) < 19)

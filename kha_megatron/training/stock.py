@@ -1,7 +1,6 @@
-"""What a patched Megatron calls (``patches/``): the KHA arguments of its own scripts, and reports.
+"""Functions that a patched Megatron calls (``patches/``) for KHA in its own scripts and reports.
 
-Each function takes Megatron's arguments. The reports follow Megatron's own conventions: numbers of
-the whole model unless said otherwise, and nothing for sequences split by context parallelism.
+The reports follow Megatron's conventions and ignore context parallelism.
 """
 
 import argparse
@@ -22,24 +21,24 @@ from kha_megatron.training.arguments import (
 )
 
 SPEC = ["kha_megatron.training.stock", "layer_spec"]
-"""What ``--spec`` would say to choose :func:`layer_spec`."""
+"""Value of ``--spec`` that selects :func:`layer_spec`."""
 
 _BYTES = 2  # of an activation, as Megatron's theoretical memory report assumes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``kha`` group to Megatron's parser, for scripts that know nothing of KHA."""
+    """Add the ``kha`` group to Megatron's parser, for Megatron's own scripts."""
     add_model_arguments(parser).set_defaults(kha_stock=True)
     return parser
 
 
 def use_arguments(args: argparse.Namespace) -> None:
-    """Let ``--kha-*`` choose the layer spec. Without them the run is what it is without KHA.
+    """Select the layer spec for ``--kha-*`` arguments. Without them, change nothing.
 
     Raises:
-        ConfigError: ``--spec`` chooses another, the model has none, or a name is unknown.
+        ConfigError: the arguments contradict ``--spec`` or the model, or a name is unknown.
     """
-    if not args.kha_stock:  # our own entry point, or done before
+    if not args.kha_stock:  # our own entry point, or called before
         return
     args.kha_stock = False
     if all(getattr(args, row.argument) == row.default for row in OF_HEADS):
@@ -63,11 +62,7 @@ def use_arguments(args: argparse.Namespace) -> None:
 
 
 def resolved(args: argparse.Namespace) -> KHAConfig:
-    """The configuration that :func:`use_arguments` has stored.
-
-    Raises:
-        ConfigError: there is none, as when a checkpoint names :data:`SPEC` and nothing else does.
-    """
+    """Return the configuration that :func:`use_arguments` has stored."""
     kha = KHAConfig.recorded(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} without --kha-*: give --kha-preset NAME")
@@ -75,7 +70,7 @@ def resolved(args: argparse.Namespace) -> KHAConfig:
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The layer spec that the arguments of this run ask for."""
+    """Return the layer spec of this run's arguments."""
     from megatron.training import get_args
 
     from kha_megatron.mcore.specs import kha_layer_spec
@@ -88,18 +83,21 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
-    """FLOPs that KHA adds to one attention layer; of pairs the causal half, as Megatron counts."""
+    """Return the extra FLOPs of KHA per token in one attention layer.
+
+    Counts only the causal half of the query-key pairs, as Megatron does.
+    """
     kha, sizes = _kha(args), _sizes(args)
     return kha.flops(sizes) + args.seq_length * kha.pair_flops(sizes) // 2
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
-    """Parameters that KHA adds to one attention layer, replicated on tensor-parallel ranks."""
+    """Return the parameters that KHA adds to one attention layer."""
     return _kha(args).parameters(_sizes(args))
 
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
-    """Activations that KHA keeps in one layer of one rank for one microbatch, in 16-bit numbers."""
+    """Return the bytes of 16-bit activations that KHA keeps per layer, rank and microbatch."""
     kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
     between = kha.saved_between(sizes)
     if args.sequence_parallel:
@@ -109,7 +107,7 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
-    """Without the output gate, which Megatron's own reports count."""
+    """Return the configuration without the output gate, which Megatron's reports count."""
     return (KHAConfig.recorded(vars(args)) or KHAConfig()).without_output_gate()
 
 

@@ -1,4 +1,4 @@
-"""What `data prepare` promises: nothing lost, nothing half-written, the same on any machine."""
+"""Test that ``data prepare`` loses no text, leaves no partial output and is deterministic."""
 
 import json
 import os
@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kha_megatron.data import tokenization
-from kha_megatron.data.prepare import prepare, standard_library
-from kha_megatron.data.report import DataReport, verify
+from kha_megatron.data.dataset import DataReport, indexed_dataset_module, verify
+from kha_megatron.data.prepare import prepare
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from tests.versions import needs_training_package
 
@@ -50,7 +49,7 @@ def prepared(sources, tmp_path_factory):
 
 
 def documents(folder):
-    dataset = tokenization.indexed_dataset_module().IndexedDataset(str(folder / "corpus"))
+    dataset = indexed_dataset_module().IndexedDataset(str(folder / "corpus"))
     return [np.array(document) for document in dataset]
 
 
@@ -164,13 +163,6 @@ def test_tokenizer_that_alters_text_is_reported(sources, tmp_path):
     assert report.altered_documents == 1  # the combining accent of b/odd.txt
 
 
-def test_large_vocabulary_is_stored_in_more_bits(sources, tmp_path):
-    folder = make_tokenizer(tmp_path / "mine", size=65500)
-    report = prepare([sources / "a"], tmp_path / "out", tokenizer=folder)
-    assert (report.dtype, report.vocab_size) == ("int32", 65500)
-    assert verify(tmp_path / "out") == report
-
-
 def test_standard_library_without_its_tests(monkeypatch, tmp_path):
     library = tmp_path / "python3.12"
     for name in ("json/tool.py", "test/test_json.py", "LICENSE.txt", "site-packages/six.py"):
@@ -183,23 +175,16 @@ def test_standard_library_without_its_tests(monkeypatch, tmp_path):
     assert report.skipped["other_name"]["count"] == 1
 
 
-def test_standard_library_is_where_python_keeps_it():
-    assert (standard_library() / "json" / "__init__.py").is_file()
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
         ({"vocab_size": 256}, ConfigError, ["256", "257"]),
-        ({"workers": 0}, ConfigError, ["0", "1 or more"]),
         ({"max_file_bytes": 3}, ConfigError, ["3", "4 to"]),
-        ({"vocab_size": 300, "tokenizer": Path("t")}, ConfigError, ["300", "drop one"]),
+        ({"vocab_size": 300, "tokenizer": Path("t")}, ConfigError, ["300", "--tokenizer"]),
         ({"sources": [Path("gone")]}, DataError, ["gone", "does not exist"]),
         ({"sources": [Path("full/inner")], "out": Path("full")}, DataError, ["full", "inner"]),
         ({"out": Path("full")}, OutputError, ["full", "--overwrite"]),
         ({"out": Path("full"), "overwrite": True}, OutputError, ["full", "no data.json"]),
-        ({"out": Path("other.txt")}, OutputError, ["other.txt", "is a file"]),
-        ({"tokenizer": Path("gone")}, DataError, ["gone", "tokenizer.json"]),
         ({"tokenizer": Path("full")}, DataError, ["full", "save_pretrained"]),
         ({"tokenizer": Path("endless")}, DataError, ["endless", "eos_token"]),
         ({"sources": [Path("useless")]}, DataError, ["useless", "1 empty, 1 not_utf8"]),
@@ -271,7 +256,7 @@ def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
     assert not list(tmp_path.glob("*out*"))
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"short", b"longer\n" * 400, None])
+@pytest.mark.parametrize("content", [b"\xff", b"short", None])
 @pytest.mark.parametrize("stage", ["training tokenizer", "tokenizing"])
 def test_file_that_changes_meanwhile_is_an_error(stage, content, tmp_path):
     for number in range(3):
@@ -296,25 +281,18 @@ def test_file_that_changes_meanwhile_is_an_error(stage, content, tmp_path):
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_unwritable_parent_is_one_line(sources, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"cannot write .*/file/out"):
-        prepare([sources / "a"], tmp_path / "file" / "out")
-
-
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         (lambda folder: (folder / "data.json").unlink(), "no data.json"),
-        (lambda folder: (folder / "data.json").write_text("{"), "damaged"),
-        (lambda folder: (folder / "data.json").write_text('{"format": 2}'), "another version"),
-        (lambda folder: (folder / "corpus.bin").unlink(), "corpus.bin cannot be opened"),
-        (lambda folder: cut(folder / "corpus.idx", 40), "corpus.idx has"),
-        (lambda folder: cut(folder / "corpus.bin", 2), "corpus.bin has"),
+        (lambda folder: (folder / "data.json").write_text("[" * 100_000), "nested too deeply"),
+        (lambda folder: (folder / "data.json").write_text('{"format": 2}'), "not of format 1"),
+        (lambda folder: edit(folder, other=7), "unexpected keyword argument 'other'"),
+        (lambda folder: (folder / "corpus.bin").unlink(), "corpus.bin"),
+        (lambda folder: cut(folder / "corpus.bin", 2), "expected file_bytes .* got"),
         (lambda folder: (folder / "corpus.idx").write_bytes(b"x" * IDX), "cannot be opened"),
-        (lambda folder: edit(folder, tokens=7), "tokens"),
-        (lambda folder: edit(folder, documents=7), "documents 2"),
-        (lambda folder: edit(folder, vocab_size=7), "vocab_size 257"),
+        (lambda folder: edit(folder, tokens=7), "expected tokens 7"),
+        (lambda folder: edit(folder, vocab_size=7), "expected vocab_size 7 .* got 257"),
         (lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), "tokenizer"),
     ],
 )
@@ -357,6 +335,7 @@ def test_the_tokenizer_is_trained_on_a_sample_of_all_parts(tmp_path):
     assert whole.tokens <= report.tokens
 
 
+@pytest.mark.whole
 def test_one_long_line_without_a_space_is_no_hours_of_merging(tmp_path):
     line = np.random.default_rng(7).integers(97, 123, 1_000_000, dtype=np.uint8)
     words = line.copy()
@@ -370,10 +349,3 @@ def test_one_long_line_without_a_space_is_no_hours_of_merging(tmp_path):
         spent[name] = time.process_time() - began
         assert (report.bytes, report.altered_documents) == (1_000_000, 0)
     assert spent["line"] < 4 * spent["words"]  # 1.5; with whole words of 64 KiB some 8
-
-
-def test_a_report_of_before_samples_is_read(prepared, tmp_path):
-    values = json.loads((prepared[0] / "data.json").read_text())
-    del values["tokenizer_sample_bytes"]
-    (tmp_path / "data.json").write_text(json.dumps(values))
-    assert DataReport.read(tmp_path).tokenizer_sample_bytes is None

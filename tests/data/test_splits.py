@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from kha_megatron.data.splits import check_split, count_documents, documents_of
+from kha_megatron.data.dataset import check_split, count_documents, documents_of
 from kha_megatron.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "99,1,0", "99,1", "7", "0.5, 0.25, 0.25", "0,1,1"])
-@pytest.mark.parametrize("documents", [1, 2, 7, 16, 49, 50, 51, 500, 501])
+@pytest.mark.parametrize("documents", [1, 7, 50, 501])
 def test_the_arithmetic_is_megatrons(split, documents):
     from megatron.core.datasets import blended_megatron_dataset_config as megatron
 
@@ -26,7 +26,7 @@ def test_the_arithmetic_is_megatrons(split, documents):
         return
     with pytest.raises(DataError, match=f"of the {documents} in corpus") as error:
         check_split(split, documents, "corpus")
-    better = re.search(r"use --split (\S+)$", str(error.value))[1]
+    better = re.search(r"Use --split (\S+)$", str(error.value))[1]
     assert 0 not in documents_of(better, documents)
 
 
@@ -46,7 +46,5 @@ def test_documents_are_counted_from_the_index(tmp_path):
     builder.finalize(f"{prefix}.idx")
     assert count_documents(prefix) == 3
     (tmp_path / "other.idx").write_bytes(b"MMIDIDX")
-    with pytest.raises(DataError, match="no index"):
+    with pytest.raises(DataError, match="cannot be read as an index"):
         count_documents(tmp_path / "other")
-    with pytest.raises(DataError, match="cannot be read"):
-        count_documents(tmp_path / "gone")

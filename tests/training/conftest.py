@@ -54,14 +54,6 @@ def started_anew(words: Sequence[str], ranks: int = 1, *, program: str | None = 
     )
 
 
-def under_torchrun(words: Sequence[str], ranks: int) -> Ended:
-    """The entry point as a user starts it."""
-    python = [sys.executable, "-m"]
-    launcher = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    words = [*launcher, "--no-python", *python, "kha_megatron.training", *words]
-    return _ended([words], [{"OMP_NUM_THREADS": "1"}])
-
-
 def _ended(commands: list[list[str]], environments: list[dict[str, str]]) -> Ended:
     """What becomes of these processes within five minutes."""
     needs_training_package()
@@ -82,22 +74,30 @@ def _ended(commands: list[list[str]], environments: list[dict[str, str]]) -> End
         return Ended(codes, log.read(), overdue)
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Loss by iteration from TensorBoard, exactly as it was written."""
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return TensorBoard's scalars: tag to iteration to value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {event.step: event.value for event in events.Scalars("lm loss")}
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each iteration, exactly as it was written."""
+    return scalars(folder)["lm loss"]
 
 
 def _prepare(out: str) -> None:
     from torch import nn  # as pinned: with our own source, each edit gave other losses
 
-    from kha_megatron.data import prepare
+    from kha_megatron.data.prepare import prepare
 
     source = Path(nn.__file__).parent
-    prepare.prepare([source], Path(out), vocab_size=300, globs=["*.py"], workers=1)
+    prepare([source], Path(out), vocab_size=300, globs=["*.py"], workers=1)
 
 
 @pytest.fixture(scope="session")

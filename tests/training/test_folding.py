@@ -5,6 +5,7 @@ import pytest
 from tests.training.conftest import MODEL, TRAINING, losses, start
 
 
+@pytest.mark.whole
 def test_a_run_may_change_between_both_ways(tmp_path):
     """In float32, so that only the order of sums differs."""
     common = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64", "--device", "cpu"]

@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
@@ -23,6 +24,7 @@ RUN = shlex.split("""
 """)
 
 
+@pytest.mark.whole
 def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_package, tmp_path):
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
     planned = to_megatron.plan(

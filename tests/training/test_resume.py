@@ -1,6 +1,5 @@
-"""Stopping and going on: bit for bit the same run, and never from another configuration."""
+"""Test that a resumed run is bit-exact and never loads another configuration."""
 
-import json
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -12,12 +11,12 @@ import torch.distributed.checkpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.tracker import TRACKER, judge
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.mcore import compat
+from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import CollaborativeHeads, MixtureOfHeads, TalkingHeads
 from kha_megatron.model.recorded import kha_of
 from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
-from kha_megatron.training.resume import check_same_kha, check_saving, restored_kha
+from kha_megatron.training.resume import check_same_kha, restored_kha
 from tests.conversion.checkpoints import save_gpt
 from tests.training.comparison import assert_same_bytes
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
@@ -28,35 +27,63 @@ KHA = KHAConfig(value="mlp")
 ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
 
 
-def test_resumed_training_is_the_same_bit_for_bit(corpus, tmp_path):
-    """Experts with all-gather dispatch, two data-parallel ranks, distributed optimizer, overlap.
+# the default format fills the gaps between parameters with uninitialised memory
+DISTRIBUTED = [
+    *("--moe-token-dispatcher-type", "allgather", "--use-distributed-optimizer"),
+    *("--overlap-grad-reduce", "--overlap-param-gather", "--dist-ckpt-optim-fully-reshardable"),
+]
+SHARDED = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 
-    The interrupted run saves asynchronously, while the next iteration changes what is being saved,
-    and goes on with the KHA settings that its checkpoint records.
+
+@pytest.mark.parametrize(
+    ("kha", "words"),
+    [
+        pytest.param(KHA, ["--kha-preset", "kha_mlp", *EXPERTS, *DISTRIBUTED], id="experts"),
+        pytest.param(
+            KHAConfig(moh=MixtureOfHeads(shared=1, active=2, anneal=6)),
+            ["--heads", "moh.shared=1", "moh.active=2", "moh.anneal=6", *SHARDED],
+            marks=pytest.mark.whole,
+            id="moh",
+        ),
+        pytest.param(
+            KHAConfig(
+                value="mlp",
+                talking=TalkingHeads(),
+                collaborative=CollaborativeHeads(dim=16, start="ones"),
+            ),
+            [
+                *("--heads", "knock.value=mlp", "talking", "collaborative.dim=16"),
+                *("collaborative.start=ones", "--attention-dropout", "0.1", *SHARDED),
+            ],
+            marks=pytest.mark.whole,
+            id="talking and collaborative",
+        ),
+    ],
+)
+def test_resumed_training_is_bit_exact(kha, words, corpus, tmp_path):
+    """The interrupted run saves asynchronously, while the next iteration changes the weights.
+
+    The resumed run takes the KHA settings from its checkpoint.
     """
-    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *EXPERTS, "--save-interval", "2"]
-    words += ["--moe-token-dispatcher-type", "allgather", "--use-distributed-optimizer"]
-    words += ["--overlap-grad-reduce", "--overlap-param-gather"]
-    # the default format fills the gaps between parameters with uninitialised memory
-    words += ["--dist-ckpt-optim-fully-reshardable"]
-    preset = ["--kha-preset", "kha_mlp"]
-    recorded = ["--load", str(tmp_path / "half"), "--use-checkpoint-args"]
+    common = ["--device", "cpu", *MODEL, *TRAINING, *corpus, "--save-interval", "2"]
+    recorded = [w for w in words if w in {*EXPERTS, *DISTRIBUTED, *SHARDED}]
+    recorded += ["--load", str(tmp_path / "half"), "--use-checkpoint-args"]
 
     def folders(name):
         return ["--save", str(tmp_path / name), "--tensorboard-dir", str(tmp_path / f"{name}-tb")]
 
-    whole = start([*words, *preset, *folders("whole")], 2)
-    half = start([*words, *preset, *folders("half"), "--exit-interval", "4", *ASYNC], 2)
-    rest = start([*words, *recorded, *folders("rest")], 2)
+    whole = start([*common, *words, *folders("whole")], 2)
+    half = start([*common, *words, *folders("half"), "--exit-interval", "4", *ASYNC], 2)
+    rest = start([*common, *recorded, *folders("rest")], 2)
     for run in (whole, half, rest):
         assert run.codes == [0, 0], run.output[-4000:]
-        assert run.knocks == "knocks value=mlp in 4 of 4 layers: 432 parameters added"
+        assert run.knocks.startswith(f"knocks {kha} in 4 of 4 layers")
     assert half.output.count("scheduled an async checkpoint save at iteration") == 2
 
-    # the loss of an iteration depends on its very samples: the order of the data is the same
+    # the loss of an iteration depends on its samples: the order of the data is the same
     expected = losses(tmp_path / "whole-tb")
     assert sorted(expected) == list(range(1, 9))
-    assert expected[8] < expected[1] - 0.7
+    assert expected[8] < expected[1] - 0.1
     assert losses(tmp_path / "half-tb") == {i: expected[i] for i in range(1, 5)}
     assert losses(tmp_path / "rest-tb") == {i: expected[i] for i in range(5, 9)}
 
@@ -66,28 +93,16 @@ def test_resumed_training_is_the_same_bit_for_bit(corpus, tmp_path):
         folder = f"iter_{iteration:07d}"
         assert_same_bytes(tmp_path / "whole" / folder, tmp_path / name / folder)
         checkpoint = MegatronCheckpoint.open(tmp_path / name / folder)
-        assert kha_of(checkpoint) == KHA
+        assert kha_of(checkpoint) == kha
         assert checkpoint.iteration == iteration
         assert checkpoint.args["consumed_train_samples"] == 6 * iteration
 
-    other = [*words, "--load", str(tmp_path / "half"), "--kha-value", "gate"]
-    refused = start(other, 2)
-    assert refused.codes == [2, 2]
-    assert len(refused.errors) == 1  # both ranks are on one machine
-    assert "was trained with KHA on value=mlp" in refused.errors[0]
-    assert (
-        "asks for value=gate (1 tensor decoder.layers.self_attention.knock_value.weight with "
-        in refused.errors[0]
-    )
-    assert "Traceback" not in refused.output
-
-    longer = [*words, *recorded, "--train-iters", "16"]
-    refused = start(longer, 2)
+    if kha != KHA:
+        return
+    refused = start([*common, *recorded, "--train-iters", "16"], 2)
     assert refused.codes == [2, 2]
     assert "total number of iterations: 48 there, 96 here" in refused.errors[0]
     assert "add --override-opt_param-scheduler" in refused.errors[0]
-    on = start([*longer, "--override-opt_param-scheduler", "--exit-interval", "6"], 2)
-    assert on.codes == [0, 0], on.output[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +150,6 @@ def test_a_converted_checkpoint_moves_as_it_has_no_optimizer(copy):
     check(copy, KHA, **moved)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_optimizers_do_not_move_between_undivided_experts_and_divided_ones(copy, distributed):
-    """Megatron ends in a list of all tensors, also if the state is fully reshardable."""
-    moved = {"use_distributed_optimizer": distributed, "expert_model_parallel_size": 2}
-    with pytest.raises(CheckpointError, match=r"EP 1 only, and this run has EP 2.*size 1, or add"):
-        check(copy, KHA, **moved)
-    check(copy, KHA, **moved, no_load_optim=True)
-    check(None, KHA, **moved, tensor_model_parallel_size=2, pretrained_checkpoint=copy)
-
-
 def test_the_same_configuration_is_let_through(saved, tmp_path):
     assert check(saved / "kha", KHA) is None
     check(saved / "kha", KHAConfig(value="mlp", init="random"))  # only says how a run starts
@@ -186,16 +191,7 @@ def test_another_configuration_is_refused_with_the_tensors(saved, folder, asked,
             check(saved / folder, asked, **args)
 
 
-def test_heads_that_the_rows_do_not_fit_are_refused(saved):
-    asked = {"num_layers": 2, "hidden_size": 40, "num_attention_heads": 8, "kv_channels": 6}
-    asked |= {"group_query_attention": True, "num_query_groups": 4}
-    check(saved / "kha", KHA, **asked)
-    message = r"96 rows, and the command line asks for 8 query and 2 key/value heads .* 72: use"
-    with pytest.raises(CheckpointError, match=message):
-        check(saved / "kha", KHA, **asked | {"num_query_groups": 2})
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["in a folder of its own", "below --load"])
+@pytest.mark.parametrize("named", [True, False], ids=["own directory", "below --load"])
 def test_a_non_persistent_checkpoint_does_not_slip_through(saved, tmp_path, named):
     """Megatron prefers it to a persistent one that is not newer."""
     run = shutil.copytree(saved / "kha", tmp_path / "run")
@@ -251,33 +247,6 @@ def test_the_settings_come_from_the_checkpoint_if_the_command_line_has_none(save
     assert restored(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"ckpt_format": "torch"}, "--ckpt-format torch.*use torch_dist"),
-        ({"non_persistent_ckpt_type": "local"}, "use --non-persistent-ckpt-type global"),
-        ({"async_save": True}, "add --use-persistent-ckpt-worker"),
-        (
-            {"async_save": True, "use_persistent_ckpt_worker": True},
-            "which is not installed: add --async-strategy mcore",
-        ),
-    ],
-)
-def test_ways_of_saving_that_would_fail_are_refused(monkeypatch, words, message):
-    args = {
-        "ckpt_format": "torch_dist",
-        "non_persistent_ckpt_type": None,
-        "async_save": False,
-        "async_strategy": "nvrx",
-        "use_persistent_ckpt_worker": False,
-    }
-    monkeypatch.setattr(compat, "has_nvrx", lambda: False)
-    with pytest.raises(ConfigError, match=message):
-        check_saving(Namespace(**args | words))
-    good = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
-    check_saving(Namespace(**args | good))
-
-
 def test_an_iteration_that_is_named_is_checked_without_a_tracker_file(copy):
     """Megatron loads it then, so it must not slip through."""
     (copy / "latest_checkpointed_iteration.txt").unlink()
@@ -297,43 +266,11 @@ def test_a_tracker_that_megatron_would_misread_is_refused_where_it_is_not_ours(c
             check(copy, KHA)
 
 
-def _half_written(iteration: Path) -> None:
-    (iteration / "metadata.json").unlink()
-
-
-def _torn_mark(iteration: Path) -> None:
-    (iteration / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"})[:9])
-
-
-def _corrupt_index(iteration: Path) -> None:
-    index = iteration / ".metadata"
-    index.write_bytes(index.read_bytes()[:-40])
-
-
-def _missing_shard(iteration: Path) -> None:
-    next(iteration.glob("*.distcp")).unlink()
-
-
-def _short_shard(iteration: Path) -> None:
-    shard = max(iteration.glob("*.distcp"), key=lambda file: file.stat().st_size)
+def test_a_damaged_checkpoint_is_refused(copy):
+    shard = max((copy / "iter_0000007").glob("*.distcp"), key=lambda file: file.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_half_written, "has no metadata.json: the save never completed"),
-        (_torn_mark, "metadata.json is damaged: take another checkpoint"),
-        (_corrupt_index, r"\.metadata is damaged or hostile .*: take another checkpoint"),
-        (_missing_shard, r"\.distcp is missing .*: copy it again"),
-        (_short_shard, r"\.distcp is cut short: \d+ bytes of at least \d+: copy it again"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(copy, damage, message):
-    damage(copy / "iter_0000007")
-    with pytest.raises(CheckpointError, match=message) as refusal:
+    with pytest.raises(CheckpointError, match=r"\.distcp is cut short"):
         check(copy, KHA)
-    assert "\n" not in str(refusal.value)
 
 
 def test_what_lies_in_an_object_store_is_taken_at_its_word():
@@ -344,10 +281,3 @@ def test_what_lies_in_an_object_store_is_taken_at_its_word():
     assert resume.object_store(Namespace(load="/a", save=None, pretrained_checkpoint=None)) is None
     assert resume.goes_on_with_scales(Namespace(**where, **delayed))
     assert not resume.goes_on_with_scales(Namespace(**where, **delayed | {"fp8": None}))
-
-
-def test_a_folder_that_can_be_looked_at_is_though_the_run_saves_elsewhere(tmp_path):
-    where = {"load": str(tmp_path), "save": "msc://bucket/run", "pretrained_checkpoint": None}
-    delayed = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "fp8_recipe": "delayed"}
-    chosen = {"ckpt_step": None, "non_persistent_ckpt_type": None}
-    assert not resume.goes_on_with_scales(Namespace(**where, **delayed, **chosen))
