@@ -55,7 +55,8 @@ def lose_a_microbatch(model):
         parameter.register_hook(lambda gradient: gradient * 2 / 3)
 
 
-def test_the_comparison_runs_and_can_fail(ranks):
+@pytest.mark.whole
+def test_the_comparison_notices_a_lost_microbatch(ranks):
     found = ranks(errors, 1, "mixed", "local", False, False, False)[0]
     assert found.ours == found.plain
     assert "decoder.layers.0.self_attention.knock_query.weight" in found.ours

@@ -135,7 +135,8 @@ def names(moe):
 
 
 @pytest.mark.te
-@pytest.mark.parametrize("moe", [False, pytest.param(True, marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("moe", [False, True])
 def test_both_forms_have_the_same_weights(ranks_with_engine, moe):
     engine_form, local = ranks_with_engine(names, 1, moe)[0]
     assert engine_form == local

@@ -156,17 +156,3 @@ def ways_of_calling(variant, device="cpu"):
         name: max((a - b).abs().max().item() for a, b in zip(result, plain, strict=True))
         for name, result in results.items()
     }
-
-
-def gradients_computed(variant, device="cpu"):
-    """Return which gradients exist if only one of the two is needed."""
-    weight = weight_of(variant, 64, torch.float32, device)
-    x = torch.randn(7, 3, 64, device=device)
-    found = []
-    for leaf in (x, weight):
-        leaf.requires_grad_()
-        knock(x, weight, variant).sum().backward()
-        found.append((x.grad is not None, weight.grad is not None))
-        leaf.requires_grad_(False)
-        leaf.grad = None
-    return found
