@@ -129,8 +129,7 @@ def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tenso
     for seed in range(microbatches):
         with wrapped.no_sync() if seed < microbatches - 1 else nullcontext():
             tokens, positions, mask = batch(seed)
-            labels = {"labels": tokens.roll(-1, 1)} if model.post_process else {}
-            output = wrapped(tokens, positions, mask, **labels).float()
+            output = wrapped(tokens, positions, mask).float()
             generator = torch.Generator().manual_seed(seed)
             direction = torch.randn(output.shape, generator=generator).to(output.device)
             (output * direction).sum().backward()
