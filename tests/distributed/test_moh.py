@@ -41,16 +41,13 @@ def _where_losses_can_be_added():
 def cases():
     yield case(khas=BOTH, layers=4, tp=2, sp=True, pp=2, vpp=2, groups=1)
     yield case(khas=BOTH, layers=4, cp=2, per_token_loss=True)
-    yield case(khas=BOTH, layers=4, tp=2, cp=2)
-    yield case(khas=BOTH, layers=4, dp=2, ep=2, model="moe", ddp=OVERLAP_ALL)
-    yield case(khas=BOTH, layers=4, tp=2, sp=True, savings=FULL)
 
 
 def whole_cases():
     for fields in (
-        {"tp": 2},
-        {"tp": 2, "sp": True},
-        {"tp": 4, "groups": 2},
+        {"tp": 2, "cp": 2},
+        {"dp": 2, "ep": 2, "model": "moe", "ddp": OVERLAP_ALL},
+        {"tp": 2, "sp": True, "savings": FULL},
         {"tp": 4, "sp": True, "groups": 2},
         {"tp": 2, "config": {"qk_layernorm": False}},
         {"pp": 2},

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 
-EVERY_PLACE = [KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS]
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
 
@@ -77,7 +75,7 @@ def against_oracle(kha, qk_norm, groups):
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-@pytest.mark.parametrize("kha", [*EVERY_PLACE, MIXED, KHAConfig()], ids=str)
+@pytest.mark.parametrize("kha", [MIXED, KHAConfig()], ids=str)
 def test_equals_the_oracle(ranks, kha, qk_norm):
     found = ranks(against_oracle, 1, kha, qk_norm, GROUPS)[0]
     assert len(found) == 4 + 2 * qk_norm + len(kha.variants)
@@ -116,7 +114,7 @@ def identity_outputs(kha, dtype, overrides):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kha", [*EVERY_PLACE, MIXED], ids=str)
+@pytest.mark.parametrize("kha", [MIXED], ids=str)
 def test_initial_value_is_identity_bit_for_bit(ranks, kha, dtype):
     stock, baseline, knocked = ranks(identity_outputs, 1, kha, dtype, {})[0]
     assert torch.equal(stock, baseline)

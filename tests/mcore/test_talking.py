@@ -70,9 +70,10 @@ def wrong(ranks, kha, tp, sp, groups, qk_norm=False, mutate=None):
     return {name: error for name, error in found.items() if not error < TOLERANCE}
 
 
-@pytest.mark.parametrize("groups", [6, 3, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize(
-    "talking", [TalkingHeads(), TalkingHeads(post=False), TalkingHeads(pre=False)], ids=str
+    ("talking", "groups"),
+    [(TalkingHeads(), 3), (TalkingHeads(post=False), 6), (TalkingHeads(pre=False), 1)],
+    ids=str,
 )
 def test_equals_the_oracle(ranks, talking, groups):
     assert not wrong(ranks, KHAConfig(talking=talking), 1, False, groups, qk_norm=groups == 3)
