@@ -6,7 +6,7 @@ Its fields name the mechanisms of ``kha_megatron.heads`` and their settings; the
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args, get_type_hints
@@ -25,7 +25,7 @@ from kha_megatron.heads import (
     Projection,
     TalkingHeads,
 )
-from kha_megatron.heads.knock import PROJECTIONS, Fold, Init, Variant, parse_variant
+from kha_megatron.heads.knock import PROJECTIONS, KnockSettings, parse_variant
 
 AttentionKind = Literal["gta", "gla"]
 
@@ -38,7 +38,7 @@ Grouped-Tied and Grouped Latent Attention. MHA, MQA, GQA and MLA are Megatron's 
 
 
 @dataclass(frozen=True, kw_only=True)
-class KHAConfig:
+class KHAConfig(KnockSettings):
     """Which mechanisms a layer's heads have; ``KHAConfig()`` is the baseline that has none.
 
     Everything but a constructor call comes through one of four readers: :meth:`from_dict`,
@@ -47,22 +47,6 @@ class KHAConfig:
     Raises:
         ConfigError: a field holds a value that its type does not list.
     """
-
-    query: Variant | None = None
-    """Variant applied to the query heads, before QK-norm and RoPE; None leaves them alone."""
-
-    key: Variant | None = None
-    """Variant applied to the key heads, before QK-norm and RoPE; None leaves them alone."""
-
-    value: Variant | None = None
-    """Variant applied to the value heads; None leaves them alone."""
-
-    init: Init = Knock.init
-    """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` is the paper's ablation:
-    it trains to a much higher loss, and is here only to be reproduced."""
-
-    init_seed: int = Knock.init_seed
-    """Seed of ``init="random"``. The draw does not depend on any rank's own random state."""
 
     attention: AttentionKind | None = None
     """``gta`` ties keys and values: ``value`` then names what is applied to the tied state, which
@@ -84,14 +68,8 @@ class KHAConfig:
     moh: MixtureOfHeads | None = None
     """A router that weighs heads and turns some off for each token."""
 
-    fold: Fold = field(default=Knock.fold, compare=False)
-    """Whether Megatron folds linear matrices into the weight before them while it trains
-    (``kha_megatron.mcore.folding``) or applies them to activations: ``auto`` does what is faster
-    for the size of the microbatch. How a model is run, not what it is: two configurations that
-    differ here are equal, and neither checkpoints nor exports record it."""
-
     def __post_init__(self) -> None:
-        _ = self.knock  # which checks its own fields
+        super().__post_init__()
         if self.attention not in (None, *ATTENTIONS):
             raise ConfigError(
                 f"unknown KHA attention {self.attention!r}: choose one of {', '.join(ATTENTIONS)}, "
@@ -338,11 +316,6 @@ class KHAConfig:
     def makes(self) -> tuple[Projection, ...]:
         """What mechanisms make of the layer's input themselves, in place of its projection."""
         return tuple(projection for m in self.mechanisms for projection in m.makes)
-
-    @property
-    def variants(self) -> dict[Projection, Variant]:
-        """The knocked projections and their variants; empty without a knock."""
-        return self.knock.variants
 
     @property
     def folds(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kha_megatron.bridge.imports import bridge_imports
 from kha_megatron.config import KHAConfig, mechanism_types
+from kha_megatron.heads import Knock
 from kha_megatron.hf import read_kha
 
 with bridge_imports():
@@ -23,7 +24,7 @@ with bridge_imports():
     from kha_megatron.mcore.added_loss import LossScale
     from kha_megatron.mcore.specs import Spec, kha_layer_spec
 
-_KNOCK = ("query", "key", "value", "init", "init_seed")
+_KNOCK = tuple(f.name for f in fields(Knock) if f.compare)
 _Settings: Any = make_dataclass(
     "_Settings",
     [

@@ -90,6 +90,11 @@ class CollaborativeHeads(Mechanism):
         )
 
     @property
+    def made_dim(self) -> int:
+        """``dim``, for the query and the key."""
+        return self.dim
+
+    @property
     def folds(self) -> bool:
         """Mixing vectors do, into the query projection of each head."""
         return True

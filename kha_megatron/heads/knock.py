@@ -56,33 +56,29 @@ def parse_variant(text: str | None) -> Variant | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knock(Mechanism):
-    """Which projected tensors are knocked, and how; the fields are those of ``KHAConfig``.
+class KnockSettings:
+    """Which projected tensors are knocked, and how; fields of ``Knock`` and of ``KHAConfig``.
 
     Raises:
         ConfigError: a field holds a value that its type does not list.
     """
 
-    name: ClassVar[str] = "knock"
-    presets: ClassVar = MappingProxyType(
-        {
-            "baseline": {},
-            "kha_mlp": {"value": "mlp"},
-            "kha_linear": {"query": "linear", "key": "linear", "value": "linear"},
-            "kha_linear_v": {"value": "linear"},
-            "kha_gate_v": {"value": "gate"},
-            "kha_mlp_qkv": {"query": "mlp", "key": "mlp", "value": "mlp"},
-        }
-    )
-    """``kha_mlp`` is the paper's choice for MoE models, ``kha_linear`` for dense models and MLA
-    (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
-
     query: Variant | None = None
+    """Variant applied to the query heads, before QK-norm and RoPE."""
     key: Variant | None = None
+    """Variant applied to the key heads, before QK-norm and RoPE."""
     value: Variant | None = None
+    """Variant applied to the value heads."""
     init: Init = "identity"
+    """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` reproduces the paper's
+    ablation, which trains to a much higher loss."""
     init_seed: int = 1234
+    """Seed of ``init="random"``. The draw does not depend on the random state of a rank."""
     fold: Fold = field(default="auto", compare=False)
+    """Whether Megatron folds linear matrices into the weight before them during training
+    (``kha_megatron.mcore.folding``) or applies them to activations. ``auto`` chooses by the size of
+    the microbatch. Two configurations that differ only here are equal, and neither checkpoints nor
+    exports record it."""
 
     def __post_init__(self) -> None:
         for projection in PROJECTIONS:
@@ -105,6 +101,25 @@ class Knock(Mechanism):
     def variants(self) -> dict[Projection, Variant]:
         """The knocked projections and their variants; empty for the baseline."""
         return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knock(KnockSettings, Mechanism):
+    """The matrices that all heads of a projected tensor share."""
+
+    name: ClassVar[str] = "knock"
+    presets: ClassVar = MappingProxyType(
+        {
+            "baseline": {},
+            "kha_mlp": {"value": "mlp"},
+            "kha_linear": {"query": "linear", "key": "linear", "value": "linear"},
+            "kha_linear_v": {"value": "linear"},
+            "kha_gate_v": {"value": "gate"},
+            "kha_mlp_qkv": {"query": "mlp", "key": "mlp", "value": "mlp"},
+        }
+    )
+    """``kha_mlp`` is the paper's choice for MoE models, ``kha_linear`` for dense models and MLA
+    (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         """For each knocked projection ``knock_{projection}`` ``[n, D, D]``: its ``n`` matrices,

@@ -182,6 +182,11 @@ class Mechanism(ABC):
         """As the layer, counted from 0, has it, where settings differ between layers."""
         return self
 
+    @property
+    def made_dim(self) -> int | None:
+        """Features of each head of the projected tensors that it ``makes``."""
+        return None
+
     def acts_at(self, stage: Stage) -> bool:
         """Whether it changes something there, with these settings."""
         return stage in self.stages

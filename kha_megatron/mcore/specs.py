@@ -96,7 +96,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
             if isinstance(node, ModuleSpec) and (module := _knocked(node.module, kha)):
                 found = True
                 changed |= {"module": module, "params": {**node.params, "kha": kha}}
-                if kha.talking:
+                if any("core" in mechanism.stages for mechanism in kha.mechanisms):
                     changed["submodules"] = replace(
                         changed["submodules"], core_attention=TalkingAttention
                     )
@@ -118,7 +118,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
     """Return the class that replaces an attention class; None if ``module`` is not replaced."""
     if module is SelfAttention and kha.attention != "gla":
-        if kha.collaborative:
+        if kha.makes:
             return KHACollaborativeAttention
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None

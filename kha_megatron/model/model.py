@@ -213,8 +213,8 @@ class Model:
     @property
     def normed_dim(self) -> int:
         """Features of a query or key head at QK-norm."""
-        shared = self.kha.collaborative
-        return shared.dim if shared else self.head_dim
+        made = (mechanism.made_dim for mechanism in self.kha.mechanisms)
+        return next(filter(None, made), self.head_dim)
 
     @property
     def head_sizes(self) -> HeadSizes:
