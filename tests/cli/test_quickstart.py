@@ -57,9 +57,12 @@ def test_an_earlier_training_is_kept_if_it_saved_anything(tmp_path, dense):
 @pytest.mark.parametrize(
     ("variant", "knocks"),
     [
-        pytest.param([], "value=mlp", marks=pytest.mark.whole, id="as it is"),
+        pytest.param([], "value=mlp", id="as it is"),
         pytest.param(
-            ["--variant", "kha_mlp,gate_output"], "value=mlp gate(output=element)", id="gated"
+            ["--variant", "kha_mlp,gate_output"],
+            "value=mlp gate(output=element)",
+            marks=pytest.mark.whole,
+            id="gated",
         ),
     ],
 )
