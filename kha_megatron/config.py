@@ -403,9 +403,13 @@ class KHAConfig(KnockSettings):
         return words + kind
 
 
-@cache
 def mechanism_types(config: type = KHAConfig) -> dict[str, type[Mechanism]]:
-    """The mechanisms beside the knock, by their fields; found by the fields' types."""
+    """Return the mechanisms beside the knock by field, found by the types of the fields."""
+    return _mechanism_types(config)
+
+
+@cache  # a planner asks thousands of times
+def _mechanism_types(config: type) -> dict[str, type[Mechanism]]:
     hints = get_type_hints(config)
     choices = {f.name: get_args(hints[f.name]) for f in fields(config)}
     return {

@@ -118,12 +118,15 @@ def test_plain_megatron_and_a_spec_on_the_command_line(dense):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"kha_query": "linear", "kha_key": None, "kha_value": "mlp"}, "1 matrices of .*knock_key"),
+        (
+            {"kha_query": "linear", "kha_key": None, "kha_value": "mlp"},
+            r"1 tensor .*knock_key.weight unexp",
+        ),
         (
             {"kha_query": "mlp", "kha_key": "gate", "kha_value": "mlp"},
-            "query=mlp.*1 matrices of .*knock_query",
+            "query=mlp.*knock_query.weight with another number of matrices",
         ),
-        ({"spec": ["other.module", "kha_mlp"]}, "KHA on nothing.*1 matrices"),
+        ({"spec": ["other.module", "kha_mlp"]}, "KHA on nothing.*3 tensors .* unexpected"),
     ],
 )
 def test_a_record_that_contradicts_the_tensors_is_refused(dense, args, message):
