@@ -68,5 +68,5 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _mean(layers: list[Mapping[str, float | None]], key: str) -> str:
-    known = [layer[key] for layer in layers if layer[key] is not None]
+    known = [value for layer in layers if (value := layer[key]) is not None]
     return f"{sum(known) / len(known):.3f}" if known else "not finite"

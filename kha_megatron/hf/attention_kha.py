@@ -127,7 +127,7 @@ class KHAHeads(KHAModule):
         return "eager" if any(m.acts_at("core") for m in mechanisms) else None
 
     @staticmethod
-    def initialize(weight: Tensor, start: str) -> None:
+    def initialize(weight: Tensor, start: Start) -> None:
         """Fill a matrix in place with an initial value that ``modeling_kha`` does not know."""
         init.copy_(weight, initial_weight(torch.empty_like(weight)[None], (start,))[0])
 

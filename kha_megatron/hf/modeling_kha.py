@@ -9,7 +9,7 @@ key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size, ``N``
 batch, ``E`` experts, ``T`` experts per token.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
 
 
-class KHAModule(nn.Module):
+Module: Any = nn.Module  # Any: type checkers take attributes of modules for tensors.
+
+
+class KHAModule(Module):
     """Base of every attention class: the knocks of queries, keys and values."""
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -384,7 +387,7 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         if (start := getattr(module, "start", None)) is not None:
-            initialize(module.weight, start, std)
+            initialize(cast(Tensor, module.weight), start, std)
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):
@@ -423,9 +426,9 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         self.norm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        attention: Any = self.layers[0].self_attn
         self.config.base_model_tp_plan = type(config).base_model_tp_plan | {
-            f"layers.*.self_attn.{module}": style
-            for module, style in self.layers[0].self_attn.tp_plan().items()
+            f"layers.*.self_attn.{module}": style for module, style in attention.tp_plan().items()
         }
         self.post_init()
 
