@@ -1,7 +1,7 @@
-"""What a layer's heads do: the one configuration object every room shares.
+"""Configure the head mechanisms of a layer.
 
-Its fields name the mechanisms of ``kha_megatron.heads`` and their settings; the maths is in
-``kha_megatron.ops``. Adding a mechanism is adding a field whose type it is.
+To add a mechanism, add a field of its type to :class:`KHAConfig`. The maths is in
+``kha_megatron.ops``.
 """
 
 import json
@@ -30,43 +30,39 @@ from kha_megatron.heads.knock import PROJECTIONS, KnockSettings, parse_variant
 AttentionKind = Literal["gta", "gla"]
 
 CONFIG_VARIABLE = "KHA_CONFIG"
-"""Environment variable from which a spec chosen by its name takes what the name cannot carry."""
+"""Environment variable with the settings that the name of a spec cannot carry."""
 
 ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 """Kinds of attention that Megatron has no flag for (Zadouri et al. 2025, arXiv 2505.21487):
-Grouped-Tied and Grouped Latent Attention. MHA, MQA, GQA and MLA are Megatron's to choose."""
+Grouped-Tied and Grouped Latent Attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KHAConfig(KnockSettings):
-    """Which mechanisms a layer's heads have; ``KHAConfig()`` is the baseline that has none.
-
-    Everything but a constructor call comes through one of four readers: :meth:`from_dict`,
-    :meth:`from_preset`, :meth:`asked` (command lines) and :meth:`recorded` (checkpoints).
+    """Mechanisms of a layer's heads. ``KHAConfig()`` is the baseline without any.
 
     Raises:
-        ConfigError: a field holds a value that its type does not list.
+        ConfigError: a field has an invalid value.
     """
 
     attention: AttentionKind | None = None
-    """``gta`` ties keys and values: ``value`` then names what is applied to the tied state, which
-    is the value and half of the key. ``gla`` is latent attention whose latent is cut into heads.
-    None is what Megatron's own flags ask for: MHA, MQA, GQA, or MLA."""
+    """``gta`` ties keys and values; ``value`` then applies to the tied state. ``gla`` splits the
+    latent of MLA into heads. None: the attention that Megatron's flags choose."""
 
     latent_heads: int = 2
-    """Heads of the latent in ``gla`` (two in the paper's GLA-2). Nothing else has any."""
+    """Number of latent heads of ``gla`` (two in the paper's GLA-2)."""
 
     collaborative: CollaborativeHeads | None = None
-    """Queries and keys that all heads share, each reading them through a vector of its own."""
+    """One query and one key shared by all heads, with a mixing vector per head."""
 
     talking: TalkingHeads | None = None
-    """Heads that mix their logits and weights, in place of fused attention."""
+    """Heads that mix their logits and weights."""
 
     gate: Gate | None = None
-    """Learnt gates on values, keys, queries, the attention's output or what the layer gives."""
+    """Learnt gates on queries, keys, values, attention outputs or layer outputs."""
 
     moh: MixtureOfHeads | None = None
-    """A router that weighs heads and turns some off for each token."""
+    """A router that weighs heads and switches some off for each token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +88,8 @@ class KHAConfig(KnockSettings):
             self.check(HeadFacts(multi_latent=self.attention == "gla"))
 
     def _check_made(self) -> None:
-        """Refuse what acts on a projected tensor that a mechanism makes in its own width."""
+        """Raise ConfigError if a knock or gate acts on a query or key that a mechanism makes
+        itself."""
         gated = self.gate.positions if self.gate else {}
         for mechanism in self.mechanisms:
             for projection in mechanism.makes:
@@ -105,21 +102,17 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
-        """The named preset (a key of :data:`PRESETS`) with some fields replaced.
-
-        Raises:
-            ConfigError: no preset has that name.
-        """
+        """Return the preset ``name`` (a key of :data:`PRESETS`) with some fields replaced."""
         if name not in PRESETS:
             raise ConfigError(f"unknown KHA preset {name!r}: choose one of {', '.join(PRESETS)}")
         return cls.from_dict({**PRESETS[name], **overrides})
 
     @classmethod
     def combined(cls, names: Sequence[str]) -> Self:
-        """What several presets have, together: ``("kha_mlp", "gate_output")``.
+        """Combine several presets, such as ``("kha_mlp", "gate_output")``.
 
         Raises:
-            ConfigError: no preset has one of the names, or two say the same setting.
+            ConfigError: a preset is unknown, or two presets have the same setting.
         """
         values: dict[str, Any] = {}
         for name in names:
@@ -136,11 +129,7 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration whose :meth:`to_dict` this is.
-
-        Raises:
-            ConfigError: ``values`` has a key that is no field: it comes from another version.
-        """
+        """Read the result of :meth:`to_dict`. Raises ConfigError for an unknown key."""
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(
@@ -158,14 +147,11 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def asked(cls, given: Mapping[str, Any]) -> Self | None:
-        """What a command line asks for.
+        """Read the options of a command line. Return None if they name no preset and no mechanism.
 
         Args:
-            given: parsed values by field; besides, ``preset``, and ``heads`` with the words of
-                ``--heads``. None stands for what was not given, ``none`` for nothing.
-
-        Returns:
-            None where neither a preset nor a mechanism was asked for.
+            given: parsed values by field, with ``preset`` and ``heads`` (the words of ``--heads``).
+                None means "not given", ``none`` means "no such mechanism".
 
         Raises:
             ConfigError: an unknown name or value.
@@ -184,18 +170,14 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def recorded(cls, entries: Mapping[str, Any]) -> Self | None:
-        """What a checkpoint or an export says of itself: ``kha_query``, ``kha_init``, and so on.
+        """Read the ``kha_*`` entries of a checkpoint or an export. Return None if there are none.
 
         Args:
-            entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's may record
-                a preset by the name of its ``spec`` instead.
-
-        Returns:
-            None when it names no mechanism: it was not written with KHA in mind. Megatron's own
-            output gate is named by Megatron's own ``attention_output_gate``.
+            entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's may name a
+                preset in ``spec`` instead, and have their own ``attention_output_gate``.
 
         Raises:
-            ConfigError: a variant or an init that does not exist.
+            ConfigError: an unknown variant or init.
         """
         gated = entries.get("attention_output_gate") is True
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
@@ -211,10 +193,10 @@ class KHAConfig(KnockSettings):
         return cls.from_dict(values).with_output_gate(gated)
 
     def recording(self, *, multi_latent: bool = False) -> dict[str, Any]:
-        """Megatron's arguments, by name, of which :meth:`recorded` makes it again.
+        """Return the entries of Megatron's arguments that :meth:`recorded` reads.
 
         Args:
-            multi_latent: whether attention is, for which Megatron has no output gate.
+            multi_latent: the model has multi-latent attention, where Megatron has no output gate.
         """
         entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
         if self.has_output_gate and not multi_latent:
@@ -223,16 +205,14 @@ class KHAConfig(KnockSettings):
 
     @property
     def has_output_gate(self) -> bool:
-        """Whether it has the gate that is Megatron's own, ``--attention-output-gate``."""
+        """Whether the config has the gate of Megatron's ``--attention-output-gate``."""
         return self.gate is not None and self.gate.is_stock
 
     def with_output_gate(self, asked: bool) -> Self:
-        """What it is together with ``--attention-output-gate``, if that was asked for.
-
-        Kinds of attention that have no such gate (GTA, GLA) refuse the flag by themselves.
+        """Add the gate of ``--attention-output-gate`` if ``asked``. GTA and GLA have no such gate.
 
         Raises:
-            ConfigError: its gates are of another form, or the output has another.
+            ConfigError: the config has gates of another form.
         """
         if not asked or self.has_output_gate or self.attention is not None:
             return self
@@ -247,18 +227,17 @@ class KHAConfig(KnockSettings):
         return replace(self, gate=gate)
 
     def without_output_gate(self) -> Self:
-        """What is left of it for us where Megatron applies its own gate."""
+        """Remove the gate that Megatron applies itself."""
         if self.gate is None or not self.gate.is_stock:
             return self
         others = len(self.gate.positions) > 1
         return replace(self, gate=replace(self.gate, output=None) if others else None)
 
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
-        """What the model is, as plain JSON values: all fields but ``fold``, and of the mechanisms
-        beside the knock those that it has.
+        """Return plain JSON values of all fields but ``fold``, without mechanisms that are None.
 
         Args:
-            start: also how the matrices began, which is nothing to a trained model.
+            start: include ``init`` and ``init_seed``.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         if not start:
@@ -269,7 +248,7 @@ class KHAConfig(KnockSettings):
         return values
 
     def asking(self) -> dict[str, Any]:
-        """What :meth:`asked` makes it of: a value or a word by field, every projection said."""
+        """Return the options that :meth:`asked` reads, with a value for every projection."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         heads = []
         for name in mechanism_types(type(self)):
@@ -282,14 +261,14 @@ class KHAConfig(KnockSettings):
         return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
     def without(self, *names: str) -> Self:
-        """All but the mechanisms of these names; the knock's is ``knock``."""
+        """Remove the mechanisms with these names; ``knock`` is the knock."""
         left: dict[str, Any] = {name: None for name in names if name != Knock.name}
         if Knock.name in names:
             left |= {f.name: getattr(Knock, f.name) for f in fields(Knock)}
         return replace(self, **left)
 
     def joined(self, other: Self) -> Self:
-        """With the mechanisms of another beside its own, which the other has none of."""
+        """Add the mechanisms of ``other``."""
         names = [mechanism.name for mechanism in other.mechanisms]
         gained = {name: getattr(other, name) for name in names if name != Knock.name}
         if Knock.name in names:
@@ -298,77 +277,69 @@ class KHAConfig(KnockSettings):
 
     @property
     def knock(self) -> Knock:
-        """The head-shared matrices, if any."""
+        """The head-shared matrices."""
         return Knock(**{f.name: getattr(self, f.name) for f in fields(Knock)})
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """All that a layer has, the knock first, in the order in which they act."""
+        """All mechanisms of a layer in the order in which they act, the knock first."""
         return (*([self.knock] if self.variants else []), *self.others)
 
     @property
     def others(self) -> tuple[Mechanism, ...]:
-        """All but the knock."""
+        """All mechanisms except the knock."""
         found = (getattr(self, name) for name in mechanism_types(type(self)))
         return tuple(mechanism for mechanism in found if mechanism is not None)
 
     @property
     def makes(self) -> tuple[Projection, ...]:
-        """What mechanisms make of the layer's input themselves, in place of its projection."""
+        """Projections that mechanisms compute themselves from the layer's input."""
         return tuple(projection for m in self.mechanisms for projection in m.makes)
 
     @property
     def folds(self) -> bool:
-        """Whether a stock model computes the same, once everything is folded into its weights."""
+        """Whether everything can be folded into the weights of a stock model."""
         return all(mechanism.folds for mechanism in self.mechanisms)
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """The parameters of one layer with these sizes over all ranks."""
+        """Return the parameters of one layer, over all ranks."""
         return tuple(t for mechanism in self.mechanisms for t in mechanism.tensors(sizes))
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """What stands beside queries, keys and values in their projection, in the order of rows."""
+        """Return the rows of ``linear_qkv`` beside queries, keys and values, in order."""
         return tuple(r for mechanism in self.mechanisms for r in mechanism.rows(sizes))
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """How many parameters one layer gains, on each of ``tp`` tensor-parallel ranks."""
+        """Count the parameters that one layer gains on each of ``tp`` tensor-parallel ranks."""
         return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
 
     def flops(self, sizes: HeadSizes) -> int:
-        """FLOPs of matrix products that one layer gains for a token in the forward pass.
-
-        The backward pass costs twice as much: training takes three times this number, by which
-        Megatron too multiplies its own.
-        """
+        """Count the extra FLOPs of matrix products per token and layer, forward only."""
         return sum(mechanism.flops(sizes) for mechanism in self.mechanisms)
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """FLOPs that one layer gains for a query and a key in the forward pass, over all heads."""
+        """Count the extra FLOPs per query-key pair and layer over all heads, forward only."""
         return sum(mechanism.pair_flops(sizes) for mechanism in self.mechanisms)
 
     def saved(self, sizes: HeadSizes) -> int:
-        """Elements that one layer keeps of a token for the backward pass, without recomputing."""
+        """Count the elements per token and layer kept for backward, without recomputation."""
         return sum(mechanism.saved(sizes) for mechanism in self.mechanisms)
 
     def saved_between(self, sizes: HeadSizes) -> int:
-        """As :meth:`saved`, between tensor-parallel regions (``Mechanism.saved_between``)."""
+        """Count the part of kept elements that sequence parallelism shards."""
         return sum(mechanism.saved_between(sizes) for mechanism in self.mechanisms)
 
     def pair_saved(self, sizes: HeadSizes) -> int:
-        """Elements that one layer keeps of a query and a key for the backward pass."""
+        """Count the elements per query-key pair and layer kept for backward."""
         return sum(mechanism.pair_saved(sizes) for mechanism in self.mechanisms)
 
     def unfused(self, sizes: HeadSizes) -> str | None:
-        """Why fused attention kernels cannot compute a layer; None where they do."""
+        """Return why fused attention kernels cannot compute a layer, or None if they can."""
         reasons = (mechanism.unfused(sizes) for mechanism in self.mechanisms)
         return next((why for why in reasons if why), None)
 
     def check(self, facts: HeadFacts) -> None:
-        """Refuse what contradicts Megatron's own choices, or what they leave no place for.
-
-        Raises:
-            ConfigError: naming both, with the remedy.
-        """
+        """Raise ConfigError if a model with these facts does not support the configuration."""
         if self.attention == "gta" and facts.multi_latent:
             raise ConfigError(
                 "attention=gta and --multi-latent-attention are two kinds of attention: remove one"
@@ -395,7 +366,7 @@ class KHAConfig(KnockSettings):
             )
 
     def __str__(self) -> str:
-        """Short form for logs: ``query=linear key=linear value=linear``, ``value=mlp in gta``."""
+        """Format for logs: ``query=linear key=linear value=linear``, ``value=mlp in gta``."""
         words = " ".join(str(m) for m in self.mechanisms) or str(Knock())
         kind = f" in {self.attention}" if self.attention else ""
         if self.attention == "gla" and self.latent_heads != type(self).latent_heads:
@@ -404,7 +375,7 @@ class KHAConfig(KnockSettings):
 
 
 def mechanism_types(config: type = KHAConfig) -> dict[str, type[Mechanism]]:
-    """Return the mechanisms beside the knock by field, found by the types of the fields."""
+    """Return the mechanisms except the knock, by field."""
     return _mechanism_types(config)
 
 
@@ -421,16 +392,13 @@ def _mechanism_types(config: type) -> dict[str, type[Mechanism]]:
 
 
 def parse_heads(words: Iterable[str]) -> dict[str, Any]:
-    """Read ``--heads`` words: ``NAME.FIELD=VALUE``, ``NAME`` for its defaults, ``NAME=none``.
+    """Parse ``--heads`` words: ``NAME.FIELD=VALUE``, ``NAME`` for its defaults, ``NAME=none``.
 
-    ``knock.value=mlp`` is ``--kha-value mlp``.
-
-    Returns:
-        Fields of :class:`KHAConfig`, mechanisms as plain objects. Values are JSON where they can be
-        read as such, else words; ``none`` is None.
+    Returns fields of :class:`KHAConfig`, with mechanisms as dicts. Values are JSON or words;
+    ``none`` is None. ``knock.value=mlp`` is ``--kha-value mlp``.
 
     Raises:
-        ConfigError: no such mechanism, or a word of another form.
+        ConfigError: an unknown mechanism or a malformed word.
     """
     result: dict[str, Any] = {}
     known = (Knock.name, *mechanism_types())
@@ -478,4 +446,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         for other in ("gate_output", "moh_75")
     }
 )
-"""Named configurations: of every mechanism, and of the paper's two knocks beside others."""
+"""Named configurations: the presets of each mechanism, and the paper's two knocks with others."""

@@ -1,8 +1,7 @@
-"""Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): all share one query and one key.
+"""Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): one query and one key for all.
 
-The query projection and the key projection of a layer are ``Dk`` features wide, and each head ``i``
-weighs these features by a vector of its own: its logits are
-``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)``. Values stay as they are. The maths is in
+The query and key projections are ``Dk`` features wide. Head ``i`` weighs them by a mixing vector
+``m_i``: its logits are ``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)``. The maths is in
 ``kha_megatron.ops.heads.collaborative``.
 """
 
@@ -29,19 +28,14 @@ FUSED_DIM = 256
 
 @dataclass(frozen=True, kw_only=True)
 class CollaborativeHeads(Mechanism):
-    """How wide the shared queries and keys are, and how the mixing vectors begin.
+    """Width of the shared query and key, and initial value of the mixing vectors.
 
-    Keys are one head of ``dim`` features, so that a cache needs ``dim + G D`` numbers a token. The
-    rotary embedding turns as many of these features as the model's own has, the first ones; QK-norm
-    sees a head's ``dim`` features behind its mixing vector.
-
-    Once trained, ``W_Q diag(m_i)`` is the query projection of an ordinary head
-    (``ops.heads.collaborative.fold``), whose key is that of all others. A stock class computes it
-    with that key repeated for each value head, and zeros behind the narrower of keys and values:
-    where all of a head rotates, it needs ``dim`` = ``kv_channels``, else one that rotates a part.
+    A cache needs ``dim + G D`` numbers per token. QK-norm comes after the mixing vector. For
+    export, ``W_Q diag(m_i)`` folds into ordinary query projections with one repeated key; where all
+    features of a head rotate, this needs ``dim`` = ``kv_channels``.
 
     Raises:
-        ConfigError: a value that its type does not list.
+        ConfigError: a field has an invalid value.
     """
 
     name: ClassVar[str] = "collaborative"
@@ -49,11 +43,10 @@ class CollaborativeHeads(Mechanism):
     makes: ClassVar[tuple[Projection, ...]] = ("query", "key")
 
     dim: int = FUSED_DIM
-    """Features of the shared query and key (the paper's ``D_k`` of all heads together)."""
+    """Features of the shared query and key (the paper's ``D_k``)."""
     start: MixingStart = "blocks"
-    """``blocks``: each head begins with ``dim / H`` features of its own, as multi-head attention
-    with heads of that width (the authors' "concatenate"). ``ones``: every head begins with all
-    features, all heads alike."""
+    """``blocks``: each head starts with ``dim / H`` features of its own (the authors'
+    "concatenate"). ``ones``: every head starts with all features."""
 
     def __post_init__(self) -> None:
         if type(self.dim) is not int or self.dim < 2 or self.dim % 2:
@@ -61,8 +54,7 @@ class CollaborativeHeads(Mechanism):
         self._check_choices()
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """``collaborative_query`` and ``collaborative_key`` ``[dim, hidden]``, which every head
-        meets, and ``collaborative_mixing`` ``[H, dim]``."""
+        """Return query and key projections ``[dim, hidden]`` and mixing vectors ``[H, dim]``."""
         begins: Start = self.start
         shared: tuple[Projection, ...] = ("query", "key")
         return (
@@ -91,34 +83,34 @@ class CollaborativeHeads(Mechanism):
 
     @property
     def made_dim(self) -> int:
-        """``dim``, for the query and the key."""
+        """Width of the query and key."""
         return self.dim
 
     @property
     def folds(self) -> bool:
-        """Mixing vectors do, into the query projection of each head."""
+        """Mixing vectors fold into the query projection of each head."""
         return True
 
     def flops(self, sizes: HeadSizes) -> int:
-        """``2 d dim`` for each of the two projections; mixing multiplies element by element."""
+        """Count ``2 d dim`` for each of the two projections."""
         return 4 * sizes.hidden_size * self.dim
 
     def saved(self, sizes: HeadSizes) -> int:
-        """The shared query, and by how much the heads' queries are wider than others."""
+        """Count the shared query, and the extra width of the heads' queries."""
         return self.dim + sizes.query_heads * (self.dim - sizes.head_dim)
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """Logits of ``dim`` features a head where others have ``D``."""
+        """Count logits of ``dim`` features per head instead of ``D``."""
         return 2 * sizes.query_heads * (self.dim - sizes.head_dim)
 
     def unfused(self, sizes: HeadSizes) -> str | None:
-        """Why fused attention kernels cannot compute it."""
+        """Return why fused attention kernels cannot compute it, or None."""
         if self.dim <= FUSED_DIM:
             return None
         return f"its keys are {self.dim} features wide, and fused kernels take at most {FUSED_DIM}"
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """Other kinds of attention, and what ``dim`` has no room for."""
+        """Refuse MLA, GTA and a ``dim`` that is too small or too wide for the model."""
         if why := super().refusal(facts):
             return why
         if facts.fused_attention and self.dim > FUSED_DIM:
@@ -138,7 +130,7 @@ class CollaborativeHeads(Mechanism):
         return None
 
     def too_narrow(self, features: int) -> str:
-        """What to say of a rotary embedding that turns more features than there are."""
+        """Return the message for a rotary embedding of ``features``, more than ``dim``."""
         return (
             f"collaborative.dim={self.dim}, and the rotary embedding of the model turns {features} "
             f"features: give collaborative.dim={features} or more, or a smaller --rotary-percent "

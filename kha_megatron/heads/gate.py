@@ -1,7 +1,6 @@
-"""Gated attention (arXiv 2505.06708): learnt factors on what attention reads and gives.
+"""Gated attention (arXiv 2505.06708): gates computed from the layer's normed input ``X``.
 
-A gate multiplies (or adds to) a tensor a score computed from the layer's normed input ``X``:
-``Y * sigmoid(X W)``. The maths is in ``kha_megatron.ops.heads.gate``.
+``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``. The maths is in ``kha_megatron.ops.heads.gate``.
 """
 
 from collections.abc import Mapping
@@ -28,8 +27,7 @@ Activation = Literal["sigmoid", "silu", "half_sigmoid"]
 ALIASES: Mapping[str, Position] = MappingProxyType(
     {"g1": "output", "g2": "value", "g3": "key", "g4": "query", "g5": "dense"}
 )
-"""Numbers of the paper's text, where gates on the value raise the rank of ``W_V W_O``. Notes on
-it number the positions in two ways, so that we call them by words."""
+"""Positions as numbered in the paper's text. Other numberings exist, so flags use words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,7 @@ class Gate(Mechanism):
     """Gates of one form at one or more positions.
 
     Raises:
-        ConfigError: a value that its type does not list, or no position.
+        ConfigError: a field has an invalid value, or no position is set.
     """
 
     name: ClassVar[str] = "gate"
@@ -55,22 +53,22 @@ class Gate(Mechanism):
     )
 
     output: Granularity | None = None
-    """On what each head's attention gives. ``element`` has a score for each feature, ``head`` one
-    for a head, ``shared`` one for each feature that all heads share."""
+    """On each head's attention output: ``element`` has a score per feature, ``head`` one per head,
+    ``shared`` one per feature shared by all heads."""
     value: Granularity | None = None
-    """On the value heads, after the knock."""
+    """On value heads, after the knock."""
     key: Granularity | None = None
-    """On the key heads, after the knock and before QK-norm and RoPE."""
+    """On key heads, after the knock and before QK-norm and RoPE."""
     query: Granularity | None = None
-    """On the query heads, after the knock and before QK-norm and RoPE."""
+    """On query heads, after the knock and before QK-norm and RoPE."""
     dense: Literal["element"] | None = None
-    """On what the output projection gives."""
+    """On the output of the output projection."""
     form: Form = "multiply"
     """``Y * s`` or ``Y + s``."""
     activation: Activation = "sigmoid"
-    """``half_sigmoid`` is ``0.5 + sigmoid / 2``, the paper's gate that is not sparse."""
+    """``half_sigmoid`` is ``0.5 + sigmoid / 2``, the paper's non-sparse gate."""
     reads_input: bool = True
-    """False for a parameter in the place of ``X W``: the paper's gate that no input moves."""
+    """False: a parameter replaces ``X W`` (the paper's input-independent gate)."""
 
     def __post_init__(self) -> None:
         for position in get_args(Position):
@@ -89,10 +87,10 @@ class Gate(Mechanism):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The gates whose :meth:`to_dict` this is; ``g1`` to ``g5`` stand for their positions.
+        """Read the result of :meth:`to_dict`; ``g1`` to ``g5`` are aliases of positions.
 
         Raises:
-            ConfigError: a setting that it does not have, said twice, or a value that is none.
+            ConfigError: an unknown setting, or a position that is given twice.
         """
         if not isinstance(values, Mapping):
             return super().from_dict(values)  # which refuses it
@@ -104,24 +102,23 @@ class Gate(Mechanism):
 
     @property
     def positions(self) -> dict[Position, Granularity]:
-        """Where gates are, in the order in which they act, and of what granularity."""
+        """Gated positions in the order in which they act, with their granularity."""
         order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
         return {p: found for p in order if (found := getattr(self, p)) is not None}
 
     @property
     def is_stock(self) -> bool:
-        """Whether the gate on the output is Megatron's own, ``--attention-output-gate``."""
+        """Whether the output gate is Megatron's own, ``--attention-output-gate``."""
         here = self.output, self.form, self.activation, self.reads_input
         return here == ("element", "multiply", "sigmoid", True)
 
     def acts_at(self, stage: Stage) -> bool:
-        """``qkv`` only with a gate on queries, keys or values."""
+        """Return whether a gate acts at ``stage``."""
         at: Mapping[Position, Stage] = {"output": "output", "dense": "dense"}
         return stage in {at.get(position, "qkv") for position in self.positions}
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Those that score every head by itself, the output's first, where Megatron has its own;
-        latent attention has no projection for them."""
+        """Return gates with scores per head, the output's first, as in Megatron. None in MLA."""
         if not self.reads_input or sizes.latent:
             return ()
         order = sorted(self.positions.items(), key=lambda item: item[0] != "output")
@@ -138,7 +135,7 @@ class Gate(Mechanism):
         )
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Those that score all heads alike, or the layer's output, or without an input."""
+        """Return gates that are not in :meth:`rows`: shared, dense or without input."""
         named = {row.name for row in self.rows(sizes)}
         return tuple(
             self._tensor(position, granularity, sizes)
@@ -164,16 +161,17 @@ class Gate(Mechanism):
         )
 
     def flops(self, sizes: HeadSizes) -> int:
-        """``2 d`` for each row that is multiplied by the input; products of elements are left out,
-        as in Megatron's own count."""
+        """Count ``2 d`` for each row that is multiplied by the input."""
         if not self.reads_input:
             return 0
         numbers = [row.size(sizes) for row in self.rows(sizes)]
         return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
 
     def saved(self, sizes: HeadSizes) -> int:
-        """The gated tensor, if it is multiplied, and its score in float32: as two each of 16 bits.
-        All activations but the sigmoid keep a second score."""
+        """Count the gated tensor, if multiplied, and its float32 score (two 16-bit elements).
+
+        All activations but the sigmoid keep a second score.
+        """
         kept = 0
         for position, granularity in self.positions.items():
             if position != "dense":
@@ -183,7 +181,7 @@ class Gate(Mechanism):
         return kept
 
     def saved_between(self, sizes: HeadSizes) -> int:
-        """The same of a gate on what the output projection gives."""
+        """Count the same for the ``dense`` gate."""
         return self._kept(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
 
     def _kept(self, size: int, score: int) -> int:
@@ -192,10 +190,10 @@ class Gate(Mechanism):
         return size * multiplied + 2 * score * scores
 
     def doubled(self) -> tuple[Projection | Literal["output"], ...]:
-        """What comes before each gate: the sigmoid of zero is one half.
+        """Return what precedes each multiplying sigmoid, which is one half at zero.
 
         Raises:
-            ConfigError: the score of zero is no power of two as a factor, and not zero to add.
+            ConfigError: the gate at zero is neither a power of two nor adds zero.
         """
         if (self.form, self.activation) == ("multiply", "sigmoid"):
             return tuple("output" if p == "dense" else p for p in self.positions)
@@ -209,7 +207,7 @@ class Gate(Mechanism):
         )
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """What has no place, or does nothing."""
+        """Refuse all positions but ``output`` on MLA, and gates that QK-norm divides out."""
         if facts.attention:
             return super().refusal(facts)
         if facts.multi_latent and set(self.positions) != {"output"}:
@@ -236,5 +234,5 @@ def _heads(position: Position) -> Projection:
 
 
 def _features(position: Position) -> Projection:
-    """Whose heads are as wide: what attention gives is as wide as values."""
+    """Return the projection whose heads have the same width; outputs are as wide as values."""
     return position if position in ("query", "key") else "value"

@@ -1,7 +1,6 @@
-"""Knocking heads (arXiv 2510.23052, section 3.2): matrices that all heads of a layer share.
+"""Knocking heads (arXiv 2510.23052, section 3.2): matrices shared by all heads of a layer.
 
-Each head's query, key or value passes through the matrices of a *variant*; the maths is in
-``kha_megatron.ops.heads.knock``.
+The maths is in ``kha_megatron.ops.heads.knock``.
 """
 
 from collections.abc import Mapping
@@ -24,16 +23,16 @@ Init = Literal["identity", "random"]
 Fold = Literal["auto", "always", "never"]
 
 PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
-"""The projected tensors that can be knocked, in the order Megatron lays them out."""
+"""Projections that can be knocked, in Megatron's order."""
 
 MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
     {"linear": ("proj",), "mlp": ("up", "gate", "down"), "gate": ("gate",)}
 )
-"""Names of the ``[D, D]`` matrices of each variant, in the order they are stacked."""
+"""Names of the ``[D, D]`` matrices of each variant, in stacking order."""
 
 SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 3})
-"""Tensors of the size of its input that ``ops.knock`` keeps for the backward pass: the input; for
-``gate`` also the two factors of the product; for ``mlp`` also the two factors and their product."""
+"""Tensors of the input's size that ``ops.knock`` keeps for backward: the input; for ``gate`` also
+both factors; for ``mlp`` also both factors and their product."""
 
 INITS: tuple[Init, ...] = get_args(Init)
 
@@ -41,11 +40,7 @@ FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 
 def parse_variant(text: str | None) -> Variant | None:
-    """``"linear"``, ``"mlp"`` or ``"gate"`` as they are; ``"none"`` (command lines) as None.
-
-    Raises:
-        ConfigError: for any other word.
-    """
+    """Parse the name of a variant; ``"none"`` is None. Raises ConfigError for any other word."""
     if text is None or text == "none":
         return None
     if not isinstance(text, str) or text not in MATRICES:  # JSON may hold anything
@@ -57,28 +52,27 @@ def parse_variant(text: str | None) -> Variant | None:
 
 @dataclass(frozen=True, kw_only=True)
 class KnockSettings:
-    """Which projected tensors are knocked, and how; fields of ``Knock`` and of ``KHAConfig``.
+    """Variants of the knocked projections. Fields of ``Knock`` and of ``KHAConfig``.
 
     Raises:
-        ConfigError: a field holds a value that its type does not list.
+        ConfigError: a field has an invalid value.
     """
 
     query: Variant | None = None
-    """Variant applied to the query heads, before QK-norm and RoPE."""
+    """Variant for query heads, before QK-norm and RoPE."""
     key: Variant | None = None
-    """Variant applied to the key heads, before QK-norm and RoPE."""
+    """Variant for key heads, before QK-norm and RoPE."""
     value: Variant | None = None
-    """Variant applied to the value heads."""
+    """Variant for value heads."""
     init: Init = "identity"
-    """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` reproduces the paper's
-    ablation, which trains to a much higher loss."""
+    """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` is the paper's ablation,
+    which trains to a much higher loss."""
     init_seed: int = 1234
-    """Seed of ``init="random"``. The draw does not depend on the random state of a rank."""
+    """Seed of ``init="random"``, independent of the random state of a rank."""
     fold: Fold = field(default="auto", compare=False)
-    """Whether Megatron folds linear matrices into the weight before them during training
-    (``kha_megatron.mcore.folding``) or applies them to activations. ``auto`` chooses by the size of
-    the microbatch. Two configurations that differ only here are equal, and neither checkpoints nor
-    exports record it."""
+    """Whether Megatron folds linear matrices into the QKV weight during training
+    (``kha_megatron.mcore.folding``). ``auto`` chooses by the size of the microbatch. Does not
+    affect equality, and is not stored in checkpoints or exports."""
 
     def __post_init__(self) -> None:
         for projection in PROJECTIONS:
@@ -99,7 +93,7 @@ class KnockSettings:
 
     @property
     def variants(self) -> dict[Projection, Variant]:
-        """The knocked projections and their variants; empty for the baseline."""
+        """The knocked projections and their variants."""
         return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
 
 
@@ -118,13 +112,11 @@ class Knock(KnockSettings, Mechanism):
             "kha_mlp_qkv": {"query": "mlp", "key": "mlp", "value": "mlp"},
         }
     )
-    """``kha_mlp`` is the paper's choice for MoE models, ``kha_linear`` for dense models and MLA
-    (section 4.3); ``kha_gate_v`` is Table 2's harmful ablation."""
+    """The paper uses ``kha_mlp`` for MoE models, ``kha_linear`` for dense models and MLA (section
+    4.3). ``kha_gate_v`` is the harmful ablation of Table 2."""
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """For each knocked projection ``knock_{projection}`` ``[n, D, D]``: its ``n`` matrices,
-        applied as ``x @ W``. They start as a bit-exact no-op (section 3.3), unless ``init`` is
-        ``random``."""
+        """Return ``knock_{projection}`` ``[n, D, D]`` per projection, applied as ``x @ W``."""
         return tuple(
             HeadTensor(
                 name=f"knock_{projection}",
@@ -139,12 +131,9 @@ class Knock(KnockSettings, Mechanism):
         )
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Each ``[D, D]`` matrix costs ``2 D^2`` per head of its tensor.
+        """Count ``2 D^2`` per matrix and head (eq. 12: ``6 d^2 / n``), as applied to activations.
 
-        With ``n`` query and ``n`` key/value heads of ``D = d / n`` features and three matrices this
-        is the paper's ``6 d^2 / n`` (eq. 12). Matrices count as applied to activations: linear ones
-        cost nothing per token once they are folded. Sigmoids and element-wise products are left
-        out, as in eq. 12 and in Megatron's own count.
+        Sigmoids and element-wise products are not counted, as in eq. 12 and in Megatron.
         """
         return sum(
             2 * sizes.dim(p) ** 2 * sizes.heads(p) * len(MATRICES[v])
@@ -152,26 +141,22 @@ class Knock(KnockSettings, Mechanism):
         )
 
     def saved(self, sizes: HeadSizes) -> int:
-        """What ``ops.knock`` keeps of each knocked tensor (:data:`SAVED`), without folding."""
+        """Count what ``ops.knock`` keeps (:data:`SAVED`), without folding."""
         return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
 
     @property
     def folds(self) -> bool:
-        """Linear matrices do: QK-norm and RoPE come after the knock (eq. 8)."""
+        """Whether all matrices are linear: QK-norm and RoPE come after the knock (eq. 8)."""
         return set(self.variants.values()) <= {"linear"}
 
     def doubled(self) -> tuple[()]:
-        """Nothing, from the identity.
-
-        Raises:
-            ConfigError: it begins at random.
-        """
+        """Return (): it starts as the identity. Raises ConfigError for a random start."""
         if self.init != "identity":
             raise ConfigError(f"KHA on {self} is no start for a trained model: leave init out")
         return ()
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """What latent attention (MLA, GLA) cannot carry, with the paper's reason (4.2.3)."""
+        """Refuse nonlinear variants and ``fold=always`` on MLA and GLA (section 4.2.3)."""
         if not facts.multi_latent:
             return None
         if nonlinear := [f"{p}={v}" for p, v in self.variants.items() if v != "linear"]:
@@ -187,7 +172,7 @@ class Knock(KnockSettings, Mechanism):
         return None
 
     def __str__(self) -> str:
-        """``query=linear key=linear``, and how it starts unless at the identity."""
+        """Format for logs: ``query=linear key=linear``."""
         words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
         if words and self.init != "identity":
             words.append(f"init={self.init}")
@@ -195,12 +180,13 @@ class Knock(KnockSettings, Mechanism):
 
 
 def starts_of(variant: Variant, init: Init = "identity") -> tuple[Start, ...]:
-    """How each matrix of a variant starts: gates at zero, where ``2 * sigmoid(0)`` is 1."""
+    """Return the initial values of a variant's matrices. Gates start at zero: ``2 * sigmoid(0) =
+    1``."""
     if init == "random":
         return tuple("normal" for _ in MATRICES[variant])
     return tuple("zeros" if name == "gate" else "identity" for name in MATRICES[variant])
 
 
 def module_name(matrix: str) -> str:
-    """What our transformers class calls a matrix of :data:`MATRICES`: ``up`` is ``up_proj``."""
+    """Return the name of a matrix in our transformers class: ``up_proj`` for ``up``."""
     return matrix if matrix == "proj" else f"{matrix}_proj"

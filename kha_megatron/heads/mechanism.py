@@ -1,4 +1,4 @@
-"""What every mechanism says of itself, and what of a model it needs to know for that."""
+"""Base class of head mechanisms, and the descriptions of their tensors."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,30 +16,30 @@ Stage = Literal["qkv", "core", "output", "dense"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """Heads of one attention layer, of a rank or over all of them, and their features."""
+    """Heads of one attention layer and their features, over all ranks or on one."""
 
     query_heads: int
     kv_heads: int
-    """Latent attention has as many as query heads."""
+    """As many as query heads in latent attention."""
     head_dim: int
-    """Of a query or key head; in latent attention those without position, which are knocked."""
+    """Features of a query or key head; in latent attention, those without position."""
     value_dim: int | None = None
-    """Of a value head; None for as many as ``head_dim``."""
+    """Features of a value head; None for ``head_dim``."""
     hidden_size: int = 0
-    """Features of the layer's input; 0 where only names are asked for."""
+    """Features of the layer's input; 0 if only names are needed."""
     latent: bool = False
-    """Whether queries, keys and values are no rows of one projection (MLA, GLA)."""
+    """Whether the attention is MLA or GLA, which have no common QKV projection."""
 
     def heads(self, projection: Projection) -> int:
-        """How many heads a projected tensor has."""
+        """Return the number of heads of a projected tensor."""
         return self.query_heads if projection == "query" else self.kv_heads
 
     def dim(self, projection: Projection) -> int:
-        """How many features one of them has."""
+        """Return the number of features of one head of a projected tensor."""
         return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
 
     def on_rank(self, tp: int) -> Self:
-        """Those of one of ``tp`` tensor-parallel ranks; a head that several share is whole."""
+        """Return the sizes on one of ``tp`` ranks; a head that ranks share counts as whole."""
         return replace(
             self,
             query_heads=max(1, self.query_heads // tp),
@@ -49,125 +49,121 @@ class HeadSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """What of a model's attention a mechanism may be unable to honour."""
+    """Facts about a model that a mechanism may not support."""
 
     multi_latent: bool = False
     """MLA or GLA."""
     attention: str | None = None
-    """A kind that Megatron has no flag for: ``gta`` or ``gla``."""
+    """``gta``, ``gla`` or None."""
     qk_norm: bool = False
     flash_decode: bool = False
     rotary_features: int = 0
-    """Of a head, that the rotary embedding turns."""
+    """Features of a head that the rotary embedding rotates."""
     predictions: int = 0
-    """Multi-token prediction layers behind the model's own."""
+    """Number of multi-token prediction layers."""
     layers: int = 0
-    """Of the model; 0 where that is not known, as in the following."""
+    """Number of layers; 0 if unknown, as in the fields below."""
     query_heads: int = 0
-    """Of a layer, over all ranks."""
+    """Query heads of a layer, over all ranks."""
     tokens: int = 0
-    """Of the longest sequence."""
+    """Length of the longest sequence."""
     fused_attention: bool = False
-    """Whether only fused kernels may compute it."""
+    """Whether only fused kernels may compute the attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTensor:
-    """A parameter of one layer: all that any room needs to know of it."""
+    """A parameter of one layer."""
 
     name: str
-    """Of the module beside Megatron's attention whose ``weight`` it is: ``{mechanism}_...``."""
+    """Module beside Megatron's attention that holds it as ``weight``: ``{mechanism}_...``."""
     shape: tuple[int, ...]
-    """Of the whole tensor, over all ranks."""
+    """Shape over all ranks."""
     gradient: Gradient
-    """What a tensor-parallel rank computes of the gradient: a sum over its own ``heads`` only, over
-    its own ``tokens`` only (under sequence parallelism), or the ``whole``. Where the tensor
-    ``reads_input``, of the gradient of what it gives."""
+    """The gradient that a tensor-parallel rank computes: a partial sum over its ``heads``, over its
+    ``tokens`` (sequence parallelism), or the ``whole``. If ``reads_input``, of the projection's
+    output."""
     heads: Projection
-    """Which projected tensor's heads it meets."""
+    """The projected tensor whose heads it applies to."""
     starts: tuple[Start, ...] = ("zeros",)
-    """How it begins: one word, or one for each of ``matrices``."""
+    """Initial value: one word, or one for each of ``matrices``."""
     hf: str
     """Module below ``self_attn`` of our transformers class."""
     matrices: tuple[str, ...] = ()
-    """Modules below ``hf`` that hold one entry of the first dimension each, as ``nn.Linear`` does:
-    transposed. None of them: ``hf`` holds the tensor as it is."""
+    """``nn.Linear`` modules below ``hf``, each holding one transposed entry of the first dimension.
+    Empty: ``hf`` holds the tensor as it is."""
     per_head: bool = False
-    """Whether the first dimension counts heads, and is cut over tensor-parallel ranks with them."""
+    """Whether the first dimension counts heads and is sharded with them."""
     reads_input: bool = False
-    """Whether it is a projection ``[features, hidden]``, or ``[heads, features, hidden]``, of the
-    layer's normed input: its mechanism gets what it gives, and not the weight."""
+    """Whether it is a projection ``[features, hidden]`` or ``[heads, features, hidden]`` of the
+    layer's normed input. Its mechanism then gets the output instead of the weight."""
 
     @property
     def key(self) -> str:
-        """In Megatron's checkpoints, below ``decoder.layers.{layer}.``."""
+        """Name in Megatron's checkpoints, below ``decoder.layers.{layer}.``."""
         return f"self_attention.{self.name}.weight"
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """In our transformers class, below ``model.layers.{layer}.``, in the order of stacking."""
+        """Names in our transformers class, below ``model.layers.{layer}.``, in stacking order."""
         parts = [f"{self.hf}.{matrix}" for matrix in self.matrices] or [self.hf]
         return tuple(f"self_attn.{part}.weight" for part in parts)
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def ranks(self, tp: int) -> int:
-        """Over how many of ``tp`` tensor-parallel ranks it is cut; 1 where each has all of it.
-
-        Ranks that share a head have it whole, and their ``gradient`` is a sum over ``heads``.
-        """
+        """Return the number of ``tp`` ranks that shard it; 1 if it is replicated."""
         return tp if self.per_head and self.shape[0] % tp == 0 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """Rows beside queries, keys and values in the projection that makes them, some for each head.
+    """Rows of ``linear_qkv`` beside those of queries, keys and values.
 
-    They stand in Megatron's ``linear_qkv`` with the key/value head they belong to
-    (``model.qkv.QKVLayout``), so that any number of ranks cuts them as it cuts the heads. The
-    mechanism gets what they give: ``[..., heads, features]``.
+    They are stored with the KV head they belong to (``model.qkv.QKVLayout``), so they are sharded
+    like heads. The mechanism gets their output ``[..., heads, features]``.
     """
 
     name: str
-    """Under which the mechanism finds it."""
+    """Name by which the mechanism reads the output."""
     heads: Projection
-    """Whose heads they go with."""
+    """The projected tensor whose heads they belong to."""
     features: int
     """Rows of one head."""
     hf: str
     """Module below ``self_attn`` of our transformers class: ``[heads * features, hidden]``."""
     is_stock: bool = False
-    """Whether Megatron has the same rows in the same place, as ``--attention-output-gate``."""
+    """Whether Megatron has the same rows, as with ``--attention-output-gate``."""
 
     def size(self, sizes: HeadSizes) -> int:
-        """How many numbers they hold, over all ranks."""
+        """Return the number of elements over all ranks."""
         return sizes.heads(self.heads) * self.features * sizes.hidden_size
 
 
 class Mechanism(ABC):
-    """One mechanism with its settings: a frozen dataclass of plain values, ``None`` where unset.
+    """Base of a mechanism's settings: a frozen dataclass of plain values.
 
-    A child's fields are its flags (``--heads NAME.FIELD=VALUE``) and its JSON. It raises
-    :class:`~kha_megatron.errors.ConfigError` for values that it does not know.
+    Its fields are flags (``--heads NAME.FIELD=VALUE``) and JSON keys. Invalid values raise
+    :class:`~kha_megatron.errors.ConfigError`.
     """
 
     name: ClassVar[str]
-    """Of its field in ``KHAConfig`` and its module in ``ops.heads``."""
+    """Name of its field in ``KHAConfig`` and its module in ``ops.heads``."""
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
-    """Where its function is called: ``qkv`` between split and QK-norm, ``output`` on what the core
-    attention gives, ``dense`` on what the output projection gives. ``core`` takes the place of the
-    core attention, and is no function of one head's tensors."""
+    """Where its function is called: ``qkv`` between split and QK-norm, ``output`` on the core
+    attention's output, ``dense`` on the output projection's output. ``core`` replaces the core
+    attention."""
     makes: ClassVar[tuple[Projection, ...]] = ()
-    """Projected tensors that it makes itself, of the layer's input: they have no rows in the
-    projection of queries, keys and values."""
+    """Projected tensors that it computes from the layer's input; ``linear_qkv`` has no rows for
+    them."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Its named settings."""
+    """Named settings."""
 
     def _check_choices(self) -> None:
-        """Refuse a value that is none of the words, or of the two truths, of its field's type."""
+        """Raise ConfigError if a value of a boolean or Literal field is not one of its choices."""
         assert is_dataclass(self)
         for item in fields(self):
             value, words = getattr(self, item.name), get_args(item.type)
@@ -179,105 +175,95 @@ class Mechanism(ABC):
                 )
 
     def for_layer(self, layer: int) -> Self:
-        """As the layer, counted from 0, has it, where settings differ between layers."""
+        """Return the settings of the layer with this index (from 0)."""
         return self
 
     @property
     def made_dim(self) -> int | None:
-        """Features of each head of the projected tensors that it ``makes``."""
+        """Features of each head of the projections in ``makes``."""
         return None
 
     def acts_at(self, stage: Stage) -> bool:
-        """Whether it changes something there, with these settings."""
+        """Return whether these settings change anything at ``stage``."""
         return stage in self.stages
 
     @abstractmethod
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """The parameters of one layer of these sizes, counted over all ranks."""
+        """Return the parameters of one layer, over all ranks."""
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """What it has in the projection of queries, keys and values, in the order of the rows."""
+        """Return its rows of ``linear_qkv``, in order."""
         return ()
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """How many one layer has of it, on each of ``tp`` tensor-parallel ranks.
-
-        Rows count without those that only fill up their group (``model.qkv``).
-        """
+        """Count its parameters in one layer on each of ``tp`` ranks, without padding rows."""
         rows = sum(row.size(sizes) for row in self.rows(sizes))
         return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
 
     def flops(self, sizes: HeadSizes) -> int:
-        """FLOPs of its matrix products for one token in one layer, forward."""
+        """Count FLOPs of matrix products per token and layer, forward only."""
         return 0
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """FLOPs that it adds for one query and one key in one layer, over all heads, forward."""
+        """Count extra FLOPs per query-key pair and layer over all heads, forward only."""
         return 0
 
     def spared(self, sizes: HeadSizes) -> tuple[int, int]:
-        """FLOPs that kernels which leave out the heads it switches off would save, on paper.
+        """Count FLOPs that kernels could save by skipping the heads it switches off; none do today.
 
         Returns:
-            In one layer, forward: of the projections for one token, and of the scores and values
-            for one query and one key. Stock kernels compute every head and save none.
+            Per layer, forward: FLOPs of projections per token, and of scores and values per pair.
         """
         return 0, 0
 
     def pair_saved(self, sizes: HeadSizes) -> int:
-        """Elements for one query and one key that one layer keeps for the backward pass."""
+        """Count the elements per query-key pair and layer kept for backward."""
         return 0
 
     def unfused(self, sizes: HeadSizes) -> str | None:
-        """Why fused attention kernels cannot compute its layer; None where they do."""
+        """Return why fused attention kernels cannot compute its layer, or None if they can."""
         return None
 
     def saved(self, sizes: HeadSizes) -> int:
-        """Elements for one token that one layer keeps for the backward pass, not recomputing."""
+        """Count the elements per token and layer kept for backward, without recomputation."""
         return 0
 
     def saved_between(self, sizes: HeadSizes) -> int:
-        """As :meth:`saved`, of what lies between tensor-parallel regions: sequence parallelism
-        leaves a rank its own tokens of it."""
+        """Count the part of kept elements that sequence parallelism shards."""
         return 0
 
     def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """What tensor-parallel ranks exchange in one layer beside projections of the input.
+        """Count bytes per token, forward and backward, that the TP ranks of a layer exchange.
 
-        Args:
-            sizes: over all ranks; keys may be wider than values.
-            tp: ranks.
-            width: bytes of an activation.
-
-        Returns:
-            Bytes for one token, forward and backward, of which a rank sends ``(tp - 1) / tp``.
+        A rank sends ``(tp - 1) / tp`` of them. ``sizes`` are over all ranks; ``width`` is the
+        number of bytes of an activation. Projections of the input are not counted.
         """
         return 0, 0
 
     @property
     def adds_loss(self) -> bool:
-        """Whether a loss of its own is trained on, beside that of the model."""
+        """Whether it adds an auxiliary loss."""
         return False
 
     @property
     def folds(self) -> bool:
-        """Whether it can be folded into the projections, leaving a stock model."""
+        """Whether it can be folded into the projections of a stock model."""
         return False
 
     @property
     def drops_heads(self) -> bool:
-        """Whether a trained model that gains it computes something else, :meth:`doubled` or not,
-        because tokens lose heads: further training makes up for that."""
+        """Whether tokens lose heads, so that adding it to a trained model changes the outputs."""
         return False
 
     def doubled(self) -> tuple[Projection | Literal["output"], ...]:
-        """What is doubled of a trained model that gains it, so that it computes what it did.
+        """Return the projections to double when it is added to a trained model, so that outputs
+        stay.
 
-        The projections named, each as often as it is named; doubling is exact in any dtype. What
-        reads the input then begins at zero, all else as it says of itself.
+        Each is doubled as often as it is named, which is exact in any dtype. Tensors that read the
+        input then start at zero.
 
         Raises:
-            ConfigError: no start does that; the message says why.
+            ConfigError: no initial value preserves the outputs.
         """
         raise ConfigError(
             f"{self} changes what a trained model computes, however it begins: train with it from "
@@ -286,8 +272,7 @@ class Mechanism(ABC):
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Whether a trained model that gains it just as it starts computes what it did, bit for
-        bit: nothing has to be doubled, and nothing is drawn at random."""
+        """Whether adding it with its own initial values preserves a model's outputs bit for bit."""
         sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
             doubled = self.doubled()
@@ -297,20 +282,16 @@ class Mechanism(ABC):
         return not (doubled or drawn or self.rows(sizes))
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """Why such a model cannot have it, with the remedy; None if it can.
+        """Return why a model cannot have it, with a remedy, or None if it can.
 
-        Of a mechanism that says no more: the other kinds of attention do not reach its stage.
+        By default, mechanisms support MHA, MQA and GQA.
         """
         kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
         return kind and f"{self} on {kind}, which gives it no place to act: use MHA, MQA or GQA"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The mechanism whose :meth:`to_dict` this is.
-
-        Raises:
-            ConfigError: a setting that it does not have, or a value that is none.
-        """
+        """Read the result of :meth:`to_dict`. Raises ConfigError for an unknown setting."""
         assert is_dataclass(cls)
         known = [f.name for f in fields(cls)]
         if not isinstance(values, Mapping):
@@ -323,17 +304,17 @@ class Mechanism(ABC):
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """What it is, as plain JSON values; without how it is run (fields that do not compare)."""
+        """Return plain JSON values of all fields that take part in comparisons."""
         assert is_dataclass(self)
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     def said(self) -> dict[str, Any]:
-        """What is not its default, of what it is and how it is run."""
+        """Return the settings that differ from their defaults."""
         assert is_dataclass(self)
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def __str__(self) -> str:
-        """Short form for logs: ``name``, or ``name(setting=value)``."""
+        """Format for logs: ``name``, or ``name(setting=value)``."""
         settings = ", ".join(f"{name}={value}" for name, value in self.said().items())
         return f"{self.name}({settings})" if settings else self.name

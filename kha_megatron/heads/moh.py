@@ -1,9 +1,9 @@
-"""Mixture-of-Head attention (MoH, arXiv 2410.11842): a router weighs heads, and turns some off.
+"""Mixture-of-Head attention (MoH, arXiv 2410.11842): a router weighs heads and drops some.
 
-The first ``S`` query heads are shared: every token has them. Of the ``R`` others, the routed ones,
-a token has the ``K`` that its router scores highest; the rest give nothing for it. The maths is in
-``kha_megatron.ops.heads.moh``, equations by the paper's numbers. Where the paper and the authors'
-code (SkyworkAI/MoH) differ, a setting names both.
+The first ``S`` query heads are shared by all tokens. Of the other ``R`` (routed) heads, a token
+uses the ``K`` that its router scores highest. The maths is in ``kha_megatron.ops.heads.moh``;
+equation numbers are the paper's. Where the paper and the authors' code (SkyworkAI/MoH) differ, a
+setting selects one of them.
 """
 
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ RouterStart = Literal["normal", "zeros"]
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfHeads(Mechanism):
-    """How many heads a token has, who chooses them, and what they weigh.
+    """Numbers of shared and active heads, the router and the weights.
 
-    Say ``shared`` and ``active``, or ``share``, or ``share`` and one of the two.
+    Set ``shared`` and ``active``, or ``share``, or ``share`` and one of the two.
 
     Raises:
-        ConfigError: a value that its type does not list, or numbers of heads that say too little
-            or contradict each other.
+        ConfigError: a field has an invalid value, or the numbers of heads are incomplete or
+            contradictory.
     """
 
     name: ClassVar[str] = "moh"
@@ -36,33 +36,30 @@ class MixtureOfHeads(Mechanism):
     )
 
     shared: int | None = None
-    """``S``: heads, the first ones of the layer, that every token has (section 4.4)."""
+    """``S``: the first heads of a layer, which every token uses (section 4.4)."""
     active: int | tuple[int, ...] | None = None
-    """``K``: routed heads that a token has, in every layer or one number for each layer."""
+    """``K``: routed heads that a token uses, one number or one per layer."""
     share: float | None = None
-    """Heads that a token has over all heads, ``(S + K) / H``, rounded to whole heads: the paper's
-    "activated". Of them half, rounded down, are shared where nothing else is said."""
+    """``(S + K) / H``, rounded to whole heads (the paper's "activated"). By default, half of them,
+    rounded down, are shared."""
     router: Router = "learned"
-    """``learned`` scores heads by a projection of the layer's input (equations 5 and 6),
-    ``query_norm`` by the norms of their queries, without parameters (section 4.4): of what the
-    knock gives, before QK-norm, behind which all norms are alike."""
+    """``learned`` projects the layer's input (equations 5 and 6). ``query_norm`` uses the norms of
+    knocked queries before QK-norm, without parameters (section 4.4)."""
     quantized: bool = False
-    """Whether the heads that a token has weigh 1 each, and the router learns from the gradient as
-    if it had weighed them (equations 9 and 10): how a trained model is made one of MoH."""
+    """Whether used heads have weight 1 and the router learns by a straight-through gradient
+    (equations 9 and 10), as for converting a trained model."""
     scale: Source = "code"
-    """``paper`` weighs as equation 5 says: with a learned router a token's weights sum to 1 at
-    most. ``code``: a head weighs about 1, and norms of queries are divided by their spread over the
-    routed heads."""
+    """``paper``: equation 5; weights of a learned router sum to at most 1. ``code``: weights are
+    about 1, and query norms are divided by their spread over the routed heads."""
     balance: float = 0.01
-    """``beta`` of equation 8, with which the load-balance loss is trained on; 0 is none."""
+    """``beta`` of equation 8, the weight of the load-balance loss; 0 disables it."""
     balance_scale: Source = "code"
-    """``paper`` is equation 7, summed over layers. ``code`` is its ``R``-fold and the mean over
+    """``paper``: equation 7, summed over layers. ``code``: ``R`` times as much, averaged over
     layers."""
     anneal: int = 0
-    """Iterations in which the routed heads of a token go from all ``R`` to ``K``; 0 is none. A
-    trained model begins without losing heads."""
+    """Iterations over which a token's routed heads go from ``R`` to ``K``; 0 disables annealing."""
     start: RouterStart = "normal"
-    """How the learned router begins. At ``zeros`` with ``scale=code`` all heads weigh 1."""
+    """Initial value of the learned router. At ``zeros`` with ``scale=code``, all heads weigh 1."""
 
     def __post_init__(self) -> None:
         if isinstance(self.active, list):  # as JSON has it
@@ -107,7 +104,7 @@ class MixtureOfHeads(Mechanism):
             )
 
     def shared_heads(self, heads: int) -> int:
-        """``S`` of a layer that has ``heads`` query heads."""
+        """Return ``S`` of a layer with ``heads`` query heads."""
         if self.shared is not None:
             return self.shared
         assert self.share is not None
@@ -116,13 +113,10 @@ class MixtureOfHeads(Mechanism):
         return on // 2 if self.active is None else on - self.active
 
     def active_heads(self, heads: int, iteration: int | None = None) -> int:
-        """``K`` of a layer that has ``heads`` query heads.
-
-        Where every layer has a number of its own, ask :meth:`for_layer`.
+        """Return ``K`` of a layer with ``heads`` query heads; call :meth:`for_layer` first.
 
         Args:
-            iteration: how many are behind the model in its training, of which ``anneal`` take part;
-                None for a trained one.
+            iteration: number of completed iterations, for ``anneal``; None for a trained model.
         """
         shared, active = self.shared_heads(heads), self.active
         assert not isinstance(active, tuple)
@@ -135,13 +129,13 @@ class MixtureOfHeads(Mechanism):
         return routed - (routed - active) * iteration // self.anneal
 
     def for_layer(self, layer: int) -> Self:
-        """With the one number of active heads of this layer."""
+        """Return the settings with this layer's number of active heads."""
         if not isinstance(self.active, tuple):
             return self
         return replace(self, active=self.active[layer])
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """``moh_router`` ``[H + 2, hidden]``: ``W_s``, ``W_r`` and ``W_h`` (equations 5 and 6)."""
+        """Return ``moh_router`` ``[H + 2, hidden]``: ``W_s``, ``W_r``, ``W_h`` (equations 5, 6)."""
         if self.router == "query_norm":
             return ()
         return (
@@ -157,12 +151,11 @@ class MixtureOfHeads(Mechanism):
         )
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Those of the router; norms and weights are products of elements, which are left out."""
+        """Count the FLOPs of the router."""
         return 2 * sum(tensor.size for tensor in self.tensors(sizes))
 
     def spared(self, sizes: HeadSizes) -> tuple[int, int]:
-        """Of each head that a token does not have, its rows of the output projection, its logits
-        and its part of the values' sum; its query too where the router does not read it."""
+        """Count output projection, logits and values of idle heads, and queries if unused."""
         heads, hidden = sizes.query_heads, sizes.hidden_size
         idle = heads - self.shared_heads(heads) - self.active_heads(heads)
         query, value = sizes.dim("query"), sizes.dim("value")
@@ -170,49 +163,46 @@ class MixtureOfHeads(Mechanism):
         return 2 * idle * hidden * projected, 2 * idle * (query + value)
 
     def saved(self, sizes: HeadSizes) -> int:
-        """What attention gives and, of each head, some four numbers of float32 that the weights are
-        made of; the query in float32 too, where its norm is the score. At most an eighth more than
-        is kept; a number of float32 is two elements of 16 bits."""
+        """Count the output, about four float32 weights per head, and float32 queries if routed by.
+
+        One float32 counts as two 16-bit elements.
+        """
         heads = sizes.query_heads
         queries = 2 * heads * sizes.dim("query") if self.router == "query_norm" else 0
         return heads * (sizes.dim("value") + 10) + queries
 
     def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """In float32: norms of queries to all ranks, and back the gradients of all heads' weights,
-        of which each rank has its own heads'."""
+        """Count float32 query norms sent to all ranks, and the weights' gradients sent back."""
         of_heads = 4 * sizes.query_heads
         return (of_heads if self.router == "query_norm" else 0), of_heads
 
     def acts_at(self, stage: Stage) -> bool:
-        """A learned router leaves queries to themselves."""
+        """Return whether it acts at ``stage``; a learned router does not change queries."""
         return super().acts_at(stage) and (stage == "output" or self.router == "query_norm")
 
     @property
     def adds_loss(self) -> bool:
-        """For a balanced load."""
+        """Whether there is a load-balance loss."""
         return self.balance > 0
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Where a token begins with all heads, which weigh 1."""
+        """Whether tokens start with all heads at weight 1."""
         return self.quantized and (self.anneal > 0 or self.share == 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """As :meth:`Mechanism.to_dict`, with numbers for each layer as JSON has them."""
+        """Return plain JSON values."""
         values = super().to_dict()
         return values | {"active": list(self.active)} if isinstance(self.active, tuple) else values
 
     @property
     def drops_heads(self) -> bool:
-        """It does."""
+        """Always True."""
         return True
 
     def doubled(self) -> tuple[()]:
-        """Nothing: it adds no tensor, and the heads that a token has weigh 1 each (section 4.4).
-
-        Raises:
-            ConfigError: heads would be weighed besides, by a router that has learnt nothing.
-        """
+        """Return (): used heads have weight 1 (section 4.4). Raises ConfigError for a learned
+        router."""
         if self.router == "learned" or not self.quantized:
             raise ConfigError(
                 f"{self} weighs a trained model's heads by numbers that it has not learnt: use "
@@ -221,7 +211,7 @@ class MixtureOfHeads(Mechanism):
         return ()
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """Other kinds of attention, and numbers that the model's heads or layers cannot honour."""
+        """Refuse MLA, GTA and numbers that do not fit the model's heads or layers."""
         if why := super().refusal(facts):
             return why
         layers, heads = facts.layers, facts.query_heads

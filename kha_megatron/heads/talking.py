@@ -1,8 +1,7 @@
 """Talking-heads attention (Shazeer et al. 2020, arXiv 2003.02436): heads mix logits and weights.
 
-Between ``Q K^T`` and the softmax, and again between the softmax and the values, a learnt ``[H, H]``
-matrix mixes what all heads of a layer have for the same query and key. The maths is in
-``kha_megatron.ops.heads.talking``.
+A learnt ``[H, H]`` matrix mixes the logits of all heads before the softmax, and another one the
+weights after it. The maths is in ``kha_megatron.ops.heads.talking``.
 """
 
 from collections.abc import Mapping
@@ -16,13 +15,12 @@ from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mecha
 
 @dataclass(frozen=True, kw_only=True)
 class TalkingHeads(Mechanism):
-    """Which of the two mixings there are. Both start as the identity: a bit-exact no-op.
+    """The mixings before and after the softmax. Both start as a bit-exact no-op.
 
-    No fused kernel computes it: a layer holds ``H L^2`` logits for each sequence of ``L`` tokens,
-    and as many weights, so it is for short sequences.
+    No fused kernel computes them, so a layer holds ``H L^2`` logits and weights for ``L`` tokens.
 
     Raises:
-        ConfigError: neither mixing, or a limit that is none.
+        ConfigError: no mixing, or an invalid limit.
     """
 
     name: ClassVar[str] = "talking"
@@ -30,12 +28,11 @@ class TalkingHeads(Mechanism):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"talking": {}})
 
     pre: bool = True
-    """Whether logits are mixed before the mask and the softmax (the paper's ``P_l``)."""
+    """Mix logits before the mask and the softmax (the paper's ``P_l``)."""
     post: bool = True
-    """Whether weights are mixed behind the softmax (the paper's ``P_w``). With one key/value head
-    this is a linear map of what the heads give, which the output projection can do as well."""
+    """Mix weights after the softmax (the paper's ``P_w``)."""
     max_tokens: int = field(default=2048, compare=False)
-    """Longest sequence to attend to; how a model is run, not what it is."""
+    """Longest supported sequence. Not stored in checkpoints."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -46,14 +43,13 @@ class TalkingHeads(Mechanism):
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        """``pre`` and ``post``, those that there are."""
+        """``pre`` and ``post``, if enabled."""
         return tuple(word for word in ("pre", "post") if getattr(self, word))
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """``talking_pre`` and ``talking_post`` ``[H, H]``: from all heads (rows) to all heads.
+        """Return ``talking_pre`` and ``talking_post`` ``[H, H]``: input heads are rows.
 
-        Under tensor parallelism a rank has all heads and some of the query tokens, with or without
-        sequence parallelism, so its gradient is a partial sum as that of a head-shared matrix is.
+        A tensor-parallel rank has all heads of some query tokens, so its gradient is a partial sum.
         """
         heads = sizes.query_heads
         return tuple(
@@ -69,15 +65,15 @@ class TalkingHeads(Mechanism):
         )
 
     def doubled(self) -> tuple[()]:
-        """Nothing: both mixings begin at the identity."""
+        """Return (): both mixings start as the identity."""
         return ()
 
     def refusal(self, facts: HeadFacts) -> str | None:
-        """Other kinds of attention, and sequences that are too long."""
+        """Refuse MLA, GTA and sequences longer than ``max_tokens``."""
         return super().refusal(facts) or self.too_long(facts.tokens)
 
     def too_long(self, tokens: int) -> str | None:
-        """Why a sequence of so many tokens is refused, with the remedy; None if it is not."""
+        """Return why a sequence of ``tokens`` is refused, with a remedy, or None."""
         if tokens <= self.max_tokens:
             return None
         return (
@@ -87,22 +83,24 @@ class TalkingHeads(Mechanism):
         )
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """``2 H^2`` for each mixing of what the heads have for one query and one key."""
+        """Count ``2 H^2`` per mixing."""
         return 2 * sizes.query_heads**2 * len(self.mixings)
 
     def pair_saved(self, sizes: HeadSizes) -> int:
-        """In 16 bits: what each mixing reads, the softmax in float32, and what meets the values."""
+        """Count 16-bit elements: the input of each mixing, the float32 softmax and the final
+        weights."""
         return sizes.query_heads * (3 + len(self.mixings))
 
     def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """Queries and outputs turned from a rank's heads to its tokens, and back; the keys and
-        values of all heads to all ranks, and their gradients back. Ranks that share a key/value
-        head each bring it."""
+        """Count two all-to-alls of queries and outputs, and the gather of all keys and values.
+
+        Ranks that share a KV head each send it.
+        """
         features = sizes.dim("key") + sizes.dim("value")
         turned = sizes.query_heads * features // tp
         gathered = max(sizes.kv_heads, tp) * features
         return width * (turned + gathered), width * (turned + gathered)
 
     def unfused(self, sizes: HeadSizes) -> str | None:
-        """Why fused attention kernels cannot compute it."""
+        """Return why fused attention kernels cannot compute it."""
         return "heads mix their logits, of which fused kernels never hold more than one head's"
