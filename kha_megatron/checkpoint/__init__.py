@@ -1,1 +1,1 @@
-"""Folders on disk, read and written without Megatron."""
+"""Read and write checkpoint directories without Megatron."""

@@ -81,10 +81,7 @@ class HFCheckpoint:
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
-        """Return the source of a conversion for its manifest.
-
-        ``sha256`` is the hash of ``config.json`` and of the index, if there is one.
-        """
+        """Return the source of a conversion, with the hash of ``config.json`` and the index."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes())
         if (self.path / INDEX).is_file():
             digest.update((self.path / INDEX).read_bytes())
@@ -127,11 +124,7 @@ class HFCheckpoint:
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        CheckpointError: The file cannot be read, or holds no object.
-    """
+    """Return the object in a JSON file. Raise CheckpointError if it cannot be read."""
     try:
         value = read_json(file)
     except (OSError, ValueError) as error:
@@ -203,11 +196,6 @@ def has_file(folder: Path, name: str) -> bool:
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy a file that :func:`has_file` accepts.
-
-    Raises:
-        CheckpointError: See :func:`has_file`.
-        OSError: The file is missing, or ``target`` cannot be written.
-    """
+    """Copy a file of a model directory. Raise CheckpointError as :func:`has_file` does."""
     has_file(folder, name)
     shutil.copyfile(folder / name, target)

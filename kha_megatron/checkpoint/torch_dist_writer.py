@@ -101,10 +101,9 @@ class TorchDistWriter:
     ) -> None:
         """Write a value that is not a tensor, such as a ``Namespace``.
 
-        Megatron refuses to load a checkpoint that lacks one of its modules' ``_extra_state``, which
-        is None for linear layers without FP8. Write it with ``shape=(layers,), offsets=(layer,)``
-        if the weights of the layers are stacked, with ``(layers, experts)`` and ``(layer, expert)``
-        for an expert, and without both otherwise.
+        Megatron loads a checkpoint only if it has the ``_extra_state`` of every module, which is
+        None without FP8. Use ``shape=(layers,), offsets=(layer,)`` for stacked layers, and
+        ``(layers, experts)`` and ``(layer, expert)`` for an expert.
 
         Args:
             key: Such as ``decoder.layers.self_attention.linear_proj._extra_state``.

@@ -1,5 +1,6 @@
-"""Numbers that say how far a head-shared matrix has come from its start (paper section 4.5.2), and
-what attention does with the first token (arXiv 2505.06708)."""
+"""Measure the distance of head-shared matrices from their initial values (paper section 4.5.2), and
+the attention that the first token receives (arXiv 2505.06708).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,31 +14,28 @@ from kha_megatron.ops.heads import initial_weight
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixDiagnostics:
-    """One ``[D, D]`` matrix ``M``; ``I`` is the identity."""
+    """Describes one ``[D, D]`` matrix ``M``. ``I`` is the identity."""
 
     matrix: str
-    """Its name in :data:`kha_megatron.heads.knock.MATRICES`."""
+    """Name in :data:`kha_megatron.heads.knock.MATRICES`."""
 
     diagonal_mean: float
-    """``sum_i M_ii / D``. 1 for ``I``; a low value means that features of the head itself have
-    given way to features of the others (section 4.5.2)."""
+    """``sum_i M_ii / D``: 1 for ``I``."""
 
     off_diagonal_share: float
-    """``sum_{i != j} M_ij^2 / sum_{i, j} M_ij^2``, from 0 to 1. 0 for ``I``; 0 by definition for
-    the zero matrix, which a gate starts as."""
+    """``sum_{i != j} M_ij^2 / sum_{i, j} M_ij^2``, from 0 to 1: 0 for ``I`` and for zero."""
 
     distance: float
-    """``||M - M_0||_F / sqrt(D)``, where ``M_0`` is the start of section 3.3: zero for gates and
-    ``I`` for the rest. ``sqrt(D)`` is ``||I||_F``, so 1 means that the change is as large as
-    ``I``. With ``init="random"`` it is not the way travelled."""
+    """``||M - M_0||_F / sqrt(D)``. ``M_0`` is zero for gates and ``I`` for the rest (section 3.3),
+    also with ``init="random"``."""
 
 
 def measure(weight: Tensor, variant: Variant) -> Tensor:
-    """The numbers of :class:`MatrixDiagnostics`, left on the weight's device.
+    """Compute the numbers of :class:`MatrixDiagnostics` on the weight's device.
 
     Args:
-        weight: ``[n, D, D]``, any floating dtype; NaN and infinity pass through to the results.
-        variant: which matrices the stack holds.
+        weight: ``[n, D, D]``, any floating dtype.
+        variant: Which matrices the stack holds.
 
     Returns:
         ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each matrix.
@@ -53,12 +51,7 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
 
 
 def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
-    """Diagnostics of each matrix of a stacked weight, computed in float64.
-
-    Args:
-        weight: as in :func:`measure`.
-        variant: which matrices the stack holds.
-    """
+    """Yield the diagnostics of each matrix of a stacked weight. See :func:`measure`."""
     for name, numbers in zip(MATRICES[variant], measure(weight, variant).tolist(), strict=True):
         diagonal_mean, off_diagonal_share, distance = numbers
         yield MatrixDiagnostics(
@@ -70,11 +63,11 @@ def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
 
 
 SINK_QUERIES = 64
-"""Of how many tokens of a sequence the attention to the first one is measured, spread evenly."""
+"""Number of query positions, evenly spaced, at which attention to the first token is measured."""
 
 
 def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
-    """Positions ``[n]`` of those tokens; the first, which can see nothing else, is not one."""
+    """Return the positions ``[n]`` of these queries. Position 0 is not one of them."""
     n = min(SINK_QUERIES, length - 1)
     return torch.linspace(1, max(length - 1, 1), max(n, 0), device=device).round().long()
 
@@ -82,23 +75,21 @@ def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
 def sink_terms(
     query: Tensor, key: Tensor, scale: float, at: Tensor, held: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the share of causal attention that the first token gets is made of, in float32.
+    """Compute the terms of the first token's share of causal attention, in float32.
 
-    With all keys here it is ``exp(first - total)``; parts of the keys add up to it by the sum of
-    ``first`` and the logsumexp of ``total``. Fused attention never forms it, so it is computed
-    anew: ``2 n s D`` FLOPs a head and ``4 n s`` bytes, of ``n`` queries instead of all.
+    With all keys present the share is ``exp(first - total)``. To combine parts of the keys, sum
+    ``first`` and take the logsumexp of ``total``.
 
     Args:
         query: ``[n, heads, D]``, any floating dtype.
         key: ``[s, groups, D]``.
-        scale: of the logits.
+        scale: Scale of the logits.
         at: ``[n]``, positions of the queries.
         held: ``[s]``, positions of the keys.
 
     Returns:
-        ``first`` ``[heads, n]``, the logit of the key at position 0, or 0 if it is not here, and
-        ``total`` ``[heads, n]``, the logarithm of the sum of the exponents of all logits of keys
-        that a query sees; minus infinity for none.
+        ``first`` ``[heads, n]``: logit of the key at position 0, or 0 if it is not present.
+        ``total`` ``[heads, n]``: logsumexp of the logits of all visible keys.
     """
     groups = key.shape[1]
     query = query.detach().float().unflatten(1, (groups, -1))

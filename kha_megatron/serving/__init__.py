@@ -1,19 +1,14 @@
-"""The ``kha`` architecture in vLLM: ``vllm serve FOLDER``, without remote code.
+"""Serve ``kha`` models with vLLM, without remote code: ``vllm serve DIRECTORY``.
 
-vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``), once
-the package is installed beside it: ``pip install 'kha-megatron[vllm]'``. Nothing else of the
-package imports this room.
+vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``). Install
+``kha-megatron[vllm]``.
 """
 
 ARCHITECTURE = "KHAForCausalLM"
 
 
 def register() -> None:
-    """Make vLLM load converted folders, and refuse at its start those that it cannot serve.
-
-    Two roads lead to a model: ``kha_megatron.serving.vllm_model``, which vLLM takes by itself, and
-    ``--model-impl transformers``, which runs the classes of ``kha_megatron.hf``.
-    """
+    """Register the architecture with vLLM and with its ``--model-impl transformers``."""
     import transformers
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -21,7 +16,7 @@ def register() -> None:
     import kha_megatron.hf as hf
     from kha_megatron.serving.vllm_limits import Limits
 
-    # the second road looks an architecture up as an attribute, not in the Auto classes
+    # --model-impl transformers looks up the architecture as an attribute of transformers
     transformers.KHAForCausalLM = hf.KHAForCausalLM
     MODELS_CONFIG_MAP[ARCHITECTURE] = Limits
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():

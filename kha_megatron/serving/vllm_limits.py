@@ -1,4 +1,4 @@
-"""What vLLM asks about a model before it starts any process for it."""
+"""Check a model before vLLM starts a process."""
 
 from typing import Any
 
@@ -9,14 +9,10 @@ from kha_megatron.hf.modeling_kha import vllm_obstacle
 
 
 class Limits(VerifyAndUpdateConfig):
-    """Refuses models that :mod:`kha_megatron.serving.vllm_model` does not compute."""
+    """Rejects models that :mod:`kha_megatron.serving.vllm_model` does not compute."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Look at ``model_config.hf_config``, a ``KHAModelConfig``.
-
-        Raises:
-            ConfigError: with the reason and what serves the model instead.
-        """
+        """Raise ConfigError if vLLM cannot serve ``model_config.hf_config``."""
         if why := vllm_obstacle(model_config.hf_config, by_backend=False):
             raise ConfigError(why)

@@ -1,8 +1,7 @@
-"""The ``kha`` architecture as a model of vLLM's own: MHA, MQA and GQA, dense and sparse.
+"""Define the ``kha`` architecture as a native vLLM model.
 
-What is KHA's comes from ``kha_megatron.hf`` as it is: knocks, gates and the router are its modules,
-so that a server computes what transformers does. The rest is vLLM's: the fused projection of
-queries, keys and values, paged attention, experts, and how all of these are split over ranks.
+Knocks, gates and the router are the modules of ``kha_megatron.hf``. The fused QKV projection, paged
+attention, experts and tensor parallelism are vLLM's.
 
 Shape legend: ``N`` tokens of all requests, ``H`` query and ``G`` key/value heads of this rank,
 ``D`` head dim, ``C`` hidden size, ``E`` experts, ``K`` experts per token.
@@ -45,12 +44,10 @@ from kha_megatron.hf.modeling_kha import KHARouter
 
 
 class KHAAttention(KHAHeads, Glm4MoeAttention):
-    """Project, knock, QK-norm, RoPE, attend, project; with gates on the way.
+    """Computes attention with knocks and gates.
 
-    The cache holds keys after knock, norm and RoPE, and values after the knock.
-
-    Matrices that all heads share are whole on every rank, and no layers of vLLM's: nothing merges,
-    splits, quantises or adapts them.
+    The cache holds keys after knock, norm and RoPE, and values after the knock. Matrices that all
+    heads share are replicated on every rank. vLLM neither quantizes nor adapts them.
     """
 
     def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
@@ -76,7 +73,7 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
                 parameter.weight_loader = load_own_heads
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """Positions ``[N]`` and inputs ``[N, C]`` to ``[N, C]``."""
+        """Map positions ``[N]`` and inputs ``[N, C]`` to outputs ``[N, C]``."""
         seen = self.read_input(hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = (
@@ -101,12 +98,12 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
 
 
 def load_own_heads(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy this rank's part of ``whole``, whose first dimension counts heads or parts of them.
+    """Copy this rank's part of the first dimension of ``whole``, which is split by heads.
 
-    Ranks that share a key/value head get the same; a tensor that all heads share is one part.
+    Ranks that share a key/value head get the same part.
 
     Raises:
-        ValueError: the parameter is no such part.
+        ValueError: The shapes do not match.
     """
     rows, ranks = len(parameter), get_tensor_model_parallel_world_size()
     parts = len(whole) // rows
@@ -120,7 +117,7 @@ def load_own_heads(parameter: nn.Parameter, whole: Tensor) -> None:
 
 
 class KHASparseMLP(nn.Module):
-    """Routed experts, chosen as in training, and the shared expert if there is one."""
+    """Computes the routed experts and the shared expert, if there is one."""
 
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -160,13 +157,13 @@ class KHASparseMLP(nn.Module):
         return weights, experts.to(torch.int32)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[N, C]`` to ``[N, C]``."""
+        """Map ``[N, C]`` to ``[N, C]``."""
         logits = self.gate.logits(hidden_states)
         return self.experts(hidden_states=hidden_states, router_logits=logits)
 
 
 class KHADecoderLayer(Qwen3MoeDecoderLayer):
-    """Attention and a dense or sparse MLP, each behind its RMSNorm and residual."""
+    """Applies attention and a dense or sparse MLP, each with RMSNorm and residual."""
 
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
         nn.Module.__init__(self)  # the parent's would build its own sub-modules
@@ -192,8 +189,7 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
 _KNOCK_ADAPTERS = {
     f"_knock.{module_name(matrix)}.lora_": f"_knock.{matrix}.lora_" for matrix in MATRICES["mlp"]
 }
-"""vLLM knows what an adapter adapts by the last part of its name, and would take a knock's
-``up_proj`` for an MLP's and then drop it in silence; so named it is refused."""
+"""Renames LoRA adapters of a knock. vLLM would ignore a knock's ``up_proj``, but rejects these."""
 
 
 @support_torch_compile
@@ -202,7 +198,7 @@ class KHAModel(Qwen3MoeModel):
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_substr=_KNOCK_ADAPTERS,
-        # by what is around it: a knock has a `gate_proj` as well
+        # with a prefix, because a knock also has a gate_proj
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
@@ -218,7 +214,7 @@ class KHAModel(Qwen3MoeModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all; the parent's would pass over biases that it does not expect."""
+        """Load all tensors, also biases, which the parent class would skip."""
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
