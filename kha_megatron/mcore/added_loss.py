@@ -1,8 +1,7 @@
-"""A loss that a layer adds to the backward pass, and that is not part of the loss printed.
+"""Add an auxiliary loss to the backward pass without adding it to the reported loss.
 
-Megatron has such a door for losses of experts, but tells it the scale of the main loss only in
-models that have experts (``pipeline_parallel/schedules.py``): in a dense model an auxiliary loss
-would count once in each microbatch, and ignore the loss scale of fp16. It tells every model's
+Megatron tells the scale of the main loss to its own auxiliary losses only in models with experts
+(``pipeline_parallel/schedules.py``). For every model it calls
 ``config.experimental_attention_variant_loss_scale_func``, which is :class:`LossScale` here.
 """
 
@@ -17,13 +16,10 @@ _DOOR = "experimental_attention_variant_loss_scale_func"
 
 
 class LossScale:
-    """By what the gradient of an added loss is multiplied: 1 where no schedule of Megatron runs.
+    """Scale of the gradient of an added loss; 1 outside of Megatron's schedules.
 
-    A schedule calls it with the loss scale, times the context-parallel ranks and over the number of
-    microbatches; for a loss per token with the loss scale alone.
-
-    Args:
-        others: who is told as well, because there was no place but this one.
+    A schedule calls it with the loss scale, times CP ranks, divided by the number of microbatches;
+    for a loss per token with the loss scale only. ``others`` is called as well.
     """
 
     def __init__(self, others: Callable[[Tensor], None] | None = None) -> None:
@@ -40,11 +36,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "LossScale":
-        """The one of a model, made where it has none.
-
-        Args:
-            config: the object that the model keeps, which the schedules read, and no copy.
-        """
+        """Return the model's instance, created if needed. ``config`` must not be a copy."""
         found = getattr(config, _DOOR)
         if not isinstance(found, cls):
             found = cls(found)
@@ -65,5 +57,5 @@ class _Added(torch.autograd.Function):
 
 
 def with_loss(carrier: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
-    """``carrier``, whose backward pass begins that of ``loss`` (0-d), times the scale, as well."""
+    """Return ``carrier``; its backward pass also starts that of ``loss`` (0-d), times the scale."""
     return _Added.apply(carrier, loss, scale)

@@ -1,8 +1,7 @@
-"""What all knocked attentions share, Megatron's self-attention (MHA, MQA, GQA) among them, and what
-a built model really knocks.
+"""Self-attention with KHA (MHA, MQA, GQA), its base class, and a check of built models.
 
-Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core attention (paper
-section 4.5.2 for the place before QK-norm, which is what lets KHA-Linear fold into the projection).
+Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core attention. The
+knock precedes QK-norm (paper section 4.5.2), so that KHA-Linear folds into the projection.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,16 +36,16 @@ from kha_megatron.ops.heads.gate import observe as observe_gate
 
 
 class KnockedAttention(Attention):
-    """Beside a Megatron attention: one :class:`KnockingHeads` for each knocked projection.
+    """Mixin for Megatron's attentions: knocks projections and calls head mechanisms.
 
-    Their names are those of their tensors: ``knock_query``, ``knock_key`` and ``knock_value``.
+    The modules are named like their tensors: ``knock_query``, ``knock_key``, ``knock_value``.
     """
 
     kind: AttentionKind | None = None
-    """What ``KHAConfig.attention`` calls it; None for the kinds that Megatron's flags choose."""
+    """Value of ``KHAConfig.attention``; None for kinds that Megatron's flags choose."""
 
     first_projection = "linear_qkv"
-    """What the input goes through, norm and all if one is inside, where there is such a module."""
+    """Module that reads the input, possibly with a fused norm."""
 
     kha: KHAConfig
 
@@ -95,7 +94,7 @@ class KnockedAttention(Attention):
             self.placed_hooks.append(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Megatron's, with the mechanisms that act before and behind its output projection."""
+        """Call Megatron's forward with the mechanisms around its output projection."""
         for hook in self.placed_hooks:
             hook.follow(self)
         output, bias = super().forward(*args, **kwargs)
@@ -105,11 +104,11 @@ class KnockedAttention(Attention):
         return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
 
     def _read_input(self, hidden_states: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Begin a pass: what the mechanisms see of the input ``[s, b, h]`` of this rank's tokens.
+        """Start a pass: compute what the mechanisms read from the input.
 
         Args:
-            hidden_states: what this attention was given, after ``linear_qkv`` has been called.
-            rows: what stands beside queries, keys and values, ``[s, b, heads, features]``.
+            hidden_states: ``[s, b, h]``, the attention's input, after ``linear_qkv`` was called.
+            rows: output of the extra rows of ``linear_qkv``, ``[s, b, heads, features]``.
         """
         self._kept = dict(rows)
         if self.input_projections:
@@ -117,7 +116,7 @@ class KnockedAttention(Attention):
             self._kept |= {name: getattr(self, name)(normed) for name in self.input_projections}
 
     def _applied(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
-        """``[s, b, heads, D]`` each, after the mechanisms of a stage (``ops.heads.FUNCTIONS``)."""
+        """Return ``[s, b, heads, D]`` each, after the mechanisms of a stage."""
         return applied(stage, self.mechanisms, tensors, self._kept, self.head_ranks)
 
     def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -136,10 +135,10 @@ class KnockedAttention(Attention):
         return output, bias
 
     def flash_decode_and_prefill(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Megatron's, which dynamic batching calls in place of the core attention.
+        """Call Megatron's core attention for dynamic batching.
 
         Raises:
-            ConfigError: a mechanism is the core attention.
+            ConfigError: a mechanism replaces the core attention.
         """
         for mechanism, _ in self.mechanisms:
             if "core" in mechanism.stages:
@@ -151,41 +150,35 @@ class KnockedAttention(Attention):
 
     @property
     def knockings(self) -> dict[Projection, KnockingHeads]:
-        """The modules of the knocked projections."""
+        """Modules of the knocked projections."""
         return {p: getattr(self, name) for p, name in self.knock_names.items()}
 
     def _apart(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Where Megatron offloads the core attention, copies of what shares its memory with more.
+        """Copy views if Megatron offloads the core attention.
 
-        It frees the whole memory of what the core attention was given, and of a view that would be
-        the projection's output, which gates and the backward passes of knocks still read.
+        It frees the whole storage of its inputs, which gates and knocks still read in backward.
         """
         if not getattr(self, "offload_core_attention", False):
             return tensors
         return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
 
     def _knocked(self, projection: Projection, x: Tensor) -> Tensor:
-        """``[..., D]``, knocked if the projection is."""
+        """Knock ``x`` ``[..., D]`` if the projection is knocked."""
         name = self.knock_names.get(projection)
         return x if name is None else getattr(self, name)(x)
 
 
 def _left_to_us(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
-    """All but the output gate that Megatron applies, where its configuration has one."""
+    """Return the config without the output gate if Megatron applies it."""
     return kha.without_output_gate() if config.attention_output_gate else kha
 
 
 class KHASelfAttention(KnockedAttention, SelfAttention):
-    """Self-attention whose heads knock on each other before the scaled dot product.
-
-    Takes and returns what Megatron's ``SelfAttention`` does (``[s, b, h]``).
-
-    Args:
-        kha: what is knocked; ``KHAConfig()`` makes this Megatron's own layer.
+    """``SelfAttention`` with KHA. Same inputs and outputs (``[s, b, h]``).
 
     Raises:
-        ConfigError: the sizes cannot be divided over the ranks, or an option of ``config`` leaves
-            no place between the split and the attention to knock.
+        ConfigError: the sizes cannot be divided over the ranks, or ``config`` has an option that is
+            not supported with ``kha``.
     """
 
     def __init__(
@@ -215,11 +208,11 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Query, key, value (and output gate) as Megatron's, knocked between split and norm.
+        """Return query, key, value (and output gate), knocked between split and norm.
 
         Returns:
-            query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``, and the untouched gate
-            ``[s, b, heads, D]`` when ``output_gate``; heads and groups are those of this rank.
+            query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``, and the gate
+            ``[s, b, heads, D]`` if ``output_gate``; heads and groups of this rank.
 
         Raises:
             ConfigError: ``split_qkv`` is False.
@@ -245,14 +238,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         return query, key, value, gate
 
     def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Split the output of ``linear_qkv``; query, key and value are knocked.
-
-        Args:
-            hidden_states: ``[s, b, h]``.
-
-        Returns:
-            the parts of :class:`QKVSplit` by name.
-        """
+        """Project ``[s, b, h]`` and return the parts of :class:`QKVSplit`, knocked."""
         mixed, folded = self.folding(hidden_states)
         parts = self.split(self.split.groups(mixed))
         for projection in self.knock_names:
@@ -261,8 +247,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         return parts
 
     def _made(self, groups: int) -> dict[str, Tensor]:
-        """What mechanisms have made of the input themselves: queries of one head, and keys of one
-        for each of ``groups``."""
+        """Return projections that mechanisms compute: a query of one head, keys of ``groups``."""
         made: dict[str, Tensor] = {
             p: self._kept[f"{m.name}_{p}"] for m, _ in self.mechanisms for p in m.makes
         }
@@ -276,7 +261,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
 
 
 def _of_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
-    """What makes a ``linear_qkv`` of the rows of a layout, zeros where they only fill it up."""
+    """Return a builder of ``linear_qkv`` with the rows of ``layout``; padding rows are zero."""
 
     def built(inputs: int, outputs: int, *, init_method: Any, tp_group: Any, **options: Any) -> Any:
         def initialised(weight: Tensor) -> None:
@@ -303,13 +288,10 @@ UNSPLIT = (
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
-    """Refuse, before anything is allocated, what this attention cannot honour.
+    """Raise ConfigError if the attention does not support ``config``. Allocates nothing.
 
     Args:
-        layers: of the model, if that is known to be ``config.num_layers``.
-
-    Raises:
-        ConfigError: see :class:`KHASelfAttention`.
+        layers: number of layers of the model, if known to be ``config.num_layers``.
     """
     model = Model.from_config(config, kha)
     kha.check(replace(head_facts(model), layers=layers))
@@ -384,7 +366,7 @@ def _is_as_asked(attention: Attention, kha: KHAConfig) -> bool:
 
 
 def _kind(tensor: HeadTensor) -> tuple[str, ...]:
-    """What tells a tensor of one configuration from that of another."""
+    """Return what distinguishes tensors of different configurations."""
     return (tensor.name, *tensor.matrices)
 
 

@@ -1,7 +1,7 @@
 """Load checkpoints of local layers into Transformer Engine's layers, and the reverse.
 
-Both have the same tensors, but different names of some norms. Transformer Engine's modules also
-have an FP8 state (``_extra_state``), without which Megatron refuses a checkpoint.
+Some norms have other names. Transformer Engine's modules also have FP8 state (``_extra_state``),
+without which Megatron refuses a checkpoint.
 """
 
 import functools

@@ -1,12 +1,10 @@
-"""Balancing experts by a bias, without an auxiliary loss.
+"""Balance experts by a bias, without an auxiliary loss.
 
-Each expert's bias is added to its score when a token's experts are chosen, and to nothing else.
-After every batch it moves against the expert's offset from the mean load: by the sign of the offset
-(Wang et al. 2024), or by the offset divided by the root mean square of all (Su 2025), which the
-paper uses (section 4.1). A load is the number of tokens that chose the expert in the whole batch:
-over microbatches, and over tensor-, data- and context-parallel ranks. These are counts, exact in
-float32 below 2^24, so that every rank, whatever the layout, moves its copy of the bias by the same
-bits.
+Each expert's bias is added to its score when experts are chosen. After every batch it moves against
+the expert's offset from the mean load: by the sign of the offset (Wang et al. 2024), or by the
+offset divided by the root mean square of all offsets (Su 2025; the paper, section 4.1). A load
+counts the tokens of the whole batch over TP, DP and CP ranks. It is exact in float32 below 2^24, so
+every rank and layout moves the bias by the same bits.
 
 Shapes: ``E`` experts, ``n`` MoE layers of this rank.
 """
@@ -26,19 +24,16 @@ from kha_megatron.mcore.gradients import around_finalization
 Update = Literal["sign", "rms"]
 
 Report = Callable[[list[int], Tensor, Tensor], None]
-"""Called after each batch with the numbers of this rank's MoE layers (counted from 1), their loads
-and their new biases, ``[n, E]``."""
+"""Called after each batch with the numbers of this rank's MoE layers (from 1), their loads and
+their new biases, ``[n, E]``."""
 
 
 def step_of_bias(loads: Tensor, update: Update) -> Tensor:
-    """How each bias moves, before the update rate.
-
-    Zero where the loads of a layer are all equal: a perfect balance is the fixed point of both. The
-    sum over experts of the RMS form is zero, and its root mean square one.
+    """Return the step of each bias, before the update rate. Zero if all loads are equal.
 
     Args:
-        loads: ``[..., E]`` tokens of each expert, of the whole batch.
-        update: ``sign``, or ``rms``.
+        loads: ``[..., E]`` tokens of each expert in the whole batch.
+        update: ``sign`` or ``rms``. Steps of ``rms`` sum to zero and have an RMS of one.
     """
     offset = loads.mean(dim=-1, keepdim=True) - loads
     if update == "sign":
@@ -51,13 +46,10 @@ def step_of_bias(loads: Tensor, update: Update) -> Tensor:
 def balance_experts(
     models: list[torch.nn.Module], update: Update, report: Report | None = None
 ) -> None:
-    """Move the expert biases by ``update``, and report the loads. Call it on every rank.
+    """Move the expert biases by ``update`` and report the loads. Call it on every rank.
 
-    Megatron has the sign form. Costs one all-reduce of ``[n, E]`` numbers a step.
-
-    Args:
-        models: the virtual pipeline stages of this rank.
-        report: what to do with the loads.
+    Megatron has the sign form. Costs one all-reduce of ``[n, E]`` numbers per step. ``models`` are
+    the virtual pipeline stages of this rank.
     """
     rate = get_model_config(models[0]).moe_router_bias_update_rate
 
@@ -80,16 +72,12 @@ def balance_experts(
 
 
 def violation(loads: Tensor) -> Tensor:
-    """How much more than the mean the busiest expert of each layer has, ``[..., E] -> [...]``.
-
-    MaxVio of Wang et al. 2024: 0 in perfect balance, ``E - 1`` where one expert has all tokens of
-    top-1 routing.
-    """
+    """Return MaxVio of Wang et al. 2024, ``[..., E] -> [...]``: maximal over mean load, minus 1."""
     return loads.amax(dim=-1) / loads.mean(dim=-1) - 1
 
 
 def _routers(models: list[torch.nn.Module]) -> list[Any]:
-    """Those whose bias is trained, in the order in which Megatron looks at them."""
+    """Return routers with a trained bias, in Megatron's order."""
     return [
         module
         for model in models
@@ -101,14 +89,14 @@ def _routers(models: list[torch.nn.Module]) -> list[Any]:
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
-    """``[n, E]``; ``[0, 1]`` for a pipeline stage without MoE layers."""
+    """Return ``[n, E]``; ``[0, 1]`` for a pipeline stage without MoE layers."""
     if rows:
         return torch.stack(rows)
     return torch.zeros(0, 1, device=torch.cuda.current_device())
 
 
 def _sharing(groups: Any) -> dist.ProcessGroup:
-    """The ranks that hold a copy of the same bias."""
+    """Return the group of ranks that hold copies of the same bias."""
     if groups is not None:
         return groups.tp_dp_cp
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

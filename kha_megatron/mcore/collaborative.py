@@ -1,9 +1,8 @@
-"""Self-attention with collaborative heads (arXiv 2006.16362): one query and one key for all heads.
+"""Self-attention with collaborative heads (arXiv 2006.16362): one query and one key for all.
 
-The two shared projections stand beside ``linear_qkv``, which holds the values. All tensor-parallel
-ranks compute both whole, and their heads read them through mixing vectors of their own, so that the
-gradients of both are sums over ranks (``mcore.head_inputs``). Keys are one head, given to the core
-attention once for each value head, because kernels want as many of both.
+The two shared projections are modules beside ``linear_qkv``, which has the values. All TP ranks
+compute them fully, so their gradients are sums over ranks (``mcore.head_inputs``). The key is
+repeated for each value head, because kernels need equal counts.
 """
 
 from collections.abc import Callable
@@ -24,15 +23,11 @@ from kha_megatron.mcore.attention import KHASelfAttention
 
 
 class KHACollaborativeAttention(KHASelfAttention):
-    """Takes and returns what Megatron's ``SelfAttention`` does.
+    """``SelfAttention`` with collaborative heads. Same inputs and outputs.
 
     ``collaborative_query`` and ``collaborative_key`` are ``[dim, h]``, ``collaborative_mixing`` is
-    this rank's part of ``[heads, dim]``, and ``linear_qkv`` has rows for values only. QK-norms are
-    ``dim`` wide. Logits are scaled by ``dim ** -0.5``, or by ``config.softmax_scale`` if it is set.
-
-    Raises:
-        ConfigError: an option of ``config`` has no meaning here, or the model's rotary embedding
-            turns more features than there are.
+    this rank's part of ``[heads, dim]``. QK-norms are ``dim`` wide. Logits are scaled by
+    ``config.softmax_scale`` or ``dim ** -0.5``.
     """
 
     def __init__(
@@ -58,7 +53,7 @@ class KHACollaborativeAttention(KHASelfAttention):
         self.key_hidden_size = self.width
 
     def _core(self, build: Callable[..., Module]) -> Callable[..., Module]:
-        """A core attention whose keys are as wide as the shared one."""
+        """Return a builder of a core attention with keys of the shared width."""
 
         def built(*, config: TransformerConfig, softmax_scale: float | None, **options: Any) -> Any:
             widths = {"k_channels": self.width, "v_channels": config.kv_channels}
@@ -68,7 +63,11 @@ class KHACollaborativeAttention(KHASelfAttention):
         return built
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ``SelfAttention.forward``."""
+        """Call ``SelfAttention.forward``.
+
+        Raises:
+            ConfigError: the rotary embedding is wider than ``dim``, or batching is dynamic.
+        """
         rotary = kwargs.get("rotary_pos_emb")
         found = rotary if rotary is None or torch.is_tensor(rotary) else rotary[0]
         turned = 0 if found is None else found.shape[-1]
@@ -85,7 +84,7 @@ class KHACollaborativeAttention(KHASelfAttention):
 
 
 def _as_wide(build: Callable[..., Module], width: int) -> Callable[..., Module]:
-    """What makes a norm of so many features, whatever Megatron's attention says."""
+    """Return a builder of a norm of ``width`` features."""
 
     def built(*, hidden_size: int, **options: Any) -> Any:
         return build(hidden_size=width, **options)
@@ -94,11 +93,7 @@ def _as_wide(build: Callable[..., Module], width: int) -> Callable[..., Module]:
 
 
 def check_shared(config: TransformerConfig) -> None:
-    """Refuse what has no meaning for shared queries and keys.
-
-    Raises:
-        ConfigError: naming the option and what to do.
-    """
+    """Raise ConfigError for biases, which shared queries and keys do not have."""
     for option, flag in (
         ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
         ("add_qkv_bias", "--add-qkv-bias"),

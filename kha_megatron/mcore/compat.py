@@ -56,7 +56,7 @@ def release(version: str) -> tuple[int, int]:
 
 @functools.cache
 def check_version() -> str:
-    """Return the installed version of Megatron-Core if it is supported. Does not import Megatron.
+    """Return the installed version of Megatron-Core if it is supported, without importing it.
 
     Warns on rank 0 about a version newer than :data:`NEWEST`.
 

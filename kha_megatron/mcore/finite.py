@@ -1,12 +1,10 @@
-"""Stop before the optimizer step when something is not finite, and say where it began.
+"""Stop before the optimizer step if anything is not finite, and report where it started.
 
-Megatron's own check (``--check-for-nan-in-loss-and-grad``) looks at the loss and at whole gradient
-buckets, names neither layer nor tensor, and is off in the first iteration of every run, resumed
-ones included. Here each layer leaves the largest magnitude of its output on the device; once a
-step, between backward and the optimizer, one number that also covers all gradients is read.
-Only if it is not finite are tensors searched. Of gradients it is the Euclidean norm, because a CPU
-takes 25 times as long for the largest magnitude; where only the squares overflow, the search finds
-nothing, and training goes on.
+Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and gradient buckets, names no layer
+or tensor, and skips the first iteration of each run. Here each layer records its largest output
+magnitude on the device. Once per step, one number that includes the gradient norm is read, and
+tensors are searched only if it is not finite. If only the norm's squares overflow, training
+continues.
 """
 
 import math
@@ -30,10 +28,10 @@ _FIRST, _LAST = -1.0, math.inf  # before and after all layers
 
 
 class NotFinite(NamedTuple):
-    """Something that is not finite; the smallest of all ranks is where it began.
+    """A finding. The smallest one over all ranks is the cause.
 
-    A damaged parameter explains bad activations, and those explain bad gradients. What is bad
-    spreads forward through activations and backward through gradients.
+    Bad parameters cause bad activations (first in forward order), which cause bad gradients (first
+    in backward order).
     """
 
     kind: int
@@ -47,14 +45,12 @@ class _Site(NamedTuple):
 
 
 def stop_before_non_finite_steps(models: list[Model]) -> None:
-    """Watch the virtual pipeline stages of this rank. Call it on every rank, before training.
+    """Check every step of these pipeline stages. Call it on every rank, before training.
 
-    A step that is not finite anywhere raises ``NonFiniteError`` on every rank. Costs one pass over
-    the layers' outputs and one over the gradients, one all-reduce of a number, and one wait for the
-    device. With ``overlap_grad_reduce`` and FSDP2 gradients are seen after their sum over
-    data-parallel ranks, so that a rank whose gradient alone is bad cannot be told from the others
-    of its group; FSDP2's shards are looked at by the ranks that hold them.
-    With CUDA graphs the layers' outputs are not watched: a bad one is named by its gradients.
+    Raises ``NonFiniteError`` on every rank. Costs one pass over the layers' outputs and one over
+    the gradients, one all-reduce, and one device synchronization per step. With
+    ``overlap_grad_reduce`` and FSDP2, gradients are checked after the sum over data-parallel ranks.
+    With CUDA graphs, the layers' outputs are not checked.
     """
     sites: list[_Site] = []
     outputs = [_watched(model) for model in models]
@@ -81,7 +77,7 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
 
 
 def _watched(model: Model) -> list[tuple[_Site, Model]]:
-    """Embedding, knocked heads, layers, final norm and the output of one stage."""
+    """Return embedding, knocked heads, layers, final norm and the output of one stage."""
     found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
     for layer in model.decoder.layers:
         number, name = layer.layer_number - 1, f"decoder.layers.{layer.layer_number - 1}"
@@ -158,8 +154,8 @@ def _first_finding(
 def _parameters(
     models: Iterable[Model],
 ) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
-    """Forward order, name as in a checkpoint (layers counted from 0 over all stages), what this
-    rank holds of the parameter and of its gradient."""
+    """Yield forward order, checkpoint name (layers from 0 over all stages), and local shards of the
+    parameter and of its gradient."""
     for model in models:
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0

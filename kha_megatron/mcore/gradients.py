@@ -1,4 +1,4 @@
-"""Gradients between the backward pass and the optimizer step."""
+"""Code that runs between the backward pass and the optimizer step."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,15 +12,13 @@ from torch import Tensor
 def around_finalization(
     models: Sequence[Any], around: Callable[..., AbstractContextManager[None]]
 ) -> None:
-    """Do something in every step before or after gradients are summed over ranks.
+    """Run a context manager around the sum of gradients over ranks, in every step.
 
-    Sets ``config.finalize_model_grads_func``, which Megatron's schedules call between backward and
-    the optimizer step; what is already set there runs within.
+    Wraps ``config.finalize_model_grads_func``, which Megatron's schedules call after backward.
 
     Args:
         models: the virtual pipeline stages of this rank.
-        around: called with the models as they are wrapped for data parallelism, and the process
-            groups that the schedule was given, if any.
+        around: called with the wrapped models and the process groups of the schedule, if any.
     """
     config = get_model_config(models[0])
     finalize = config.finalize_model_grads_func or finalize_model_grads
@@ -33,9 +31,6 @@ def around_finalization(
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Where data parallelism sums it, or autograd where there is none; None if it is not trained.
-
-    Under FSDP2 a DTensor.
-    """
+    """Return ``main_grad`` or ``grad`` of a parameter, if any (under FSDP2 a DTensor)."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient

@@ -1,10 +1,9 @@
-"""What head mechanisms compute from the normed input of an attention, and where they find it.
+"""Projections of the attention's normed input for head mechanisms.
 
-The rule for the gradient of such a projection is not the one of :mod:`kha_megatron.mcore.knocking`.
-Without sequence parallelism all ranks see the same tokens, so the weight's gradient is whole on
-every rank once that of its result is, and nothing may sum it again. With it a rank sees its part of
-the sequence, and the copy on the weight sums over the parts. What happens to the gradient of the
-result depends on who reads it: see :class:`InputProjection`.
+Without sequence parallelism, all TP ranks see the same tokens. The weight's gradient is then
+complete once that of the output is. With it, a rank sees its part of the sequence, and a copy on
+the weight sums the gradient over the ranks. The gradient of the output depends on its reader: see
+:class:`InputProjection`.
 """
 
 from typing import Any
@@ -24,20 +23,20 @@ from kha_megatron.mcore.knocking import HeadWeight
 class InputProjection(HeadWeight):
     """A parameter ``[features, hidden]`` or ``[heads, features, hidden]`` that reads the input.
 
-    Maps this rank's tokens ``[s / tp or s, b, hidden]`` to what ``HeadTensor.gradient`` and
-    ``per_head`` say of the reader:
+    Maps this rank's tokens ``[s / tp or s, b, hidden]`` to, by ``HeadTensor.gradient`` and
+    ``per_head``:
 
     ==========  ================================  ==========================================
     per head    ``[s, b, this rank's heads, f]``  every rank has its own
-    ``heads``   ``[s, b, 1, f]``                  every rank's heads meet it: a part of its
-                                                  gradient each, summed here
+    ``heads``   ``[s, b, 1, f]``                  heads of all ranks read it: partial gradients,
+                                                  summed here
     ``whole``   ``[s, b, f]``                     every rank computes the same from it
-    ``tokens``  ``[s / tp or s, b, f]``           used on this rank's tokens only
+    ``tokens``  ``[s / tp or s, b, f]``           used for this rank's tokens only
     ==========  ================================  ==========================================
     """
 
     def forward(self, hidden: Tensor | None = None) -> Tensor:
-        """Project ``hidden``; without it, the weight."""
+        """Project ``hidden``; without it, return the weight."""
         if hidden is None:
             return super().forward()
         group, parted = self.tp_group, self.config.sequence_parallel
@@ -59,19 +58,19 @@ class InputProjection(HeadWeight):
         return score
 
     def _met_by_heads(self, x: Tensor) -> Tensor:
-        """``x`` of all tokens, its gradient summed over the ranks whose heads meet it."""
+        """Return ``x`` of all tokens; its gradient is summed over the ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
 
 class NormedInput:
-    """The normed input of an attention, which Transformer Engine may norm in its first projection.
+    """The normed input of an attention, also if Transformer Engine fuses the norm.
 
     Args:
-        attention: has the projection, or has none that norms.
-        name: of the projection. Transformer Engine's with a norm inside is told to give back what
-            it normed; the attention gets what it gave before.
+        attention: the attention module.
+        name: name of its first projection. If that has a fused norm, it also returns the normed
+            input, which a hook removes from its result.
     """
 
     def __init__(self, attention: Module, name: str) -> None:
@@ -95,6 +94,6 @@ class NormedInput:
         return output, bias
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """``[s, b, h]``: what the projection normed last, else ``hidden_states`` as it came."""
+        """Return the normed input ``[s, b, h]``; ``hidden_states`` if no norm is fused."""
         normed, self._normed = self._normed, None
         return hidden_states if normed is None else normed

@@ -1,4 +1,4 @@
-"""What a head mechanism asks of Megatron's ranks (``ops.heads.ranks``)."""
+"""Communication of head mechanisms over Megatron's ranks (``ops.heads.ranks``)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +21,11 @@ class HeadRanks(Ranks):
     """The tensor- and context-parallel ranks of one layer.
 
     Args:
-        config: the model's configuration, and no copy of it.
-        layer_number: global, counted from 1.
+        config: the model's configuration, not a copy.
+        layer_number: global, from 1.
         groups: process groups with ``tp`` and ``cp``.
-        is_training: whether the layer is in training mode.
-        adds_loss: whether :meth:`add_loss` will be called: the schedules must know it before.
+        is_training: returns whether the layer is in training mode.
+        adds_loss: whether :meth:`add_loss` will be called.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class HeadRanks(Ranks):
 
     @property
     def trains(self) -> bool:
-        """In training mode, and not in the pass that recomputing repeats."""
+        """In training mode, and not in the forward pass that is recomputed."""
         return self.is_training() and torch.is_grad_enabled()
 
     @property
     def layers(self) -> int:
-        """Of the whole model; those of a hybrid model without attention among them."""
+        """Number of layers of the model, including those without attention."""
         return self.config.num_layers
 
     def iteration(self) -> int | None:
-        """As Megatron's training loop counts.
+        """Return the iteration of Megatron's training loop.
 
         Raises:
-            ConfigError: a layer is trained outside of it, or in a CUDA graph.
+            ConfigError: training runs without this loop, or in a CUDA graph.
         """
         if self.config.cuda_graph_impl != "none":
             raise ConfigError(
@@ -78,15 +78,15 @@ class HeadRanks(Ranks):
         return max(known, default=None)
 
     def all_heads(self, x: Tensor) -> Tensor:
-        """``[s, b, heads]`` of every rank; a rank gets back the gradient of its own heads."""
+        """Gather ``[s, b, heads]`` of all ranks; backward returns the gradient of own heads."""
         return gather_from_tensor_model_parallel_region(x, group=self.tp)
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """This rank's part of ``[s, b, heads]``; its backward pass gathers all parts."""
+        """Return this rank's part of ``[s, b, heads]``; backward gathers all parts."""
         return scatter_to_tensor_model_parallel_region(x, group=self.tp)
 
     def token_mean(self, x: Tensor) -> Tensor:
-        """``[n]``: the mean of ``[s, b, n]`` over the tokens of all context-parallel ranks."""
+        """Return the mean ``[n]`` of ``[s, b, n]`` over the tokens of all CP ranks."""
         mean = super().token_mean(x)
         if self.cp.size() > 1:
             torch.distributed.all_reduce(mean, group=self.cp)
@@ -94,11 +94,10 @@ class HeadRanks(Ranks):
         return mean
 
     def add_loss(self, carrier: Tensor, loss: Tensor) -> Tensor:
-        """As the schedules scale it, the mean over microbatches and over the ranks of a sequence.
+        """Add the mean of a loss over microbatches and CP ranks.
 
-        Tensor-parallel ranks add the same: it counts once, because what they compute it from has a
-        ``whole`` gradient (:mod:`kha_megatron.mcore.head_inputs`) or is gathered by
-        :meth:`all_heads`.
+        All TP ranks add the same loss. It counts once, because its inputs have a ``whole`` gradient
+        (:mod:`kha_megatron.mcore.head_inputs`) or come from :meth:`all_heads`.
         """
         if self.config.calculate_per_token_loss:  # all gradients are divided by all tokens
             loss = loss * (carrier.numel() // carrier.shape[-1])

@@ -8,11 +8,10 @@ from torch.nn import Module
 
 
 class PlacedHook:
-    """A hook on the module that a layer has under a name, whichever module that is.
+    """A hook on a layer's submodule that follows when adapters replace the submodule.
 
-    Adapters of Megatron-Bridge replace a projection after the layer was built. The hook wraps the
-    module's ``forward``, because Megatron does not capture a module with a pre-forward hook in a
-    CUDA graph.
+    It wraps the module's ``forward``, because Megatron does not capture a module with a pre-forward
+    hook in a CUDA graph.
 
     Args:
         layer: calls :meth:`follow` before each forward pass.

@@ -64,18 +64,14 @@ def watch_heads(
 ) -> None:
     """Measure every ``interval``-th iteration. Call it on every rank, before training.
 
-    Training computes the same numbers. A measured iteration costs, on top: for each layer one
-    product for each gate, the scores of some tokens, a pass over the matrices, and an all-reduce of
-    some numbers per layer over all ranks.
-
-    With CUDA graphs of layers only the matrices are left, because a captured module must not have
-    hooks.
+    Does not change training. A measured iteration adds a product per gate, the scores of some
+    tokens, a pass over the matrices and an all-reduce. With CUDA graphs only matrices are measured.
 
     Args:
         models: the virtual pipeline stages of this rank, not yet wrapped for data parallelism.
-        kha: what they knock.
+        kha: configuration of KHA.
         interval: 1 or more.
-        iteration: number of the running iteration, counted from 1; the same on every rank.
+        iteration: returns the current iteration, from 1; the same on every rank.
         write: called on every rank with the same values by name, and the iteration.
 
     Raises:
@@ -102,7 +98,7 @@ def watch_heads(
 
 
 class _Instruments:
-    """Sums of this rank, for every layer and name, and their means over all ranks."""
+    """Sums of this rank for every layer and name, and their means over all ranks."""
 
     def __init__(self, models: Sequence[Model], kha: KHAConfig, is_due: Callable[[], bool]) -> None:
         self.config = get_model_config(models[0])
@@ -153,9 +149,9 @@ class _Instruments:
             self._add_gate(layer, projection, knocking, inputs[0])
 
     def _is_new(self, module: Model, layer: int, what: str) -> bool:
-        """Whether a measured step hears this for the first time.
+        """Return whether a measured step calls this for the first time.
 
-        Later are other microbatches, and the same one when backward computes it again.
+        Later calls are other microbatches and recomputation.
         """
         if not module.training or not self.is_due() or (layer, what) in self.heard:
             return False
@@ -172,7 +168,7 @@ class _Instruments:
         self._add(layer, f"{_SPREAD}/{projection}", squares, gate.numel())
 
     def _has_plain_scores(self, query: Tensor) -> bool:
-        """Whether a head's scores are ``q k`` of all tokens before, of ``[s, b, heads, D]``."""
+        """Return whether scores are plain causal ``q k``, and query is ``[s, b, heads, D]``."""
         window = self.config.window_size
         softmax = self.config.softmax_type
         plain = (
@@ -184,7 +180,7 @@ class _Instruments:
 
     @torch.no_grad()
     def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
-        """From ``[s, heads, D]`` and ``[s, groups, D]``, one sequence with this rank's heads."""
+        """Add sinks of one sequence from ``[s, heads, D]`` and ``[s, groups, D]`` of this rank."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
         held, at = held_positions(length, group), sink_queries(length, query.device)
@@ -224,7 +220,7 @@ class _Instruments:
 
     @torch.no_grad()
     def read(self) -> dict[str, float]:
-        """Return means over all ranks, the same on each of them, and start anew."""
+        """Return means over all ranks, the same on each of them, and reset."""
         for layer, attention in self.attentions.items():
             for projection, knocking in _knockings(attention):
                 weight = knocking.weight.detach()
@@ -240,7 +236,7 @@ class _Instruments:
         }
 
     def _means(self) -> dict[int, dict[str, float]]:
-        """Of every layer, over all ranks; no rank keeps its sums."""
+        """Return the means of every layer over all ranks, and reset the sums."""
         # ranks of one pipeline stage have the same names
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()

@@ -1,16 +1,13 @@
-"""The modules that hold the head-shared matrices, and the rule that keeps them equal under TP.
+"""Modules of head-shared parameters, with the tensor-parallel rule of their gradients.
 
-A head-shared matrix is replicated on every tensor-parallel rank, but a rank sees only its own
-heads, so the gradient it computes is a partial sum. Megatron sums nothing for such a parameter by
-itself when sequence parallelism is off: the loss would look right while the replicas drift apart.
-``copy_to_tensor_model_parallel_region`` (identity forward, all-reduce backward) on the weight
-completes the sum inside autograd, exactly once, with sequence parallelism on or off, for any
-number of key/value heads, under recompute, and in loops that never call ``finalize_model_grads``.
+A head-shared matrix is replicated on every TP rank, but a rank sees only its own heads, so its
+gradient is a partial sum. Without sequence parallelism, Megatron does not sum it and the replicas
+would diverge. ``copy_to_tensor_model_parallel_region`` on the weight (identity forward, all-reduce
+backward) sums it inside autograd, exactly once.
 
-Nothing else may reduce it again. Therefore the parameter carries no ``sequence_parallel``
-attribute, and no module on its path is called ``q_layernorm`` or ``k_layernorm``: Megatron sums
-those by name. It is not marked ``tensor_model_parallel`` either, so that the gradient norm counts
-it once.
+Nothing else may reduce it: the parameter has no ``sequence_parallel`` attribute, and its path has
+no ``q_layernorm`` or ``k_layernorm``, which Megatron sums by name. It is not marked
+``tensor_model_parallel``, so the gradient norm counts it once.
 """
 
 import zlib
@@ -37,18 +34,18 @@ from kha_megatron.ops import initial_weight, knock
 
 
 class HeadWeight(MegatronModule):
-    """One parameter of a head mechanism, as its :class:`~kha_megatron.heads.HeadTensor` says.
+    """One parameter of a head mechanism, described by a :class:`~kha_megatron.heads.HeadTensor`.
 
-    Its only parameter is ``weight`` in ``config.params_dtype``: of the tensor's shape, or this
-    rank's heads of it where every rank has heads of its own. Calling it gives what meets this
-    rank's heads, with the rule for its gradient, and lets hooks run that wait for parameters.
+    ``weight`` has ``config.params_dtype`` and the tensor's shape, or this rank's heads of it if it
+    is sharded. Calling the module returns the weight with its gradient rule, and runs hooks that
+    wait for parameters.
 
     Args:
         config: the model's configuration.
-        tensor: what it is.
-        layer_number: global, counted from 1, so that a random start does not depend on the layout.
-        init_seed: of a random start, with the layer and the name.
-        tp_group: ranks over which the heads are split.
+        tensor: description of the parameter.
+        layer_number: global, from 1, so that a random start does not depend on the layout.
+        init_seed: seed of a random start, together with layer and name.
+        tp_group: ranks over which the heads are sharded.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class HeadWeight(MegatronModule):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial value, the same on every rank, or this rank's part of one."""
+        """Set the initial value, independent of the rank's random state."""
         whole: Tensor = self.weight
         if self.tensor_model_parallel:
             whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
@@ -88,7 +85,7 @@ class HeadWeight(MegatronModule):
                 self.weight.copy_(whole.chunk(self.tp_group.size())[get_pg_rank(self.tp_group)])
 
     def forward(self) -> Tensor:
-        """What meets this rank's heads: ``[n, D, D]`` of shared matrices, ``[heads, ...]``."""
+        """Return this rank's weight: ``[n, D, D]`` if shared by heads, else ``[heads, ...]``."""
         if self.tensor_model_parallel:
             return self.weight
         rule = self.tensor.gradient
@@ -107,7 +104,7 @@ class HeadWeight(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Megatron's, cut over tensor-parallel ranks where the parameter is, or over FSDP2's."""
+        """Return the sharded parameter: over TP ranks if it is sharded there, and over FSDP2's."""
         if isinstance(self.weight, DTensor):
             return {f"{prefix}weight": self._rows(f"{prefix}weight", sharded_offsets)}
         if not self.tensor_model_parallel:
@@ -122,9 +119,10 @@ class HeadWeight(MegatronModule):
         )
 
     def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
-        """FSDP2's part for any other layout to load: each row by itself where parts differ.
+        """Return FSDP2's shard in a form that loads under any layout: by rows if shards are
+        unequal.
 
-        FSDP2 cuts three matrices into two and one, or none, and Megatron stores equal parts only.
+        FSDP2 shards three matrices into two and one, and Megatron stores equal shards only.
         """
         weight: Any = self.weight
         with torch.no_grad():  # the very tensor by which the optimizer knows it
@@ -161,11 +159,7 @@ class HeadWeight(MegatronModule):
         return ShardedTensorFactory(key, held, cut, joined, replica)
 
     def keep_at_next_load(self) -> None:
-        """Let the next load of a distributed checkpoint leave the parameter as it is.
-
-        Megatron asks each module what to read. This one answers once with its own value, so that a
-        checkpoint without it can be loaded; any other tensor that it lacks is still an error.
-        """
+        """Keep the current value in the next load of a checkpoint, which may lack the parameter."""
 
         def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             del self.sharded_state_dict
@@ -179,11 +173,7 @@ class HeadWeight(MegatronModule):
 
 
 class HeadWeights(Mapping[str, Tensor]):
-    """The parameters of one mechanism, each called for when it is read: a rule costs a collective.
-
-    Args:
-        modules: by the names of their tensors.
-    """
+    """Parameters of one mechanism by tensor name. Each access calls the module (a collective)."""
 
     def __init__(self, modules: Mapping[str, HeadWeight]) -> None:
         self._modules = dict(modules)
@@ -201,12 +191,9 @@ class HeadWeights(Mapping[str, Tensor]):
 class KnockingHeads(HeadWeight):
     """The shared matrices of one projected tensor of one layer (paper section 3.2).
 
-    ``weight`` is ``[n, D, D]``: the ``n`` matrices of the variant in the order of
+    ``weight`` is ``[n, D, D]``: the matrices of ``variant`` in the order of
     ``heads.knock.MATRICES``, stacked so that their gradient takes one all-reduce. ``forward`` maps
-    ``[s, b, heads on this rank, D]`` to the same shape.
-
-    Args:
-        variant: which matrices they are; the others as of :class:`HeadWeight`.
+    ``[s, b, heads, D]`` to the same shape.
     """
 
     def __init__(self, *args: Any, variant: Variant, **kwargs: Any) -> None:
@@ -214,7 +201,7 @@ class KnockingHeads(HeadWeight):
         self.variant: Variant = variant
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        """Knock every head of ``x`` ``[..., D]``; without it, the matrices for use elsewhere."""
+        """Knock every head of ``x`` ``[..., D]``; without it, return the matrices."""
         weight = super().forward()
         return weight if x is None else knock(x, weight, self.variant)
 
@@ -224,7 +211,7 @@ class KnockingHeads(HeadWeight):
 
 
 def parameter_device(config: TransformerConfig) -> torch.device | int | str:
-    """Where ``config`` wants a new parameter."""
+    """Return the device of new parameters."""
     if config.init_model_with_meta_device:
         return "meta"
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

@@ -1,10 +1,10 @@
-"""The split of ``linear_qkv``'s output, for every attention that has one (MHA, MQA, GQA, GTA).
+"""Split the output of ``linear_qkv`` (MHA, MQA, GQA, GTA).
 
-Ours, not Megatron's, because Megatron splits and normalises in one method and KHA knocks between
-the two. What lies where is :class:`kha_megatron.model.qkv.QKVLayout`.
+Megatron splits and normalises in one method, but KHA knocks between the two. The row layout is
+:class:`kha_megatron.model.qkv.QKVLayout`.
 
-Legend: ``s`` sequence, ``b`` microbatch, ``g`` key/value heads that this rank works with, ``n``
-rows of a group, ``D`` features of a head of a part.
+Legend: ``s`` sequence, ``b`` microbatch, ``g`` KV heads of this rank, ``n`` rows of a group, ``D``
+features of a head of a part.
 """
 
 import torch
@@ -16,11 +16,11 @@ from kha_megatron.model.qkv import QKVLayout
 
 
 class QKVSplit:
-    """Splits what ``linear_qkv`` gives a rank of ``tp_group``.
+    """Split the output of ``linear_qkv`` on a rank of ``tp_group``.
 
     Args:
         layout: the rows over all ranks.
-        tp_group: the ranks over which they are cut; any group, not only Megatron's global one.
+        tp_group: the ranks that shard them; any group, not only Megatron's global one.
     """
 
     def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -31,10 +31,9 @@ class QKVSplit:
         self.wanted = layout.wanted(rank, ranks)
 
     def groups(self, mixed: Tensor) -> Tensor:
-        """Whole groups ``[s, b, g, n]`` from the rank's rows ``[s, b, rows / ranks]``.
+        """Return whole groups ``[s, b, g, n]`` from this rank's rows ``[s, b, rows / ranks]``.
 
-        Ranks that share a group gather all rows first. The backward pass hands every rank the sum
-        of what they make of its rows.
+        Ranks that share a group gather all rows first; backward sums their gradients.
         """
         if self.is_shared:
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
@@ -42,11 +41,10 @@ class QKVSplit:
         return mixed.unflatten(-1, (-1, self.layout.group_rows))
 
     def __call__(self, groups: Tensor) -> dict[str, Tensor]:
-        """The parts of :meth:`groups`, in the order of their rows.
+        """Split groups into parts by the names of ``layout.parts``.
 
-        Returns:
-            by the names of ``layout.parts``: what goes with query heads ``[s, b, heads of this
-            rank, D]``; the rest ``[s, b, g, D]``, which ranks that share a group all have.
+        Parts of query heads are ``[s, b, heads of this rank, D]``. The others are ``[s, b, g, D]``,
+        which ranks that share a group all have.
         """
         cut = [part.heads * part.features for part in self.layout.parts.values()]
         filling = self.layout.padding.stop - self.layout.padding.start

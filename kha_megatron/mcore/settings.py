@@ -27,15 +27,14 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
 
 FROM_ENVIRONMENT = "kha"
-"""Name of the spec that has no variants of its own."""
+"""Name of the spec without variants of its own."""
 
 
 def named_config(name: str) -> KHAConfig:
     """Return the configuration of the spec ``name`` (a preset, or ``kha``) and ``KHA_CONFIG``.
 
     Raises:
-        ConfigError: ``KHA_CONFIG`` is invalid, contradicts the preset, or names no variant for
-            ``kha``.
+        ConfigError: ``KHA_CONFIG`` is invalid, contradicts the preset, or names no variant.
     """
     text = os.environ.get(CONFIG_VARIABLE, "")
     given = _read(text) if text else {}

@@ -1,12 +1,11 @@
-"""Core attention of talking heads (arXiv 2003.02436), with tensor- and context-parallel ranks.
+"""Core attention of talking heads (arXiv 2003.02436), with tensor and context parallelism.
 
-Every head needs the logits of all others, and a tensor-parallel rank has some of the heads. So the
-layout is turned: each rank takes all heads of its part of the query tokens (one all-to-all), with
-all keys and values (one all-gather), and hands the outputs back to their heads (one all-to-all). Of
-a sequence of ``L`` tokens it then holds ``H L^2 / tp`` logits, as many as those of its own heads.
+Every head needs the logits of all others, but a TP rank has some of the heads. Each rank therefore
+takes all heads of its part of the queries (all-to-all) with all keys and values (all-gather), and
+returns the outputs to their heads (all-to-all). It holds ``H L^2 / tp`` logits.
 
 Shape legend: ``s`` query tokens, ``k`` keys, ``b`` microbatch, ``h`` this rank's heads, ``H`` all,
-``g`` this rank's key/value heads, ``D`` features of a head.
+``g`` this rank's KV heads, ``D`` features of a head.
 """
 
 from collections.abc import Mapping
@@ -33,12 +32,12 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 
 
 class TalkingAttention(GatheredDotProductAttention):
-    """Takes and returns what Megatron's ``DotProductAttention`` does, for either backend.
+    """``DotProductAttention`` of talking heads, for either backend.
 
-    It holds no parameters: its attention lends it those of its mechanism (:meth:`act_for`).
+    It has no parameters: :meth:`act_for` passes those of the mechanism.
 
     Raises:
-        ConfigError: an option that only other kernels have.
+        ConfigError: ``config`` has an option that only other kernels have.
     """
 
     talking: TalkingHeads
@@ -61,7 +60,7 @@ class TalkingAttention(GatheredDotProductAttention):
         self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
     def act_for(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
-        """Mix as ``mechanism`` says, with the attention's ``[H, H]`` matrices by their names."""
+        """Set the mechanism and its ``[H, H]`` matrices by name."""
         self.talking, self.matrices = mechanism, matrices
 
     def forward(
@@ -73,16 +72,12 @@ class TalkingAttention(GatheredDotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend with all heads of a part of the queries.
+        """Return the attention's output ``[s, b, h * D]``.
 
         Args:
             query: ``[s, b, h, D]``.
-            key: ``[k, b, g, D]``, likewise ``value``, whose features may be others.
-            attention_mask: ``[b or 1, 1, s or 1, k]``, true where a key is hidden; None for the
-                causal one.
-
-        Returns:
-            ``[s, b, h * D]``.
+            key: ``[k, b, g, D]``; likewise ``value``, whose ``D`` may differ.
+            attention_mask: ``[b or 1, 1, s or 1, k]``, True hides a key; None for a causal mask.
 
         Raises:
             ConfigError: packed sequences, or more tokens than ``talking.max_tokens``.
@@ -111,7 +106,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return self._turned_back(output.permute(2, 0, 1, 3), len(query))
 
     def _rows(self, queries: int) -> Tensor:
-        """Which queries are this rank's; the last one again where they do not divide."""
+        """Return the indices of this rank's queries, with the last one repeated as padding."""
         ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
         each = -(-queries // ranks)
         mine = torch.arange(each, device=torch.cuda.current_device()) + rank * each
@@ -120,7 +115,7 @@ class TalkingAttention(GatheredDotProductAttention):
     def _mask(
         self, given: Tensor | None, causal: bool, rows: Tensor, queries: int, keys: int
     ) -> Tensor | None:
-        """What is hidden from this rank's queries, ``[b or 1, 1, s / tp, k]``; None for nothing."""
+        """Return the mask ``[b or 1, 1, s / tp, k]`` of this rank's queries, or None."""
         if given is not None and given.shape[-2] == queries:  # it says all
             return given[..., rows, :]
         hidden = given
@@ -131,7 +126,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return hidden
 
     def _turned(self, x: Tensor) -> Tensor:
-        """``[s, b, h, D]`` of this rank's heads to ``[s / tp, b, H, D]`` of its queries."""
+        """Map ``[s, b, h, D]`` of this rank's heads to ``[s / tp, b, H, D]`` of its queries."""
         ranks = self.tp_group.size()
         if ranks == 1:
             return x
@@ -141,7 +136,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return turned.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
 
     def _turned_back(self, x: Tensor, queries: int) -> Tensor:
-        """``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
+        """Map ``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
         if self.tp_group.size() == 1:
             return x.flatten(2)
         batch = x.shape[1]
@@ -149,17 +144,14 @@ class TalkingAttention(GatheredDotProductAttention):
         return turned.unflatten(0, (-1, batch))[:queries]
 
     def _all_heads(self, x: Tensor) -> Tensor:
-        """``[k, b, g, D]`` of every rank, its gradient summed over the ranks whose queries ask.
-
-        Ranks that share a head each bring it: there is one for as many query heads as ever.
-        """
+        """Gather ``[k, b, g, D]`` over all ranks; backward sums the gradients."""
         if self.tp_group.size() == 1:
             return x
         whole = all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group=self.tp_group)
         return whole.unflatten(-1, (-1, x.shape[-1]))
 
     def _dropout(self, weights: Tensor) -> Tensor:
-        """Other weights on every rank, as the queries are, from the state that has its own seed."""
+        """Apply dropout from the random state that differs between TP ranks, as the queries do."""
         if self.config.sequence_parallel:  # Megatron has changed to it for the whole layer
             return self.attention_dropout(weights)
         with get_cuda_rng_tracker().fork():

@@ -1,8 +1,7 @@
-"""Megatron-Core on a machine without a GPU: CPU tensors, gloo, nothing patched in Megatron.
+"""Run Megatron-Core without a GPU, on CPU tensors and gloo.
 
-Megatron-Core names CUDA devices throughout. :func:`install` makes "cuda" mean the CPU for the
-whole process, so that the very code that trains on GPUs runs here, all its parallelisms included.
-It is a correctness device, not a fast one: call it before ``import megatron``, once per process::
+:func:`install` makes "cuda" mean the CPU for the whole process, so that all parallelisms run
+unchanged. It is for correctness, not speed. Call it once per process, before ``import megatron``::
 
     from kha_megatron.mcore import cpu
 
@@ -30,4 +29,4 @@ ENVIRONMENT: dict[str, str] = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores; torch's default would oversubscribe them
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument check asks for it with TP or CP
 }
-"""Environment of every rank, but for what the user has set."""
+"""Environment of every rank, unless the user has set it."""

@@ -1,4 +1,4 @@
-"""Collectives that gloo lacks or that Megatron calls in a form only NCCL takes."""
+"""Collectives that gloo lacks, or that Megatron calls in a form that only NCCL supports."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def patch() -> None:
-    """Replace four collectives of ``torch.distributed``, and their bundling, for this process."""
+    """Replace four collectives of ``torch.distributed`` and their coalescing in this process."""
     dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _listed(
         dist.all_to_all_single
     )
@@ -24,15 +24,14 @@ def patch() -> None:
 
 
 class _Done:
-    """The handle of collectives that have run."""
+    """Handle of collectives that have finished."""
 
     def wait(self) -> None:
         pass
 
 
 def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformer Engine bundles the gathers of a block-scaled tensor by its device, which gloo
-    cannot: there each one runs when it is called."""
+    """Run collectives at once if they would be coalesced by device, which gloo cannot."""
 
     @contextmanager
     def manager(group=None, device=None, async_ops=False):
@@ -46,7 +45,7 @@ def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _listed(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron turns split sizes into lists only for tensors that say they are on CUDA."""
+    """Accept split sizes as tensors: Megatron makes lists only of tensors on CUDA."""
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -95,10 +94,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
 
 
 def _of_bytes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Coalesced gathers take tensors of several dtypes on NCCL; gloo mixes them up, in silence.
-
-    FP8 parameters beside bf16 ones are such a case: what is gathered together is gathered as bytes.
-    """
+    """Gather bytes if coalesced: gloo silently mixes up coalesced tensors of several dtypes."""
     coalescing = dist.distributed_c10d._world.pg_coalesce_state
 
     def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
-"""The short lists of torch's functions that are replaced by ``cpu.install()``.
+"""Functions of torch that ``cpu.install()`` replaces.
 
-1. :func:`_rewrite_devices`: what takes a device (torch's functions that make a tensor, and some
-   methods of tensors) is given the CPU for a CUDA device. A ``TorchFunctionMode`` would catch them
-   all, at the price of a call into Python for every operation: 6,000 in a step of a small model.
-2. :func:`_cuda_stand_ins`: functions of ``torch.cuda``.
-3. :func:`_patch_torch`: places of torch that cannot work without a device.
+- :func:`_rewrite_devices`: functions that take a device use the CPU instead of CUDA. A
+  ``TorchFunctionMode`` would add a Python call to every operation.
+- :func:`_cuda_stand_ins`: functions of ``torch.cuda``.
+- :func:`_patch_torch`: code of torch that needs a device.
 
-Limits: the "CUDA" random generator *is* the CPU generator; streams and events are in order, as
-everything on a CPU is.
+The "CUDA" random generator is the CPU generator. Streams and events run in order.
 """
 
 import functools
@@ -29,32 +27,31 @@ from kha_megatron.mcore.cpu import collectives
 
 _CPU = torch.device("cpu")
 _HIDDEN = ("apex", "flash_attn", "transformer_engine")
-"""Packages that Megatron prefers if they are installed, and whose kernels need a GPU."""
+"""Packages that Megatron prefers if installed, and whose kernels need a GPU."""
 
 _ALIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
-"""Functions ``torch.X_like`` that take a device, and below methods ``Tensor.new_X``."""
+"""Functions ``torch.X_like`` that take a device; below, methods ``Tensor.new_X``."""
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
 _installed = False
 
 
 def is_installed() -> bool:
-    """Whether this process already runs on the CPU stand-in."""
+    """Return whether this process runs on the CPU runtime."""
     return _installed
 
 
 def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
     """Make "cuda" mean the CPU in this process. Later calls do nothing.
 
-    apex, flash-attn and Transformer Engine are hidden, so that Megatron uses its own modules.
+    Hides apex, flash-attn and Transformer Engine, so that Megatron uses its own modules.
 
     Args:
-        despite_cuda: Install on a machine that has a CUDA device, too.
-        quiet: Do not print the notice (rank 0 prints it once).
+        despite_cuda: install on a machine with a CUDA device, too.
+        quiet: do not log the notice on rank 0.
 
     Raises:
-        ConfigError: A CUDA device is present and ``despite_cuda`` is False, or Megatron was
-            imported first (it binds CUDA names while it is imported).
+        ConfigError: a CUDA device is present, or Megatron was imported first (it binds CUDA names).
     """
     global _installed
     if _installed:
@@ -87,7 +84,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _rewrite_devices() -> None:
-    """Let every function of torch that takes a device take a CUDA device for the CPU."""
+    """Make torch's functions that take a device use the CPU instead of CUDA."""
     # torch keeps this list for `with torch.device(...)`, and must make it of its own functions
     makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
     for name in makers | {f"{name}_like" for name in _ALIKE}:
@@ -131,7 +128,7 @@ def _on_cpu(function: Any) -> Any:
 
 
 class _Stream:
-    """Stream and event in one, also as a context manager: CPU work is in order already."""
+    """Stream, event and context manager in one: CPU work runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = time.time()
@@ -161,9 +158,9 @@ class _Stream:
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
-    """Replacements for attributes of ``torch.cuda``, by name.
+    """Return replacements of attributes of ``torch.cuda``.
 
-    Each is an object of its own: ``torch._dynamo`` keys a table on their identities.
+    All are distinct objects, because ``torch._dynamo`` keys a table on their identities.
     """
 
     def nothing() -> Any:
