@@ -52,9 +52,7 @@ class Companions:
     def of_megatron(cls, args: Mapping[str, Any], override: Path | None) -> "Companions":
         """Return those of a Megatron run, empty if it used no Hugging Face tokenizer.
 
-        Args:
-            args: The run's arguments.
-            override: A tokenizer directory instead of the one in ``args``.
+        ``override`` is a tokenizer directory instead of the one in ``args``.
 
         Raises:
             ConfigError: The directory does not exist or holds no tokenizer.
@@ -69,9 +67,7 @@ class Companions:
     def of_tokenizer(cls, folder: Path, *, settings: Path) -> "Companions":
         """Return a tokenizer directory's, with the generation settings of ``settings``.
 
-        Raises:
-            ConfigError: See :meth:`of_megatron`.
-            CheckpointError: See :meth:`of_megatron`.
+        Raises as :meth:`of_megatron`.
         """
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"No tokenizer directory {folder}. Pass one with --tokenizer.")
@@ -82,16 +78,10 @@ class Companions:
 
     @classmethod
     def of_hf(cls, path: Path, config: Mapping[str, Any], override: Path | None) -> "Companions":
-        """Return those of a Hugging Face directory.
+        """Return those of a Hugging Face directory with the content of its ``config.json``.
 
-        Args:
-            path: The model's directory.
-            config: Its ``config.json``.
-            override: A tokenizer directory instead of ``path``, which also gives the token ids.
-
-        Raises:
-            ConfigError: See :meth:`of_megatron`.
-            CheckpointError: See :meth:`of_megatron`.
+        ``override`` is a tokenizer directory instead of ``path``, which also gives the token ids.
+        Raises as :meth:`of_megatron`.
         """
         if override is not None:
             found, rows = cls.of_tokenizer(override, settings=path), config.get("vocab_size")
@@ -107,9 +97,7 @@ class Companions:
     def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
         """Return the rows of an embedding without Megatron's padding.
 
-        Args:
-            args: The run's arguments.
-            rows: Rows of the embedding. All are kept if padding does not explain them.
+        All ``rows`` of the embedding are kept if padding does not explain them.
 
         Raises:
             CheckpointError: The tokenizer has more entries than the embedding has rows.
@@ -130,15 +118,9 @@ class Companions:
     def read(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
         """Return the first tokens of a text, ``[B, S]`` with ``B <= rows`` and ``S <= length``.
 
-        Args:
-            text: The text.
-            rows: Largest number of sequences.
-            length: Largest number of tokens of a sequence.
-            entries: Size of the model's vocabulary.
-
         Raises:
             ConfigError: There is no tokenizer, it cannot be loaded, or the text is too short.
-            CheckpointError: The model does not have one of the tokens.
+            CheckpointError: A token is outside the vocabulary of ``entries`` entries.
         """
         if self.origin is None:
             raise ConfigError("No tokenizer to read the text with. Pass one with --tokenizer.")

@@ -90,10 +90,8 @@ class Plan(ABC):
     ) -> Conversion:
         """Write the directory beside ``target`` and rename it at the end.
 
-        Args:
-            target: The directory to write or replace.
-            workers: Threads; None for one per core.
-            on_bytes: Called with the bytes of each tensor written.
+        ``workers`` threads write, None for one per core. ``on_bytes`` is called with the bytes of
+        each tensor written.
 
         Raises:
             CheckpointError: A file of the source is damaged, or numbers overflow.

@@ -78,8 +78,7 @@ def open_source(
         comparing: Accept a Megatron run whose tokenizer is missing or does not fit.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, its configuration cannot be expressed or calls
-            for other tensors than it holds, or the tokenizer has too many entries.
+        CheckpointError: The checkpoint is damaged or does not fit its configuration or tokenizer.
         ConfigError: The tokenizer cannot be loaded.
     """
     if is_hf_folder(path):
