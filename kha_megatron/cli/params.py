@@ -1,4 +1,4 @@
-"""``kha-megatron params`` and ``kha-megatron flops``: what a recipe's model holds and computes."""
+"""``kha-megatron params`` and ``kha-megatron flops``: count parameters and FLOPs of a recipe."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -10,18 +10,16 @@ from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
-from kha_megatron.plan.counts import Counts, as_printed, count, counted, flops
+from kha_megatron.plan.counts import as_printed, count, counted, flops
 
 
 def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Count a recipe's parameters: all, active, KHA's own; and the cache of one token.
 
-    Active are those that one token passes through: all but the experts it is
-    not routed to, the tied embedding once. KHA here are all mechanisms of heads,
-    each by its own name; filling are rows of zeros beside a gate's. The paper's
-    own counts are shown beside ours in as many digits as it prints; the paper on
-    KHA prints them without its matrices. KHA's share of the layers' work is of the
-    forward pass over one sequence of the recipe's length (equations 10 to 12).
+    Active parameters exclude the experts that a token is not routed to and count
+    the tied embedding once. "KHA's own" counts all head mechanisms. The KHA paper
+    prints its counts without the matrices of KHA. KHA's share of the work is that
+    of one forward pass at the recipe's sequence length (equations 10 to 12).
 
     Examples:
       kha-megatron params moe-a0.8b-6.6b
@@ -57,27 +55,18 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
             table.add_row(f"  {name}", f"{own:,}", "0", "-")
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.out.print(table)
+    more = counts.cache_per_layer - bare.cache_per_layer
     console.out.print(
         f"cache: {counts.cache_bytes:,} bytes a token in bf16, {model.num_layers} layers of "
-        f"{counts.cache_per_layer:,} numbers; KHA adds {_added(counts, bare)}"
+        f"{counts.cache_per_layer:,} numbers; KHA adds "
+        + (f"{more:+,} of them" if more else "none")
     )
     if kha.mechanisms:
-        console.out.print(f"work: {_work(kha, share)}")
+        linear = set(kha.variants.values()) == {"linear"} and not kha.others
+        folding = ", none once `convert fold` has folded it away" if linear else ""
+        console.out.print(f"work: KHA adds {share:.2%} to the layers{folding}")
     if chosen.note:
         console.out.print(f"note: {chosen.note}", markup=False)
-
-
-def _work(kha: KHAConfig, share: float) -> str:
-    """KHA's share of the layers' FLOPs, and whether a folded model still has it."""
-    linear = set(kha.variants.values()) == {"linear"} and not kha.others
-    folding = ", none once `convert fold` has folded it away" if linear else ""
-    return f"KHA adds {share:.2%} to the layers{folding}"
-
-
-def _added(counts: Counts, bare: Counts) -> str:
-    """What mechanisms change of the cache, in numbers of a layer."""
-    more = counts.cache_per_layer - bare.cache_per_layer
-    return f"{more:+,} of them" if more else "none"
 
 
 def count_flops(
@@ -89,11 +78,9 @@ def count_flops(
 ) -> None:
     """Count the FLOPs of one sequence, forward and backward, and KHA's share.
 
-    The paper's equations 10 to 12, for any number of heads and any head size:
-    matrix multiplications, with scores for all pairs of positions. Backward is
-    twice forward. The paper's equations give the forward pass. "On paper" is
-    what a forward pass would save by kernels that skip the heads which a token
-    does not have (mixture of heads): there are none, stock kernels save nothing.
+    Counts matrix multiplications by the paper's equations 10 to 12, with scores for
+    all pairs of positions. Backward is twice forward. "On paper" is what kernels
+    could save that skip the unselected heads of a mixture of heads.
 
     Examples:
       kha-megatron flops moe-a0.8b-6.6b --seq 4096

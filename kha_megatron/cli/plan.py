@@ -110,7 +110,7 @@ def plan(
 
 
 def _as_typed(text: str) -> str:
-    """An error's line with the options of this command instead of Megatron's."""
+    """Replace Megatron's options in an error message by those of this command."""
     for row in rows(Layout):
         if row.field in planner.SIZES:
             text = text.replace(row.flag, f"--{row.field}")
@@ -138,7 +138,7 @@ def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
 
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
-    """Two tables, since one of both would not fit into a terminal."""
+    """Print memory and communication as two tables."""
     memory_columns = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
     spent = console.numbers("layout", *memory_columns, title="GB on the fullest rank")
     path_columns = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
@@ -156,7 +156,7 @@ def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
 
 
 def _name(layout: Layout) -> str:
-    """The sizes that are not 1, and the data-parallel size that they leave."""
+    """Format the sizes that are not 1 and the data-parallel size."""
     stages = f"{layout.pp}x{layout.vpp}" if layout.vpp else layout.pp
     sizes = {"tp": layout.tp, "pp": stages, "cp": layout.cp, "ep": layout.ep}
     words = [f"{name}{size}" for name, size in sizes.items() if size != 1]

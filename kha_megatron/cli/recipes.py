@@ -1,4 +1,4 @@
-"""``kha-megatron recipes``: every training run of the papers, as data."""
+"""``kha-megatron recipes``: list and show the papers' training runs."""
 
 import fnmatch
 import shlex
@@ -36,10 +36,7 @@ def show_all(
 
 
 @app.command()
-def show(
-    recipe: RecipeName,
-    as_json: AsJSON = False,
-) -> None:
+def show(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Show what a recipe trains, with every argument it gives to Megatron.
 
     Examples:
@@ -60,7 +57,7 @@ def show(
 
 
 def as_data(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain JSON values."""
+    """Return a recipe as JSON values."""
     return {
         "name": recipe.name,
         "description": recipe.description,

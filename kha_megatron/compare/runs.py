@@ -80,11 +80,7 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Content of ``result.json``; None if the run has not finished.
-
-        Raises:
-            OutputError: the file cannot be read.
-        """
+        """Content of ``result.json``; None if the run has not finished."""
         return _read(self.folder / RESULT)
 
 
@@ -128,9 +124,7 @@ def plan(
         held_out: validation sequences to evaluate at the end, rounded up to whole batches.
 
     Raises:
-        ConfigError: a variant does not fit the model, or an override belongs to a single run.
-        DataError: datasets or tokenizer are missing.
-        OutputError: ``output`` is not a comparison, or was started with other arguments.
+        ConfigError, DataError, OutputError: a run cannot be prepared, or ``output`` is in use.
     """
     for flag in parse(overrides):
         if flag in _OF_ONE_RUN or flag in SETTINGS:
@@ -222,11 +216,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the comparison directory and lock it.
-
-    Raises:
-        OutputError: another process holds the lock.
-    """
+    """Create the comparison directory and lock it; OutputError if it is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / MARK).open("a") as file:
         try:
@@ -277,10 +267,6 @@ def finish(run: Trial) -> None:
     """Measure a run that succeeded and write its ``result.json``.
 
     Removes the index and all checkpoints but the last, because several runs fill a disk.
-
-    Raises:
-        DataError: a loss is not finite, or TensorBoard holds none of the last iterations.
-        CheckpointError: the last checkpoint cannot be read.
     """
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
     from kha_megatron.compare import measure

@@ -102,8 +102,7 @@ def plan_layouts(
         fixed: sizes of :data:`SIZES` that are given; None or absent leaves one open.
 
     Raises:
-        ConfigError: no layout is legal (with the reason of the plainest one), or a mechanism does
-            not fit the run.
+        ConfigError: no layout is legal, or a mechanism does not fit the run.
     """
     setup.kha.check(head_facts(setup.model, setup.batch))
     if not 1 <= gpus <= MOST_GPUS:
@@ -121,7 +120,12 @@ def plan_layouts(
             plans.append(_plan(setup, layout, work))
     if refusal and not plans:
         raise refusal
-    return sorted(plans, key=lambda plan: _order(plan, gpu_memory))
+
+    def order(plan: PlannedLayout) -> tuple[bool, int, float, float]:
+        idle = int(plan.idle / 0.05)
+        return not fits(plan, gpu_memory), idle, plan.communication.total, plan.total_memory
+
+    return sorted(plans, key=order)
 
 
 def arguments_of(layout: Layout, model: Model) -> dict[str, Any]:
@@ -139,11 +143,6 @@ def arguments_of(layout: Layout, model: Model) -> dict[str, Any]:
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
     """Whether the layout needs at most :data:`USABLE` of the memory."""
     return plan.total_memory <= USABLE * gpu_memory
-
-
-def _order(plan: PlannedLayout, gpu_memory: float) -> tuple[bool, int, float, float]:
-    idle = int(plan.idle / 0.05)
-    return not fits(plan, gpu_memory), idle, plan.communication.total, plan.total_memory
 
 
 def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[Layout]:
