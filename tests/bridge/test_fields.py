@@ -72,9 +72,8 @@ def test_round_trip(ranks, name):
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
             "'rope_type': 'linear'",
         ),
-        (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "norm_topk_prob=False"),
-        (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
-        (CONFIGS["softmax"] | {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
+        (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "normalised=False"),
+        (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "normalised=True"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -132,7 +132,7 @@ def test_a_terminated_command_leaves_no_partial_output(tmp_path, number, code):
         preexec_fn=default_signals,
     )
     assert process.stdout.readline() == "ready\n"
-    assert any(".partial-" in name for name in os.listdir(tmp_path))
+    assert any(".partial" in name for name in os.listdir(tmp_path))
     process.send_signal(number)
     _, stderr = process.communicate(timeout=180)
     assert process.returncode == code, stderr

@@ -94,12 +94,13 @@ def test_a_megatron_checkpoint_is_converted(run, ranks, words, text, tmp_path):
     assert len(result["matrices"]) == 2 * 3
 
 
-def test_bad_input_is_refused_before_anything_is_written(run, words, text, tmp_path):
+def test_bad_input_is_refused_before_anything_is_written(run, words, text, tmp_path, capsys):
     folder = saved(tmp_path / "model", Qwen3Config(**SIZES), words)
     out, blank = tmp_path / "out", tmp_path / "blank"
     blank.write_text(" \n")
+    capsys.readouterr()  # progress of saving the model
     for given, message in (
-        (["--text", tmp_path / "nowhere"], "is no file"),
+        (["--text", tmp_path / "nowhere"], "cannot read"),
         (["--text", blank], "holds no text"),
         (["--text", text, "--tokens", 200], "expected 1 to 128 tokens, got 200"),
         (["--text", text, "--device", "gpu"], "--device: expected auto, cpu"),

@@ -191,17 +191,3 @@ def test_what_is_no_part_of_a_save_survives_its_replacement(tmp_path, capsys):
     assert "iter_0000001 holds a checkpoint, which is replaced" in capsys.readouterr().err
     clear_for_overwriting(save)
     assert not capsys.readouterr().err
-
-
-def test_the_flag_of_a_finished_training_is_written_by_rank_0(tmp_path, monkeypatch):
-    """NeMo-Run's fault-tolerant Slurm script queues the job again without it."""
-    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(tmp_path / "flag"))
-    monkeypatch.setenv("RANK", "1")
-    recovery.say_finished()
-    assert not (tmp_path / "flag").exists()
-    monkeypatch.setenv("RANK", "0")
-    recovery.say_finished()
-    assert (tmp_path / "flag").is_file()
-    monkeypatch.setenv("FAULT_TOL_FINISHED_FLAG_FILE", str(tmp_path / "no" / "flag"))
-    with pytest.raises(OutputError, match=r"no/flag cannot be written \(No such file"):
-        recovery.say_finished()

@@ -175,7 +175,7 @@ def refused(kha, overrides):
         ),
         (
             {"num_moe_experts": 6, "expert_model_parallel_size": 4},
-            ["--num-experts 6", "over 4", "3 or 6"],
+            ["--num-experts 6", "over 4", "4 or 8"],
         ),
         ({"fp8": "hybrid", "kv_channels": 24}, ["--kv-channels 24", "16", "16 or 32"]),
         ({"tensor_model_parallel_size": 3}, ["8 query heads", "3 tensor", "[1, 2, 4, 8]"]),

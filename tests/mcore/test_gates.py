@@ -319,7 +319,7 @@ def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
                 "hidden_size": 32,
                 "ffn_hidden_size": 64,
             },
-            ["80 rows", "gate(output=head)", "2 tensor-parallel ranks", "16", "size 1", "bf16"],
+            ["QKV projection, 80", "2 tensor-parallel ranks", "16", "bf16"],
         ),
     ],
 )

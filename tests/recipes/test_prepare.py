@@ -87,7 +87,11 @@ class TestDirectories:
     @pytest.fixture
     def trained(self, output: Path) -> Path:
         """An output directory with a complete checkpoint of iteration 7 with the recipe's heads."""
-        matrices = {"decoder.layers.self_attention.knock_value.weight": torch.zeros(4, 3, 16, 16)}
+        attention = "decoder.layers.self_attention"
+        matrices = {
+            f"{attention}.linear_proj.weight": torch.zeros(4, 16, 16),
+            f"{attention}.knock_value.weight": torch.zeros(4, 3, 16, 16),
+        }
         save(output / "checkpoints", 7, matrices, kha_value="mlp")
         return output
 
