@@ -101,7 +101,7 @@ def test_bad_input_is_refused_before_anything_is_written(run, words, text, tmp_p
     capsys.readouterr()  # progress of saving the model
     for given, message in (
         (["--text", tmp_path / "nowhere"], "cannot read"),
-        (["--text", blank], "holds no text"),
+        (["--text", blank], "contains no text"),
         (["--text", text, "--tokens", 200], "expected 1 to 128 tokens, got 200"),
         (["--text", text, "--device", "gpu"], "--device: expected auto, cpu"),
     ):
