@@ -48,6 +48,7 @@ def test_no_rank_leaves_a_group_that_another_still_uses(ranks):
     assert ranks(leave_while_another_sends, 2) == [None, None]
 
 
+@pytest.mark.whole
 def test_failures_are_reported_and_the_pool_recovers(ranks):
     with pytest.raises(RankError, match="a deliberate mistake"):
         ranks(raise_on_rank, 2, 1)

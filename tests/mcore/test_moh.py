@@ -190,7 +190,7 @@ def errors(ranks, khas, tp, sp, mutate=None):
     return result
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("tp", "sp"), [(2, False), pytest.param(4, True, marks=pytest.mark.whole)])
 def test_ranks_choose_weigh_and_learn_as_one(ranks, tp, sp):
     """At TP 4 there are fewer key/value heads than ranks."""
     khas = (*KINDS, GATED)

@@ -52,6 +52,7 @@ def test_the_entry_point_is_installed():
     assert entry.value == "kha_megatron.recipes.nemo"
 
 
+@pytest.mark.whole
 def test_recipe_trains_with_its_arguments_and_directories(nemo, data, tmp_path):
     words = ["megatron='--odd \"a b\"'", f"data={data}", f"output={tmp_path / 'runs'}"]
     done = nemo(*words)  # the data's path has a space

@@ -54,6 +54,7 @@ TOKENS, SEQUENCE = 12, 6
 VALUES = 2 * 64 * 2  # bytes of the values of one token of shape tiny: two heads of 64 in bfloat16
 
 
+@pytest.mark.whole
 def test_layers_are_timed_and_save_what_is_documented(interpreting_rank, tmp_path):
     variants = ["baseline", "mlp", "mlp/kernels", "gate", "linear"]
     words = ["--tokens", str(TOKENS), "--sequence", str(SEQUENCE), "--repetitions", "2"]

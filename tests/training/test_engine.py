@@ -59,7 +59,12 @@ def weights(folder):
     ("more", "layout"),
     [
         pytest.param([], TENSOR_PARALLEL, id="dense", marks=pytest.mark.whole),
-        pytest.param([*EXPERTS, "--moe-grouped-gemm"], EXPERT_PARALLEL, id="experts"),
+        pytest.param(
+            [*EXPERTS, "--moe-grouped-gemm"],
+            EXPERT_PARALLEL,
+            id="experts",
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_a_checkpoint_moves_between_both_forms_and_converts(
