@@ -19,12 +19,12 @@ from rich.progress import (
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, parse_size
 from kha_megatron.cli.running import Commands
-from kha_megatron.data.dataset import USUAL, check_split
+from kha_megatron.data import USUAL, check_split
 from kha_megatron.errors import DataError
 
 if TYPE_CHECKING:
-    from kha_megatron.data.dataset import DataReport
-    from kha_megatron.data.prepare import Progress as Step
+    from kha_megatron.data import DataReport
+    from kha_megatron.data import Progress as Step
 
 app = Commands(name="data", help="Prepare text for training, and look at it.", no_args_is_help=True)
 
@@ -83,8 +83,8 @@ def prepare(
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
     """
-    from kha_megatron.data.prepare import prepare as make
-    from kha_megatron.data.prepare import standard_library
+    from kha_megatron.data import prepare as make
+    from kha_megatron.data import standard_library
 
     limit = parse_size("--max-file-bytes", max_file_bytes)
     sample = parse_size("--tokenizer-sample", tokenizer_sample)
@@ -124,7 +124,7 @@ def show(
     Examples:
       kha-megatron data show data/mine
     """
-    from kha_megatron.data.dataset import verify
+    from kha_megatron.data import verify
 
     _print(verify(folder), folder, as_json)
 
@@ -192,8 +192,7 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
         console.print_json(report.to_dict())
         return
-    from kha_megatron.data.dataset import CORPUS, TOKENIZER
-    from kha_megatron.data.prepare import SKIPPED
+    from kha_megatron.data import CORPUS, SKIPPED, TOKENIZER
 
     rows = {
         "sources": "\n".join(report.sources),

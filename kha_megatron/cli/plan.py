@@ -12,7 +12,7 @@ from kha_megatron.cli.options import AsJSON, GPUMemory, RecipeName, parse_size
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.run import say
+from kha_megatron.model.run import as_arguments
 from kha_megatron.plan import search as planner
 from kha_megatron.plan.counts import count
 from kha_megatron.plan.rank import Setup
@@ -134,7 +134,7 @@ def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict
 
 def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
     sizes = planner.arguments_of(plan.layout, setup.model)
-    return " ".join(" ".join([one.flag, *one.words]) for one in say(**sizes).values())
+    return " ".join(" ".join([one.flag, *one.words]) for one in as_arguments(**sizes).values())
 
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:

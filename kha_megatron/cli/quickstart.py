@@ -106,8 +106,7 @@ def quickstart(
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
     """Prepare the corpus unless an earlier run prepared it."""
-    from kha_megatron.data.dataset import verify
-    from kha_megatron.data.prepare import prepare
+    from kha_megatron.data import prepare, verify
 
     try:
         if verify(folder).vocab_size_asked == vocab_size:

@@ -1,7 +1,7 @@
 """The table that maps each field of a run to Megatron's and Hugging Face's names.
 
-Each dataclass field is declared with :func:`said`, for example
-``num_layers: int | None = said("--num-layers", hf="num_hidden_layers")``. The row contains the
+Each dataclass field is declared with :func:`flag`, for example
+``num_layers: int | None = flag("--num-layers", hf="num_hidden_layers")``. The row contains the
 flag, Megatron's parsed argument, the attribute of its ``TransformerConfig``, the key of
 ``config.json`` and Megatron's default.
 """
@@ -18,7 +18,7 @@ from kha_megatron.errors import ConfigError
 MOST_LAYERS = 4096
 """Largest number of layers, and of repetitions in a layer pattern."""
 
-_ROW = "said"
+_ROW = "row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Field:
         return tuple(map(str, value)) if self.many else (self.writes(value),)
 
 
-def said(
+def flag(
     flag: str,
     default: Any = MISSING,
     *,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kha_megatron.model.fields import MOST_LAYERS, attributes, read, said
+from kha_megatron.model.fields import MOST_LAYERS, attributes, flag, read
 
 _LETTERS = "EtmL"
 
@@ -50,43 +50,43 @@ class Layout:
 
     world_size: int | None = None
     """Number of ranks; None if unknown."""
-    tp: int = said("--tensor-model-parallel-size", 1)
+    tp: int = flag("--tensor-model-parallel-size", 1)
     """Tensor-parallel size."""
-    pp: int = said("--pipeline-model-parallel-size", 1)
+    pp: int = flag("--pipeline-model-parallel-size", 1)
     """Pipeline-parallel size."""
-    vpp: int | None = said(
+    vpp: int | None = flag(
         "--num-virtual-stages-per-pipeline-rank",
         None,
         attribute="virtual_pipeline_model_parallel_size",
     )
     """Virtual pipeline stages per rank; None for 1F1B."""
-    virtual_stage_layers: int | None = said(
+    virtual_stage_layers: int | None = flag(
         "--num-layers-per-virtual-pipeline-stage", None, attribute=None
     )
     """Megatron's other option for ``vpp``, which is computed from it."""
-    cp: int = said("--context-parallel-size", 1)
+    cp: int = flag("--context-parallel-size", 1)
     """Context-parallel size."""
-    ep: int = said("--expert-model-parallel-size", 1)
+    ep: int = flag("--expert-model-parallel-size", 1)
     """Expert-parallel size."""
-    etp: int | None = said("--expert-tensor-parallel-size", None)
+    etp: int | None = flag("--expert-tensor-parallel-size", None)
     """Expert-tensor-parallel size; None for ``tp``."""
-    sequence_parallel: bool = said("--sequence-parallel", False)
-    overlap_p2p: bool = said("--no-overlap-p2p-communication", True, argument="overlap_p2p_comm")
-    microbatch_group: int | None = said(
+    sequence_parallel: bool = flag("--sequence-parallel", False)
+    overlap_p2p: bool = flag("--no-overlap-p2p-communication", True, argument="overlap_p2p_comm")
+    microbatch_group: int | None = flag(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         None,
         argument="microbatch_group_size_per_vp_stage",
     )
     """None for ``pp``."""
-    first_stage_layers: int | None = said(
+    first_stage_layers: int | None = flag(
         "--decoder-first-pipeline-num-layers", None, attribute="num_layers_in_first_pipeline_stage"
     )
-    last_stage_layers: int | None = said(
+    last_stage_layers: int | None = flag(
         "--decoder-last-pipeline-num-layers", None, attribute="num_layers_in_last_pipeline_stage"
     )
-    embedding_as_layer: bool = said("--account-for-embedding-in-pipeline-split", False)
-    loss_as_layer: bool = said("--account-for-loss-in-pipeline-split", False)
-    stages: tuple[str, ...] | None = said(
+    embedding_as_layer: bool = flag("--account-for-embedding-in-pipeline-split", False)
+    loss_as_layer: bool = flag("--account-for-loss-in-pipeline-split", False)
+    stages: tuple[str, ...] | None = flag(
         "--pipeline-model-parallel-layout",
         None,
         attribute=None,
@@ -94,8 +94,8 @@ class Layout:
         writes="|".join,
     )
     """Custom pipeline layout, unrolled: one string per stage, in the order of the layers."""
-    weight_shards: int | None = said("--tensor-parallel-num-weight-shards", None)
-    expert_weight_shards: int | None = said("--expert-tensor-parallel-num-weight-shards", None)
+    weight_shards: int | None = flag("--tensor-parallel-num-weight-shards", None)
+    expert_weight_shards: int | None = flag("--expert-tensor-parallel-num-weight-shards", None)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
@@ -174,10 +174,10 @@ class Layout:
 class Batch:
     """Batch of one optimizer step."""
 
-    seq_length: int = said("--seq-length", attribute=None)
-    micro_batch_size: int = said("--micro-batch-size", attribute=None)
+    seq_length: int = flag("--seq-length", attribute=None)
+    micro_batch_size: int = flag("--micro-batch-size", attribute=None)
     """Sequences per microbatch of one replica."""
-    global_batch_size: int | None = said("--global-batch-size", None, attribute=None)
+    global_batch_size: int | None = flag("--global-batch-size", None, attribute=None)
     """Sequences per optimizer step, over all replicas."""
 
     @classmethod

@@ -31,7 +31,7 @@ def _by(name: str) -> Mapping[str, Field]:
 
 
 @dataclass(frozen=True)
-class Said:
+class Argument:
     """One argument of a command line."""
 
     flag: str
@@ -39,38 +39,38 @@ class Said:
     value: Any
 
 
-def say(**values: Any) -> dict[str, Said]:
+def as_arguments(**values: Any) -> dict[str, Argument]:
     """Convert typed values, by argument, to arguments of a command line.
 
     Values that need no flag, such as False for ``--swiglu``, are left out.
     """
     named = ((name, _by("argument")[name], value) for name, value in values.items())
     return {
-        name: Said(row.flag, words, value)
+        name: Argument(row.flag, words, value)
         for name, row, value in named
         if (words := row.words_of(value)) is not None
     }
 
 
-def hear(words: Sequence[str]) -> dict[str, Said]:
+def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     """Parse a user's words to arguments by name. An unknown flag is its own name.
 
     Raises:
         ConfigError: a word belongs to no flag, or cannot be parsed.
     """
-    heard = {}
+    found = {}
     for flag, behind in parse(words).items():
         row = _by("flag").get(flag)
         value = row.value_of(behind) if row else behind
-        heard[row.argument if row else flag] = Said(flag, behind, value)
-    return heard
+        found[row.argument if row else flag] = Argument(flag, behind, value)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training run, without the number of ranks."""
 
-    said: Mapping[str, Said]
+    given: Mapping[str, Argument]
     """Arguments by name, in the order of the command line."""
     vocab_size: int | None = None
     """Vocabulary size of the intended tokenizer, from which Megatron takes it."""
@@ -80,7 +80,7 @@ class Run:
     @classmethod
     def of(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
         """Build a run from typed values, by the names of Megatron's arguments."""
-        return cls(said=say(**values), vocab_size=vocab_size)
+        return cls(given=as_arguments(**values), vocab_size=vocab_size)
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
         """Return the run with other values, and then a user's words.
@@ -91,30 +91,30 @@ class Run:
         Raises:
             ConfigError: a word belongs to no flag, or cannot be parsed.
         """
-        new = say(**values) | hear(words)
-        own = {n: one for n, one in self.said.items() if n in new or n not in values}
+        new = as_arguments(**values) | parse_arguments(words)
+        own = {n: one for n, one in self.given.items() if n in new or n not in values}
         reasons = rules.excluded(own, {name: one.value for name, one in new.items()})
         for name in reasons:
             del own[name]
         rate, least = (own[name].value if name in own else 0 for name in ("lr", "min_lr"))
         if "lr" in new and "min_lr" not in new and rate and least:
-            new |= say(min_lr=float(f"{least / rate * new['lr'].value:.6g}"))
+            new |= as_arguments(min_lr=float(f"{least / rate * new['lr'].value:.6g}"))
         length, warm_up = (
             own[name].value if name in own else 0 for name in ("train_iters", "lr_warmup_iters")
         )
         if "train_iters" in new and "lr_warmup_iters" not in new and length and warm_up:
-            new |= say(lr_warmup_iters=warm_up * new["train_iters"].value // length)
-        dropped = (f"{self.said[name].flag}: {why}" for name, why in reasons.items())
-        return replace(self, said=own | new, dropped=(*self.dropped, *dropped))
+            new |= as_arguments(lr_warmup_iters=warm_up * new["train_iters"].value // length)
+        dropped = (f"{self.given[name].flag}: {why}" for name, why in reasons.items())
+        return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
 
     def loading(self) -> Self:
         """Return the run with ``--load`` set to ``--save``, unless it loads another checkpoint."""
-        return replace(self, said=say(load=self.files.save) | dict(self.said))
+        return replace(self, given=as_arguments(load=self.files.save) | dict(self.given))
 
     @property
     def flags(self) -> Arguments:
         """The command line as a dict."""
-        return {one.flag: one.words for one in self.said.values()}
+        return {one.flag: one.words for one in self.given.values()}
 
     def words(self) -> list[str]:
         """Return the command line."""
@@ -123,7 +123,7 @@ class Run:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Typed values by argument."""
-        return {name: one.value for name, one in self.said.items()}
+        return {name: one.value for name, one in self.given.items()}
 
     @cached_property
     def model(self) -> Model | None:

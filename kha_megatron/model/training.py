@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.model.fields import read, said
+from kha_megatron.model.fields import flag, read
 
-_option = partial(said, attribute=None, most=2**63 - 1)
+_option = partial(flag, attribute=None, most=2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

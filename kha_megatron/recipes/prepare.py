@@ -15,11 +15,11 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.tracker import judge
-from kha_megatron.data.dataset import check_data, lacks_vocabulary
+from kha_megatron.data import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.rules import check_arguments, check_attention
-from kha_megatron.model.run import Run, say
+from kha_megatron.model.run import Run, as_arguments
 from kha_megatron.recipes.recipe import Recipe
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -144,7 +144,7 @@ def prepare(
             raise ConfigError(f"Expected --{name} as an absolute path in the image, got {path}.")
     run = recipe.run_for(overrides, data=data, output=output, **values)
     if lacks_vocabulary(run.arguments) and run.vocab_size:  # mock data with the recipe's tokens
-        run = replace(run, said=say(vocab_size=run.vocab_size) | dict(run.said))
+        run = replace(run, given=as_arguments(vocab_size=run.vocab_size) | dict(run.given))
     if resume and run.files.save is None:
         raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
     ranks = recipe.ranks if ranks is None else ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.data.dataset import CORPUS, TOKENIZER
+from kha_megatron.data import CORPUS, TOKENIZER
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 

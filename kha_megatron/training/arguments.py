@@ -10,7 +10,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
-from kha_megatron.data.dataset import check_data
+from kha_megatron.data import check_data
 from kha_megatron.errors import ConfigError, KHAError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
@@ -218,48 +218,51 @@ def check_args(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the model or the batch cannot be divided as requested, or an option would be
-            ignored.
-        DataError: the dataset or the tokenizer is missing.
+            ignored or would give wrong numbers.
+        DataError: the dataset is missing or cannot be split.
     """
-    for name in _UNSUPPORTED:
-        if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} has no effect in this entry point: remove {flag}, or run Megatron's "
-                "pretrain_gpt.py with --spec kha_megatron.mcore.specs NAME"
-            )
-    if args.ckpt_format == "torch":
-        raise ConfigError(
-            "--ckpt-format torch: Megatron loads this format into a model of other tensors, so a "
-            "checkpoint of another KHA configuration would go unnoticed: use torch_dist"
-        )
-    if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
-        raise ConfigError(
-            "--moe-router-bias-update-rms without a bias to update: add "
-            "--moe-router-enable-expert-bias"
-        )
-    if args.init_model_with_meta_device and not args.use_megatron_fsdp:
-        raise ConfigError(
-            "--init-model-with-meta-device: outside of Megatron-FSDP nothing gives these weights "
-            "their first values: remove it"
-        )
-    if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
-        raise ConfigError(
-            "--reset-attention-mask does nothing with Transformer Engine, whose causal attention "
-            "reads no mask: use --transformer-impl local, or remove it"
-        )
     interval, writer = args.kha_log_interval, args.tensorboard_dir or args.wandb_project
-    if interval is not None and (interval < 1 or not writer):
-        raise ConfigError(
-            f"--kha-log-interval {interval}: expected 1 or more, and --tensorboard-dir or "
-            "--wandb-project to write to"
-        )
     size = args.kha_perturb_embedding
-    if not 0 <= size < 1 or (size and args.pretrained_checkpoint):  # NaN is refused too
-        raise ConfigError(
+    flags = [f"--{name.replace('_', '-')}" for name in _UNSUPPORTED if getattr(args, name)]
+    mistakes = [
+        (
+            flags,
+            f"{' '.join(flags)} has no effect in this entry point: remove {' '.join(flags)}, or "
+            "run Megatron's pretrain_gpt.py with --spec kha_megatron.mcore.specs NAME",
+        ),
+        (
+            args.ckpt_format == "torch",
+            "--ckpt-format torch loads a checkpoint of another KHA configuration without an "
+            "error: use torch_dist",
+        ),
+        (
+            args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias,
+            "--moe-router-bias-update-rms needs a bias: add --moe-router-enable-expert-bias",
+        ),
+        (
+            args.init_model_with_meta_device and not args.use_megatron_fsdp,
+            "--init-model-with-meta-device leaves weights uninitialised without "
+            "--use-megatron-fsdp: remove it",
+        ),
+        (
+            args.reset_attention_mask and args.transformer_impl == "transformer_engine",
+            "--reset-attention-mask has no effect with Transformer Engine, whose causal attention "
+            "reads no mask: use --transformer-impl local, or remove it",
+        ),
+        (
+            interval is not None and (interval < 1 or not writer),
+            f"--kha-log-interval {interval}: expected 1 or more, and --tensorboard-dir or "
+            "--wandb-project to write to",
+        ),
+        (
+            not 0 <= size < 1 or (size and args.pretrained_checkpoint),  # NaN is refused too
             f"--kha-perturb-embedding {size:g}: expected a share from 0 to 1, such as 1e-6, and no "
-            "--pretrained-checkpoint, whose weights it does not change"
-        )
+            "--pretrained-checkpoint, whose weights it does not change",
+        ),
+    ]
+    for holds, message in mistakes:
+        if holds:
+            raise ConfigError(message)
     check_arguments(vars(args), args.world_size, kha_asked(vars(args)))
     check_data(vars(args))
 

@@ -61,16 +61,6 @@ def test_what_one_should_know_is_said(run, source, tmp_path):
         assert f"--split {split} leaves no document for validation" in " ".join(stderr.split())
 
 
-def test_several_sources_and_names(run, source, tmp_path):
-    (tmp_path / "more.md").write_text("more")
-    words = ["--from", source, "--from", tmp_path / "more.md", "--glob", "one.*", "--glob", "x"]
-    code, stdout, _ = run("prepare", *words, "--out", tmp_path / "out", "--json")
-    report = json.loads(stdout)
-    assert code == 0
-    assert report["files"] == 2
-    assert report["skipped"]["other_name"]["count"] == 2
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

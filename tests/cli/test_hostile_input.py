@@ -83,7 +83,7 @@ def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):
     def broken(path):
         raise RuntimeError("deep\ninside")
 
-    monkeypatch.setattr("kha_megatron.data.dataset.verify", broken)
+    monkeypatch.setattr("kha_megatron.data.verify", broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["kha-megatron", "data", "show", "directory"])
     with pytest.raises(SystemExit) as end:
@@ -108,8 +108,8 @@ def work(path):
         print("ready", flush=True)
         time.sleep(60)
 
-from kha_megatron.data import dataset
-dataset.verify = work
+from kha_megatron import data
+data.verify = work
 cli.main()
 """
 

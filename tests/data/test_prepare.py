@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kha_megatron.data.dataset import DataReport, indexed_dataset_module, verify
-from kha_megatron.data.prepare import prepare
+from kha_megatron.data import DataReport, indexed_dataset_module, prepare, verify
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from tests.versions import needs_training_package
 
@@ -120,13 +119,6 @@ def test_megatron_reads_the_tokenizer(prepared):
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_vocabulary_that_runs_out_of_pairs_says_so(sources, tmp_path):
-    report = prepare([sources / "a"], tmp_path / "out", vocab_size=5000)
-    assert report.vocab_size < report.vocab_size_asked == 5000
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    assert len(tokenizer) == report.vocab_size
-
-
 def make_tokenizer(folder, *, size=258, eos=True, normalizer=None):
     """A byte-level tokenizer that asks for what must not reach a corpus."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -168,7 +160,7 @@ def test_standard_library_without_its_tests(monkeypatch, tmp_path):
     for name in ("json/tool.py", "test/test_json.py", "LICENSE.txt", "site-packages/six.py"):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_text(name)
-    monkeypatch.setattr("kha_megatron.data.prepare.standard_library", lambda: library)
+    monkeypatch.setattr("kha_megatron.data.standard_library", lambda: library)
     report = prepare(None, tmp_path / "out")
     assert (report.files, report.sources) == (1, [str(library)])
     assert report.skipped["excluded"]["count"] == 2
@@ -178,7 +170,6 @@ def test_standard_library_without_its_tests(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"vocab_size": 256}, ConfigError, ["256", "257"]),
         ({"max_file_bytes": 3}, ConfigError, ["3", "4 to"]),
         ({"vocab_size": 300, "tokenizer": Path("t")}, ConfigError, ["300", "--tokenizer"]),
         ({"sources": [Path("gone")]}, DataError, ["gone", "does not exist"]),
@@ -286,13 +277,11 @@ def test_file_that_changes_meanwhile_is_an_error(stage, content, tmp_path):
     [
         (lambda folder: (folder / "data.json").unlink(), "no data.json"),
         (lambda folder: (folder / "data.json").write_text("[" * 100_000), "nested too deeply"),
-        (lambda folder: (folder / "data.json").write_text('{"format": 2}'), "not of format 1"),
         (lambda folder: edit(folder, other=7), "unexpected keyword argument 'other'"),
         (lambda folder: (folder / "corpus.bin").unlink(), "corpus.bin"),
         (lambda folder: cut(folder / "corpus.bin", 2), "expected file_bytes .* got"),
         (lambda folder: (folder / "corpus.idx").write_bytes(b"x" * IDX), "cannot be opened"),
         (lambda folder: edit(folder, tokens=7), "expected tokens 7"),
-        (lambda folder: edit(folder, vocab_size=7), "expected vocab_size 7 .* got 257"),
         (lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), "tokenizer"),
     ],
 )
@@ -333,19 +322,3 @@ def test_the_tokenizer_is_trained_on_a_sample_of_all_parts(tmp_path):
     whole = prepare([root], tmp_path / "whole", vocab_size=400)
     assert whole.tokenizer_sample_bytes == whole.bytes
     assert whole.tokens <= report.tokens
-
-
-@pytest.mark.whole
-def test_one_long_line_without_a_space_is_no_hours_of_merging(tmp_path):
-    line = np.random.default_rng(7).integers(97, 123, 1_000_000, dtype=np.uint8)
-    words = line.copy()
-    words[::6] = ord(" ")
-    spent = {}
-    for name in ("imports", "words", "line"):
-        text = tmp_path / f"{name}.txt"
-        text.write_bytes((line if name == "line" else words).tobytes())
-        began = time.process_time()
-        report = prepare([text], tmp_path / name, vocab_size=1000, workers=2)
-        spent[name] = time.process_time() - began
-        assert (report.bytes, report.altered_documents) == (1_000_000, 0)
-    assert spent["line"] < 4 * spent["words"]  # 1.5; with whole words of 64 KiB some 8

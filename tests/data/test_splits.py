@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from kha_megatron.data.dataset import check_split, count_documents, documents_of
+from kha_megatron.data import check_split, count_documents, documents_of
 from kha_megatron.errors import ConfigError, DataError
 
 
@@ -30,7 +30,7 @@ def test_the_arithmetic_is_megatrons(split, documents):
     assert 0 not in documents_of(better, documents)
 
 
-@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "1.2.3", "9" * 400])
+@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "9" * 400])
 def test_what_is_no_split_is_refused(split):
     with pytest.raises(ConfigError, match="--split"):
         documents_of(split, 7)

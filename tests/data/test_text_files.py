@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kha_megatron.data.prepare import SKIPPED, check_files, find_files, read_pieces
+from kha_megatron.data import SKIPPED, find_files, read_pieces, select_text_files
 
 ALPHABET = ["a", "é", "不", "🦜", "\n", "\r\n", "\t", "\0", "\ufeff", "\u2028", " "]
 
@@ -41,14 +41,6 @@ def test_every_path_is_used_or_counted(tmp_path):
     assert counts == {reason: expected.get(reason, 0) for reason in SKIPPED}
 
 
-def test_overlapping_sources_give_each_file_once(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "one.txt").write_text("x")
-    found, counts = walk(tmp_path / "a" / "one.txt", tmp_path, tmp_path / "a")
-    assert len(found) == 1
-    assert counts["repeated"] == 2  # the file again, and the folder a again
-
-
 def test_a_named_file_needs_no_matching_name(tmp_path):
     file = tmp_path / "site-packages"
     file.write_text("x")
@@ -66,7 +58,7 @@ def test_check_tells_text_from_other_bytes(tmp_path):
         sizes[tmp_path / name] = len(content)
     sizes[tmp_path / "vanished"] = 3
     skipped, advanced = nothing_skipped(), []
-    files = check_files(sizes, 10, skipped=skipped, advance=advanced.append)
+    files = select_text_files(sizes, 10, skipped=skipped, advance=advanced.append)
     assert [(file.path.name, file.bytes, file.pieces) for file in files] == [("text", 6, 1)]
     counts = {reason: value["count"] for reason, value in skipped.items()}
     assert counts["not_utf8"] == 3

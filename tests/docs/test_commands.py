@@ -86,7 +86,7 @@ def world(tmp_path_factory):
     from torch.utils.tensorboard import SummaryWriter
 
     from kha_megatron.conversion import to_hf, to_megatron
-    from kha_megatron.data.prepare import prepare
+    from kha_megatron.data import prepare
     from tests.conversion.models import CONFIGS, make
 
     place = tmp_path_factory.mktemp("documents")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from kha_megatron.model.run import Run, say
+from kha_megatron.model.run import Run, as_arguments
 from kha_megatron.model.words import Arguments, parse, render
 from kha_megatron.recipes import Recipe
 from kha_megatron.recipes.paper import ATTENTION
@@ -23,7 +23,7 @@ def _flags(text: str) -> Arguments:
 
 
 # the paper's shape in small; every size is a multiple of 128, as blockwise FP8 needs
-_RUN = {said.flag: said.words for said in say(**ATTENTION).values()} | _flags(f"""
+_RUN = {said.flag: said.words for said in as_arguments(**ATTENTION).values()} | _flags(f"""
     --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --seq-length 256 --max-position-embeddings 256
     --micro-batch-size 8 --global-batch-size 16 --train-iters {STEPS} --lr 5e-4 --min-lr 5e-5

@@ -10,7 +10,7 @@ from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model, pattern_of
 from kha_megatron.model.rules import check_arguments
-from kha_megatron.model.run import TABLE, Run, hear
+from kha_megatron.model.run import TABLE, Run, parse_arguments
 from kha_megatron.recipes import RECIPES, get_recipe
 
 pytestmark = pytest.mark.usefixtures("training_package")
@@ -80,7 +80,7 @@ def test_every_recipe_is_parsed_to_the_values_it_holds(ranks):
         for name, value in run.arguments.items():
             found = parsed[name]
             assert (tuple(found) if isinstance(found, list) else found) == value, name
-        assert {n: said.value for n, said in hear(run.words()).items()} == run.arguments
+        assert {n: one.value for n, one in parse_arguments(run.words()).items()} == run.arguments
         ours, theirs = (Model.of(values) for values in (run.arguments, parsed))
         if run.training.device == "cuda":  # the CPU's entry point adds its own flags
             assert ours == theirs
@@ -105,7 +105,7 @@ def test_every_recipe_is_parsed_to_the_values_it_holds(ranks):
 )
 def test_words_are_typed_or_refused_by_name(words, error):
     with pytest.raises(ConfigError, match=error):
-        hear(words.split())
+        parse_arguments(words.split())
 
 
 @pytest.mark.parametrize("text", ["1", "3", "[0]*1+[1]*3", "([1]*3+[0]*2)*2", "[0,1,1]"])

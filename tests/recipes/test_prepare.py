@@ -74,11 +74,6 @@ def test_missing_data_is_refused(data, tmp_path):
     refused(DataError, r"corpus\.idx does not exist", data=data)
 
 
-def test_missing_tokenizer_is_refused(data):
-    with pytest.raises(DataError, match="no tokenizer"):
-        prepare(QUICKSTART, overrides=["--data-path", str(data / "corpus")])
-
-
 class TestDirectories:
     @pytest.fixture
     def output(self, tmp_path: Path) -> Path:

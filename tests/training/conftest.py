@@ -94,7 +94,7 @@ def losses(folder: Path) -> dict[int, float]:
 def _prepare(out: str) -> None:
     from torch import nn  # as pinned: with our own source, each edit gave other losses
 
-    from kha_megatron.data.prepare import prepare
+    from kha_megatron.data import prepare
 
     source = Path(nn.__file__).parent
     prepare([source], Path(out), vocab_size=300, globs=["*.py"], workers=1)

@@ -139,8 +139,6 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
             DataError,
             f"--data-path {folder}: {folder}.bin does not exist",
         ),
-        ([*MLP, *corpus[:2]], DataError, "no tokenizer given"),
-        ([*MLP, *corpus[:4], "--tokenizer-model", str(folder)], DataError, "does not exist"),
     ]
     for (words, kind, message), answer in zip(
         cases, checked(*(words for words, _, _ in cases)), strict=True

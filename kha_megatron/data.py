@@ -1,42 +1,52 @@
-"""Convert text files to a tokenizer, Megatron's indexed dataset and a report.
+"""Convert text files to a tokenizer and Megatron's indexed dataset, and check such datasets.
 
-Each file becomes one document, or several if it is long, and each document ends with the
-end-of-document token. The result depends on the text and the settings, not on the number of
-workers. Every path that is found is either used or counted under one of :data:`SKIPPED`.
+A prepared directory contains ``corpus.bin`` and ``corpus.idx`` (Megatron's IndexedDataset),
+``tokenizer/`` (Hugging Face format) and ``data.json`` (:class:`DataReport`). Each file becomes one
+document, or several if it is long, and each document ends with the end-of-document token. The
+result depends on the text and the settings, not on the number of workers. Every path that is found
+is either used or counted under one of :data:`SKIPPED`.
 """
 
 import json
+import math
 import os
 import platform
 import re
 import stat
+import struct
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
-from itertools import batched
+from itertools import accumulate, batched, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import kha_megatron
+from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
-from kha_megatron.data.dataset import (
-    CORPUS,
-    REPORT,
-    TOKENIZER,
-    DataReport,
-    indexed_dataset_module,
-    load_tokenizer,
-    printable,
-    vocabulary_size,
-)
-from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.errors import ConfigError, DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+CORPUS, TOKENIZER, REPORT = "corpus", "tokenizer", "data.json"
+FORMAT = 1
+"""Version of ``data.json``."""
+
+BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+"""Megatron's arguments that take dataset prefixes."""
+
+PARTS = ("training", "validation", "test")
+USUAL = ("969,30,1", "99,1,0")
+"""Megatron's default ``--split``, and the one of its examples."""
+
+_HEADER = struct.Struct("<9sQBQ")
+"""Header of an ``.idx`` file: magic, version, dtype, number of sequences."""
 
 SKIPPED: dict[str, str] = {
     "empty": "no bytes in it",
@@ -48,33 +58,167 @@ SKIPPED: dict[str, str] = {
 }
 """Reasons for not using a path: key in ``data.json``, and explanation."""
 
-EXAMPLES = 5
-"""Number of paths that a report names for each reason."""
-
 DEFAULT_VOCAB_SIZE = 4096
-
 DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
-
 DEFAULT_SAMPLE_BYTES = 64 << 20
 """Text that a tokenizer is trained on. More text changes few of the merges."""
-
 DEFAULT_MAX_FILE_BYTES = 1 << 20
 """Longest document. Tokenizing takes about 150 bytes of memory per byte of text and worker."""
-
 END_OF_DOCUMENT = "<|endoftext|>"
 
-MIN_VOCAB_SIZE = 256 + 1
-"""Every byte and the end-of-document token, without merges."""
-
-BYTES_PER_TOKEN = 64
-"""Bytes that :func:`read_beginning` reads per token."""
-
+_EXAMPLES = 5  # paths that a report names for each reason
+_BYTES_PER_TOKEN = 64  # read by read_beginning
 _TRAINER_PIECE = 1 << 16  # bytes; the trainer holds 256 pieces in memory
 _LONGEST = 1 << 7  # characters; the trainer would merge pairs of longer words for hours
 _LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
 
 Skipped = dict[str, dict[str, Any]]
 """``{reason: {"count": n, "examples": [...]}}``."""
+
+
+def printable(path: Path) -> str:
+    """Return ``path`` as text that can be printed, with undecodable bytes escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """Contents and origin of a prepared directory, as stored in its ``data.json``."""
+
+    sources: list[str]
+    globs: list[str]
+    exclude: list[str]
+    max_file_bytes: int
+    """Longer files were split into several documents."""
+    files: int
+    split_files: int
+    bytes: int
+    """Bytes of UTF-8 text in the files."""
+    documents: int
+    tokens: int
+    """Tokens in the dataset, including one end-of-document token per document."""
+    altered_documents: int
+    """Documents that the tokenizer does not decode to the original text."""
+    dtype: str
+    """NumPy dtype of the stored tokens: uint16 or int32."""
+    file_bytes: dict[str, int]
+    tokenizer: str
+    """``"trained"``, or the directory that the tokenizer was taken from."""
+    vocab_size: int
+    vocab_size_asked: int | None
+    """Requested size, which the text may be too short for. None for an existing tokenizer."""
+    eod_token: str
+    eod_id: int
+    skipped: dict[str, dict[str, Any]]
+    """``{reason: {"count": n, "examples": [...]}}`` for each reason in :data:`SKIPPED`."""
+    versions: dict[str, str | None]
+    tokenizer_sample_bytes: int | None
+    """Bytes that the tokenizer was trained on; None for an existing tokenizer."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the report of a prepared directory.
+
+        Raises:
+            DataError: the report is missing or cannot be read by this version.
+        """
+        name = printable(folder)
+        try:
+            values = read_json(folder / REPORT)
+            if values.pop("format") != FORMAT:
+                raise ValueError(f"it is not of format {FORMAT}")
+            return cls(**values)
+        except OSError as error:
+            raise DataError(
+                f"{name} contains no {REPORT}. Pass a directory made by `kha-megatron data prepare`"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{name}/{REPORT} cannot be read ({error}). Run `kha-megatron data prepare` again"
+            ) from error
+
+
+def verify(folder: Path) -> DataReport:
+    """Open a prepared directory as training does and compare it with its report.
+
+    Raises:
+        DataError: a file is missing or damaged, or differs from ``data.json``.
+    """
+    report, name = DataReport.read(folder), printable(folder)
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    datasets = indexed_dataset_module()
+    try:
+        found: dict[str, Any] = {
+            "file_bytes": {file: os.path.getsize(folder / file) for file in report.file_bytes}
+        }
+        if found["file_bytes"] == report.file_bytes:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Megatron warns that this process has no rank
+                dataset = datasets.IndexedDataset(str(folder / CORPUS))
+            found |= {
+                "documents": len(dataset.document_indices) - 1,
+                "tokens": int(dataset.sequence_lengths.sum(dtype="int64")),
+                "dtype": dataset.index.dtype.__name__,
+            }
+    except (OSError, AssertionError, ValueError) as error:
+        raise DataError(
+            f"{name} cannot be opened ({error}). Run `kha-megatron data prepare` again"
+        ) from error
+    found |= {"vocab_size": vocabulary_size(tokenizer), "eod_id": tokenizer.eos_token_id}
+    for what, value in found.items():
+        if value != getattr(report, what):
+            raise DataError(
+                f"{name}: expected {what} {getattr(report, what)} as in {REPORT}, got {value}. Run "
+                "`kha-megatron data prepare` again"
+            )
+    return report
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer of a local Hugging Face directory without running code from it.
+
+    Raises:
+        DataError: it cannot be loaded, is not fast, or has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        if not folder.is_dir():  # transformers would take the name for one on the Hub
+            raise FileNotFoundError("no such directory")
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # transformers and tokenizers raise a dozen types
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"cannot load a tokenizer from {printable(folder)} ({reason}). Pass a directory "
+            "written by save_pretrained"
+        ) from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer of {printable(folder)} must be fast and have an end-of-sequence token. "
+            "Save it with a tokenizer.json and set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Return one more than the largest id, or the number of tokens if that is larger."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def indexed_dataset_module() -> Any:
+    """Import ``megatron.core.datasets.indexed_dataset``, which takes seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about kernels that are not needed to write a file
+        try:
+            from megatron.core.datasets import indexed_dataset
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError("megatron-core", "its data format", "megatron") from error
+    return indexed_dataset
 
 
 @dataclass(frozen=True)
@@ -115,19 +259,16 @@ def prepare(
 ) -> DataReport:
     """Tokenize text files into a directory that Megatron trains from.
 
-    Imports ``megatron.core``. If the process also needs the CPU runtime, install that first.
+    If the process also needs the CPU runtime, install that first, because Megatron is imported.
 
     Args:
         sources: files and directories of UTF-8 text; None for Python's standard library.
         out: directory to make. It appears complete or not at all.
-        vocab_size: size of the byte-level BPE to train, including 256 bytes and the end-of-document
-            token; None for :data:`DEFAULT_VOCAB_SIZE`.
-        tokenizer: Hugging Face directory of an existing tokenizer to use instead. Its
-            end-of-sequence token ends documents.
-        globs: patterns of file names to take from directories; None for all (of the standard
-            library ``*.py``).
-        exclude: patterns of files and directories to leave out; None for :data:`DEFAULT_EXCLUDE`
-            (of the standard library also its tests).
+        vocab_size: size of the byte-level BPE to train; None for 4096.
+        tokenizer: Hugging Face directory of a tokenizer to use instead of training one.
+        globs: patterns of file names to take from directories; None for all.
+        exclude: patterns of files and directories to leave out; None for
+            :data:`DEFAULT_EXCLUDE`.
         workers: documents tokenized at the same time; None for one per available core.
         max_file_bytes: longer files are split at line ends into documents of at most this size.
         tokenizer_sample: bytes of text to train the tokenizer on, taken evenly from all files.
@@ -135,7 +276,8 @@ def prepare(
         on_progress: called with the progress of each stage, possibly from another thread.
 
     Raises:
-        ConfigError: a setting is out of range, or two exclude each other.
+        ConfigError: ``max_file_bytes`` is out of range, or both ``vocab_size`` and ``tokenizer``
+            are given.
         DataError: a source or the tokenizer cannot be used, no text was found, or a file changed
             while it was read.
         OutputError: ``out`` is in use or cannot be written.
@@ -149,14 +291,8 @@ def prepare(
     sources, out = [Path(source).absolute() for source in sources], Path(out).resolve()
     if vocab_size is not None and tokenizer:
         raise ConfigError(f"--vocab-size {vocab_size} and --tokenizer exclude each other")
-    for flag, number, least, most in (
-        ("--vocab-size", vocab_size or DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, 1 << 31),
-        ("--workers", workers, 1, 1 << 10),
-        # 4: the longest character; 2**31 tokens overflow
-        ("--max-file-bytes", max_file_bytes, 4, 1 << 30),
-    ):
-        if not least <= number <= most:
-            raise ConfigError(f"{flag} {number}: expected {least} to {most}")
+    if not 4 <= max_file_bytes <= 1 << 30:  # the longest character; 2**31 tokens overflow
+        raise ConfigError(f"--max-file-bytes {max_file_bytes}: expected 4 to {1 << 30}")
     for source in sources:
         if not os.path.exists(source):
             raise DataError(f"--from {printable(source)} does not exist. Pass a file or directory")
@@ -171,7 +307,7 @@ def prepare(
     skipped: Skipped = {reason: {"count": 0, "examples": []} for reason in SKIPPED}
     found = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
     checking = _meter(on_progress, "checking", sum(found.values()))
-    texts = check_files(found, max_file_bytes, skipped=skipped, advance=checking)
+    texts = select_text_files(found, max_file_bytes, skipped=skipped, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
         counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
@@ -230,7 +366,7 @@ def prepare(
 
 
 def standard_library() -> Path:
-    """Return the directory of Python's standard library, which every machine has."""
+    """Return the directory of Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -249,7 +385,7 @@ def _meter(on_progress: OnProgress, stage: str, size: int) -> Callable:
 def _skip(skipped: Skipped, reason: str, path: Path) -> None:
     entry = skipped[reason]
     entry["count"] += 1
-    if len(entry["examples"]) < EXAMPLES:
+    if len(entry["examples"]) < _EXAMPLES:
         entry["examples"].append(printable(path))
 
 
@@ -299,33 +435,29 @@ def find_files(
     return files
 
 
-def check_files(
+def select_text_files(
     sizes: dict[Path, int], limit: int, *, skipped: Skipped, advance: Callable[[int], None]
 ) -> list[TextFile]:
     """Read every file once and return those that are UTF-8 text, in the given order.
 
     Args:
-        sizes: files and their sizes in bytes.
+        sizes: size in bytes of each file.
         limit: longest piece in bytes (see :func:`read_pieces`).
         skipped: receives the other files.
         advance: called with the size of each file after reading it.
     """
     files = []
     for path, seen_size in sizes.items():
-        pieces = []
         try:
-            for piece in read_pieces(path, limit):
-                piece.decode()
-                pieces.append(len(piece))
-        except UnicodeDecodeError:
-            _skip(skipped, "not_utf8", path)
-        except OSError:
-            _skip(skipped, "unreadable", path)
-        else:
+            pieces = [len(piece) for piece in read_pieces(path, limit) if piece.decode()]
             if pieces:
                 files.append(TextFile(path, sum(pieces), len(pieces)))
             else:
                 _skip(skipped, "empty", path)
+        except UnicodeDecodeError:
+            _skip(skipped, "not_utf8", path)
+        except OSError:
+            _skip(skipped, "unreadable", path)
         advance(seen_size)
     return files
 
@@ -359,7 +491,7 @@ def read_beginning(file: Path, tokens: int) -> str:
         DataError: the file cannot be read, is not UTF-8, or is empty.
     """
     try:
-        text = next(read_pieces(file, tokens * BYTES_PER_TOKEN), b"").decode()
+        text = next(read_pieces(file, tokens * _BYTES_PER_TOKEN), b"").decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {file} ({error}). Pass a UTF-8 text file") from error
     if not text.strip():
@@ -368,11 +500,7 @@ def read_beginning(file: Path, tokens: int) -> str:
 
 
 def _pieces_of(file: TextFile, limit: int) -> Iterator[str]:
-    """Yield the text of a file that was checked before.
-
-    Raises:
-        DataError: the file is no longer what it was.
-    """
+    """Yield the text of a file. Raise ``DataError`` if it has changed since it was selected."""
     size = 0
     try:
         for piece in read_pieces(file.path, limit):
@@ -457,9 +585,6 @@ def _write_corpus(
     The tokenizer's end-of-sequence token ends each document. Special tokens within the text are
     encoded as plain text.
 
-    Args:
-        advance: called with the bytes of each document, and 1 if it is the last of its file.
-
     Returns:
         ``documents``, ``tokens``, ``altered_documents`` and ``dtype`` of :class:`DataReport`.
     """
@@ -505,3 +630,117 @@ def _write_corpus(
         "altered_documents": altered,
         "dtype": np.dtype(dtype).name,
     }
+
+
+def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
+    """Check that the training data of a command line exists and can be split.
+
+    Object stores (``s3://``, ``msc://``) are not read.
+
+    Args:
+        arguments: Megatron's arguments by name.
+        look: False if the files are on machines that this one cannot see.
+
+    Raises:
+        DataError: a file is missing or not given, or a part of the split has no documents.
+    """
+    if lacks_vocabulary(arguments):
+        raise DataError("--mock-data needs the number of tokens. Add --vocab-size N")
+    if arguments.get("mock_data"):
+        return
+    blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
+    listed = arguments.get("data_args_path") or arguments.get("per_split_data_args_path")
+    if not any(blends.values()) and not listed:
+        raise DataError(
+            "no training data given. Add --data-path PREFIX or --mock-data, or pass --data DIR to "
+            "`kha-megatron launch` (`kha-megatron data prepare` makes both)"
+        )
+    for flag, words in blends.items() if look else ():
+        for prefix in _prefixes(words):
+            if "://" in prefix:
+                continue
+            for file in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+                if not (file.is_file() and file.stat().st_size):
+                    problem = "is empty" if file.is_file() else "does not exist"
+                    raise DataError(
+                        f"{flag} {prefix}: {file} {problem}. Make it with `kha-megatron data "
+                        "prepare`"
+                    )
+            if flag == "--data-path":
+                check_split(arguments.get("split") or USUAL[0], count_documents(prefix), prefix)
+
+
+def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
+    """Return True for mock data if no argument gives the vocabulary size."""
+    null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
+    known = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
+    return bool(arguments.get("mock_data") and null and not known)
+
+
+def _prefixes(words: Sequence[str]) -> Sequence[str]:
+    """Return the prefixes of ``prefix ...`` or ``weight prefix weight prefix ...``."""
+
+    try:
+        [float(word) for word in words[::2]]
+    except ValueError:
+        return words
+    return words[1::2] if len(words) % 2 == 0 else words
+
+
+def count_documents(prefix: str | Path) -> int:
+    """Return the number of documents of a dataset, from the header of its ``.idx`` file."""
+    try:
+        with open(f"{prefix}.idx", "rb") as stream:
+            return _HEADER.unpack(stream.read(_HEADER.size))[3]
+    except (OSError, struct.error) as error:
+        raise DataError(
+            f"{prefix}.idx cannot be read as an index ({error}). Make it with "
+            "`kha-megatron data prepare`"
+        ) from error
+
+
+def documents_of(split: str, documents: int) -> list[int | None]:
+    """Return the number of documents of each of :data:`PARTS`; None for a part of share 0.
+
+    Args:
+        split: one to three shares such as ``969,30,1``, of any sum.
+        documents: number of documents in the dataset.
+
+    Raises:
+        ConfigError: the split has no share, or more than three.
+    """
+    shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    if not 0 < len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
+        raise ConfigError(f"--split {split!r}: expected one to three shares, as in {USUAL[0]}")
+    shares += [0.0] * (len(PARTS) - len(shares))
+    ends = accumulate((share / sum(shares) for share in shares), initial=0.0)
+    return [
+        round(end * documents) - round(begin * documents) if end > begin else None
+        for begin, end in pairwise(ends)
+    ]
+
+
+def check_split(split: str, documents: int, name: str) -> None:
+    """Check that a split leaves no part of a dataset empty, with which Megatron would hang.
+
+    Args:
+        split: shares such as ``969,30,1``.
+        documents: number of documents in the dataset.
+        name: name of the dataset, for the message.
+
+    Raises:
+        ConfigError: the split cannot be parsed.
+        DataError: a part is empty; the message names a split that works.
+    """
+    found = documents_of(split, documents)
+    empty = [part for part, count in zip(PARTS, found, strict=True) if count == 0]
+    if empty:
+        # one document for every part that had none, from the part that has most
+        counts = [0 if count is None else max(count, 1) for count in found]
+        most = counts.index(max(counts))
+        counts[most] -= sum(counts) - sum(count or 0 for count in found)
+        works = ",".join(map(str, counts)) if counts[most] > 0 else "1,0,0"
+        raise DataError(
+            f"--split {split} leaves no document for {' and '.join(empty)} of the {documents} in "
+            f"{name}, and Megatron would wait forever. Use --split {works}"
+        )

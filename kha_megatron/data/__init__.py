@@ -1,1 +1,0 @@
-"""From text to a tokenizer and Megatron's indexed datasets."""
