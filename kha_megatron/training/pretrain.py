@@ -109,7 +109,14 @@ def run(program_start: float) -> None:
     with refusals_of_megatron():
         model_config = _model_config(args, kha)
     if upcycled:
-        model_config.pre_wrap_hooks.append(_upcycle)
+
+        def keep_matrices(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+            for module in (each for model in models for each in model.modules()):
+                if isinstance(module, HeadWeight):
+                    module.keep_at_next_load()
+            return models
+
+        model_config.pre_wrap_hooks.append(keep_matrices)
         announce(
             f"a new run with the weights of {upcycled}; the shared matrices start at the identity, "
             "optimizer and iteration anew"
@@ -170,12 +177,6 @@ def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
             "--kha-log-interval measures the matrices alone, because the rest needs hooks, with "
             f"--cuda-graph-impl {args.cuda_graph_impl}"
         )
-
-
-def _upcycle(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    for module in (m for model in models for m in model.modules() if isinstance(m, HeadWeight)):
-        module.keep_at_next_load()
-    return models
 
 
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:

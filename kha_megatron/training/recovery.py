@@ -30,7 +30,6 @@ from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # in Transformer Engine's own refusal
 _SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and .*value (\S+) for (.+) do not")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
@@ -121,14 +120,6 @@ def failures_explained(args: Namespace) -> Iterator[None]:
             f"{args.load} was trained on another schedule, {what}: {stored} there, {here} here "
             "(iterations times the batch): add --override-opt_param-scheduler for this command "
             "line's, or --use-checkpoint-opt_param-scheduler for the checkpoint's"
-        ) from error
-    except RuntimeError as error:
-        if _PICKLES not in str(error):
-            raise
-        raise CheckpointError(
-            f"{args.load} holds the FP8 scales of delayed scaling as pickles, which can execute "
-            f"code and which Transformer Engine reads only with {_PICKLES}=1 in the environment: "
-            "set it if you trust the folder, or go on with --fp8-recipe tensorwise, which has none"
         ) from error
     except OSError as error:
         if error.errno not in _DISK or not args.save:

@@ -186,10 +186,6 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
             f"--kha-upcycle with --load {args.load} and --save {args.save}: a restart would start "
             f"again from --pretrained-checkpoint and overwrite the run: add --load {args.save}"
         )
-    if object_store(args):
-        raise ConfigError(
-            f"--kha-upcycle cannot read the object store {object_store(args)}: use a directory"
-        )
     for name, flag in _NOT_WITH_UPCYCLE.items():
         if getattr(args, name):
             raise ConfigError(

@@ -127,11 +127,6 @@ def test_what_a_restart_would_not_survive_is_refused(saved, tmp_path):
         ({"pretrained_checkpoint": None}, ConfigError, "starts from --pretrained-checkpoint"),
         ({"load": None}, ConfigError, f"add --load {run}"),
         ({"finetune": True}, ConfigError, "remove --finetune"),
-        (
-            {"pretrained_checkpoint": "s3://a/b"},
-            ConfigError,
-            "cannot read the object store s3://a/b",
-        ),
         ({"pretrained_checkpoint": saved / "kha"}, CheckpointError, "remove --kha-upcycle"),
         ({"pretrained_checkpoint": tmp_path}, CheckpointError, "holds no latest_checkpointed"),
     ]
