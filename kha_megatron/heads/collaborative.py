@@ -120,7 +120,11 @@ class CollaborativeHeads(Mechanism):
                 "--attention-backend unfused"
             )
         if facts.rotary_features > self.dim:
-            return self.too_narrow(facts.rotary_features)
+            return (
+                f"collaborative.dim={self.dim}, and the rotary embedding of the model turns "
+                f"{facts.rotary_features} features: give collaborative.dim={facts.rotary_features} "
+                "or more, or a smaller --rotary-percent (partial_rotary_factor)"
+            )
         if self.start == "blocks" and self.dim < facts.query_heads:
             return (
                 f"collaborative.start=blocks with dim={self.dim} for {facts.query_heads} heads "
@@ -128,11 +132,3 @@ class CollaborativeHeads(Mechanism):
                 "more, or collaborative.start=ones"
             )
         return None
-
-    def too_narrow(self, features: int) -> str:
-        """Return the message for a rotary embedding of ``features``, more than ``dim``."""
-        return (
-            f"collaborative.dim={self.dim}, and the rotary embedding of the model turns {features} "
-            f"features: give collaborative.dim={features} or more, or a smaller --rotary-percent "
-            "(partial_rotary_factor)"
-        )

@@ -77,11 +77,12 @@ class MixtureOfHeads(Mechanism):
     def _check_numbers(self) -> None:
         several = isinstance(self.active, tuple)
         active = self.active if isinstance(self.active, tuple) else (self.active,)
-        for value in (self.shared, *active):
-            if value is not None and (type(value) is not int or value < 0):
-                raise ConfigError(f"moh has {value!r} as a number of heads: use whole numbers")
-        if not active or 0 in active:
-            raise ConfigError(f"moh active={self.active}: use 1 or more routed heads")
+        numbers = [n for n in (self.shared, *active) if n is not None]
+        if any(type(n) is not int or n < 0 for n in numbers) or not active or 0 in active:
+            raise ConfigError(
+                f"moh shared={self.shared} active={self.active}: use whole numbers of heads, with "
+                "1 or more active"
+            )
         if self.shared == 0 and self.router == "learned":
             raise ConfigError(
                 "moh shared=0 with a learned router, which weighs shared heads against routed ones "
@@ -92,15 +93,11 @@ class MixtureOfHeads(Mechanism):
         ):
             raise ConfigError(f"moh share={self.share!r}: use more than 0 and at most 1")
         given = [name for name in ("shared", "active", "share") if getattr(self, name) is not None]
-        if given in ([], ["shared"], ["active"]):
+        complete = given == ["shared", "active"] or (len(given) < 3 and "share" in given)
+        if not complete or (several and self.share is not None):
             raise ConfigError(
-                f"moh with {', '.join(given) or 'no number of heads'}: say moh.shared and "
+                f"moh with {', '.join(given) or 'no number of heads'}: give moh.shared and "
                 "moh.active, or moh.share, as in moh.share=0.75"
-            )
-        if len(given) == 3 or (several and self.share is not None):
-            raise ConfigError(
-                f"moh shared={self.shared} active={self.active} share={self.share} say one thing "
-                "twice: give shared and active, and leave share out"
             )
 
     def shared_heads(self, heads: int) -> int:

@@ -61,7 +61,12 @@ def balance_experts(
         loads = _stacked([router.local_tokens_per_expert for router in routers])
         biases = _stacked([router.expert_bias for router in routers])
         yield
-        dist.all_reduce(loads, group=_sharing(groups))
+        sharing = (
+            parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            if groups is None
+            else groups.tp_dp_cp
+        )
+        dist.all_reduce(loads, group=sharing)  # over all copies of a bias
         biases = biases + rate * step_of_bias(loads, update)
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
@@ -93,10 +98,3 @@ def _stacked(rows: list[Tensor]) -> Tensor:
     if rows:
         return torch.stack(rows)
     return torch.zeros(0, 1, device=torch.cuda.current_device())
-
-
-def _sharing(groups: Any) -> dist.ProcessGroup:
-    """Return the group of ranks that hold copies of the same bias."""
-    if groups is not None:
-        return groups.tp_dp_cp
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 from torch.nn import Module
 
 from kha_megatron.config import KHAConfig
@@ -41,7 +39,10 @@ class KHACollaborativeAttention(KHASelfAttention):
     ) -> None:
         assert kha.collaborative is not None, "what its spec is made for"
         self.width = kha.collaborative.dim
-        check_shared(config)
+        if config.add_bias_linear or config.add_qkv_bias:
+            raise ConfigError(
+                "collaborative heads have no biases: remove --add-qkv-bias and --add-bias-linear"
+            )
         norms = {
             name: _as_wide(found, self.width)
             for name in ("q_layernorm", "k_layernorm")
@@ -62,26 +63,6 @@ class KHACollaborativeAttention(KHASelfAttention):
 
         return built
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call ``SelfAttention.forward``.
-
-        Raises:
-            ConfigError: the rotary embedding is wider than ``dim``, or batching is dynamic.
-        """
-        rotary = kwargs.get("rotary_pos_emb")
-        found = rotary if rotary is None or torch.is_tensor(rotary) else rotary[0]
-        turned = 0 if found is None else found.shape[-1]
-        if turned > self.width:
-            assert self.kha.collaborative is not None
-            raise ConfigError(self.kha.collaborative.too_narrow(turned))
-        context = kwargs.get("inference_context")
-        if context is not None and not context.is_static_batching():
-            raise ConfigError(
-                f"collaborative.dim={self.width} with dynamic batching, whose cache has heads of "
-                f"{self.config.kv_channels} features: generate with a static batch"
-            )
-        return super().forward(hidden_states, *args, **kwargs)
-
 
 def _as_wide(build: Callable[..., Module], width: int) -> Callable[..., Module]:
     """Return a builder of a norm of ``width`` features."""
@@ -90,13 +71,3 @@ def _as_wide(build: Callable[..., Module], width: int) -> Callable[..., Module]:
         return build(hidden_size=width, **options)
 
     return built
-
-
-def check_shared(config: TransformerConfig) -> None:
-    """Raise ConfigError for biases, which shared queries and keys do not have."""
-    for option, flag in (
-        ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
-        ("add_qkv_bias", "--add-qkv-bias"),
-    ):
-        if getattr(config, option):
-            raise ConfigError(f"collaborative heads have no {option}: remove {flag}")

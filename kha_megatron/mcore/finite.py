@@ -62,7 +62,8 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
 
     @contextmanager
     def checked(chunks: list[Model], groups: Any) -> Iterator[None]:
-        overlaps = any(_overlaps_reduction(chunk) for chunk in chunks)
+        configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+        overlaps = any(getattr(config, "overlap_grad_reduce", False) for config in configs)
         if overlaps:  # until then the gradients may be on their way
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
@@ -104,10 +105,6 @@ def _recorder(largest: Tensor, index: int) -> Callable:
             largest[index] = torch.maximum(largest[index], torch.maximum(-low, high))
 
     return record
-
-
-def _overlaps_reduction(chunk: Model) -> bool:
-    return getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)
 
 
 def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None) -> None:

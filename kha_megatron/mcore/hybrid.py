@@ -80,11 +80,6 @@ def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None
     Raises:
         ConfigError: The configuration has an option that hybrid models with KHA do not have.
     """
-    if config.mtp_num_layers:
-        raise ConfigError(
-            f"mtp_num_layers={config.mtp_num_layers}: a hybrid model with KHA has no multi-token "
-            "prediction layers: remove --mtp-num-layers"
-        )
     if (stages := config.virtual_pipeline_model_parallel_size) is not None:
         raise ConfigError(
             f"virtual_pipeline_model_parallel_size={stages}: Megatron documents virtual pipeline "
@@ -99,8 +94,6 @@ def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None
             f"Latent attention ({Symbols.MLA}, {Symbols.DS_ATTENTION}) is not available in hybrid "
             f"models with KHA: use {Symbols.ATTENTION} in the pattern"
         )
-    if Symbols.MOE in layers and not config.num_moe_experts:
-        raise ConfigError(f"The pattern has MoE layers ({Symbols.MOE}): add --num-experts")
     others = set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE}
     if others and config.transformer_impl != "transformer_engine":  # would be identity layers
         raise ConfigError(

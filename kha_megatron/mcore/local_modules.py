@@ -97,7 +97,9 @@ class GatheredDotProductAttention(DotProductAttention):
         if self.cp_group.size() > 1:
             key, value = self._gather(key), self._gather(value)
             if attention_mask is None:
-                attention_mask = self._causal_mask(query.shape[0], key.shape[0])
+                every = torch.arange(len(key), device=torch.cuda.current_device())
+                positions = self._positions(len(query), len(key))
+                attention_mask = (every > positions[:, None])[None, None]
         asked = [attention_mask, *kwargs.values()]  # a bias, packed sequences
         if self._is_plain(query, key, value) and all(given is None for given in asked):
             return self._fused(query, key, value)
@@ -133,10 +135,6 @@ class GatheredDotProductAttention(DotProductAttention):
         ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
         chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
-
-    def _causal_mask(self, local: int, total: int) -> Tensor:
-        every = torch.arange(total, device=torch.cuda.current_device())
-        return (every > self._positions(local, total)[:, None])[None, None]
 
     def _positions(self, local: int, total: int) -> Tensor:
         return held_positions(total, self.cp_group)[-local:]

@@ -238,11 +238,7 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
 accept_sequence_parallelism()
 
 
-def _layer(name: str) -> ModuleSpec:
-    return ModuleSpec(module=KHATransformerLayer, params={"spec_name": name})
-
-
 # `--spec MODULE NAME` needs module attributes
 for _name in (FROM_ENVIRONMENT, *PRESETS):
-    globals()[_name] = _layer(_name)
+    globals()[_name] = ModuleSpec(module=KHATransformerLayer, params={"spec_name": _name})
     globals()[f"{_name}_hybrid"] = kha_hybrid_stack_spec(_name)

@@ -149,33 +149,14 @@ def refusal(kha, overrides):
     [
         (6, {"num_attention_heads": 4, "num_query_groups": 2}, "turns 8 features: give .*dim=8"),
         (6, {}, "blocks with dim=6 for 8 heads .*dim=8 or more, or .*start=ones"),
-        (10, {"add_qkv_bias": True}, "no add_qkv_bias: remove --add-qkv-bias"),
-        (10, {"flash_decode": True}, "remove --flash-decode"),
+        (10, {"add_qkv_bias": True}, "no biases: remove --add-qkv-bias"),
         (10, {"multi_latent_attention": True}, "use MHA, MQA or GQA"),
     ],
-    ids=["rotary", "blocks", "bias", "flash_decode", "mla"],
+    ids=["rotary", "blocks", "bias", "mla"],
 )
 def test_a_layer_refuses(ranks, dim, overrides, words):
     kha = KHAConfig(collaborative=CollaborativeHeads(dim=dim))
     assert re.search(words, ranks(refusal, 1, kha, overrides)[0])
-
-
-def dynamic_batch():
-    """What a layer says to a cache that Megatron makes for heads of ``kv_channels``."""
-    from unittest import mock
-
-    layer, _ = sharded_layer.build(kha_of(), 1, False, 7, {"kv_channels": HEAD_DIM})
-    context = mock.Mock()
-    context.is_static_batching.return_value = False
-    try:
-        layer(sharded_layer.draw(7)[0], None, inference_context=context)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def test_dynamic_batches_are_refused(ranks):
-    assert "dim=10 with dynamic batching" in ranks(dynamic_batch, 1)[0]
 
 
 def test_keys_too_wide_for_fused_kernels_are_refused_where_there_are_no_others():

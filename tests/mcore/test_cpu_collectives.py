@@ -55,17 +55,3 @@ def coalesced():
 def test_coalesced_gathers_of_several_dtypes(ranks):
     whole, halves = [*range(4), *range(100, 104)], [*range(7), *(n - 0.5 for n in range(7))]
     assert ranks(coalesced, 2) == [[whole, halves]] * 2
-
-
-def refused():
-    parts = [torch.empty(size, 2) for size in SIZES]
-    dist.barrier()  # nobody leaves while others are still connecting
-    try:
-        dist.all_gather(parts, parts[dist.get_rank()], async_op=True)
-    except NotImplementedError as error:
-        return str(error)
-
-
-def test_what_would_have_to_be_asynchronous_is_refused(ranks):
-    for message in ranks(refused, 3):
-        assert "synchronously only: [(3, 2), (0, 2), (5, 2)]" in message

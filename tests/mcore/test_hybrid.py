@@ -207,11 +207,9 @@ def refuse_stacks():
     models.initialize()
     messages = []
     for overrides, kha, pattern in (
-        ({"mtp_num_layers": 1}, MIXED, "*-"),
         ({"virtual_pipeline_model_parallel_size": 2}, MIXED, "*-"),
         ({}, KHAConfig(attention="gta"), "*-"),
         ({}, MIXED, "D-"),
-        ({}, MIXED, "*E"),
         ({}, MIXED, "M*"),
     ):
         config = models.transformer_config(num_layers=2)
@@ -224,12 +222,10 @@ def refuse_stacks():
 
 
 def test_stacks_that_cannot_be_built_are_refused(ranks):
-    prediction, virtual, tied, latent, experts, mamba = ranks(refuse_stacks, 1)[0]
-    assert "mtp_num_layers=1" in prediction
+    virtual, tied, latent, mamba = ranks(refuse_stacks, 1)[0]
     assert "virtual_pipeline_model_parallel_size=2" in virtual
     assert "attention=gta is not available in hybrid models" in tied
     assert "Latent attention (+, D) is not available" in latent
-    assert "add --num-experts" in experts
     assert "Layers M exist in Transformer Engine only" in mamba
 
 

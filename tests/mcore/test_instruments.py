@@ -250,39 +250,13 @@ def test_gates_are_measured_with_matrices_that_came_just_before_they_are_used(ra
     assert min(spreads) > 0
 
 
-def _hybrid(pattern):
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
-    from tests.distributed import models
-    from tests.mcore.test_hybrid import hybrid_model
-
-    models.initialize()
-    config = models.transformer_config(num_layers=len(pattern), is_hybrid_model=True)
-    model = hybrid_model(models, config, kha_hybrid_stack_spec(MIXED), pattern)
-    models.perturb(model)
-    written = _heard([model], MIXED)
-    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    ddp.zero_grad_buffer()
-    tokens, positions, mask = models.batch()
-    ddp(tokens, positions, mask, labels=tokens).mean().backward()
-    config.finalize_model_grads_func([ddp])
-    vars(ddp).clear()
-    return written
-
-
-def test_layers_of_a_hybrid_model_without_attention_are_left_out(ranks):
-    (((values,),),) = [ranks(_hybrid, 1, "-*-*")]
-    assert {name.rpartition("/")[2] for name in values} == {"layer-1", "layer-3"}
-
-
-def _refused(interval, graph):
+def _refused():
     from kha_megatron.mcore.instruments import watch_heads
 
     run = _start(case())
-    run.config.cuda_graph_impl = graph
+    run.config.cuda_graph_impl = "full_iteration"
     try:
-        watch_heads(run.chunks, MIXED, interval=interval, iteration=lambda: 1, write=print)
+        watch_heads(run.chunks, MIXED, interval=5, iteration=lambda: 1, write=print)
     except ConfigError as error:
         return str(error)
     finally:
@@ -290,10 +264,5 @@ def _refused(interval, graph):
             vars(ddp).clear()
 
 
-@pytest.mark.parametrize(
-    ("interval", "graph", "words"),
-    [(0, "none", "interval=0"), (5, "full_iteration", "--cuda-graph-impl local")],
-)
-def test_refused_with_the_remedy(ranks, interval, graph, words):
-    (answer,) = ranks(_refused, 1, interval, graph)
-    assert words in answer
+def test_a_cuda_graph_of_whole_iterations_is_refused(ranks):
+    assert "--cuda-graph-impl local" in ranks(_refused, 1)[0]

@@ -68,7 +68,7 @@ def _listed(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(all_gather)
     def wrapper(tensor_list, tensor, group=None, async_op=False):
-        if _even(tensor_list, async_op):
+        if _even(tensor_list):
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
         for rank, part in enumerate(tensor_list):
@@ -81,7 +81,7 @@ def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce_scatter)
     def wrapper(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if _even(input_list, async_op):
+        if _even(input_list):
             return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         for rank, part in enumerate(input_list):
             total = part.clone()  # a reduction may leave anything in the other ranks' tensors
@@ -109,12 +109,5 @@ def _of_bytes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_into_tensor
 
 
-def _even(tensors: list[Tensor], async_op: bool) -> bool:
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return True
-    if async_op:
-        raise NotImplementedError(
-            "kha_megatron.mcore.cpu gathers tensors of unequal sizes synchronously only: "
-            f"{[tuple(tensor.shape) for tensor in tensors]}"
-        )
-    return False
+def _even(tensors: list[Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) == 1
