@@ -22,7 +22,6 @@ from tests.distributed.test_parallelism import (
     OVERLAP_ALL,
     RANDOM,
     case,
-    without_the_sum_over_tensor_parallel_ranks,
 )
 
 pytestmark = pytest.mark.te
@@ -70,15 +69,6 @@ def test_equals_the_unsharded_run_of_local_layers(ranks, ranks_with_engine, case
         found = errors(quantities(got), quantities([want]))
         assert any("knock_" in name for name in found)
         assert not {name: e for name, e in found.items() if not e <= FP32}, kha
-
-
-@pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.whole)])
-def test_without_the_tensor_parallel_rule_replicas_drift(ranks_with_engine, sp):
-    broken = case(tp=2, sp=sp, savings=ENGINE)
-    rule = without_the_sum_over_tensor_parallel_ranks
-    results = ranks_with_engine(train, 2, broken, rule, timeout=600)
-    with pytest.raises(AssertionError, match=r"replicas of .*\.knock_\w+\.weight differ"):
-        quantities([result for (result,) in results])
 
 
 WIDE = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 64}

@@ -20,7 +20,6 @@ from tests.distributed.test_parallelism import (
     mutated,
     unsharded,  # noqa: F401  # a fixture
 )
-from tests.versions import needs_added_losses
 
 MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 """Each layer with another number of heads, so that one in a wrong place is seen."""
@@ -31,11 +30,6 @@ QUANTIZED = KHAConfig(
     moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
 )
 BOTH = (MOH, QUANTIZED)
-
-
-@pytest.fixture(autouse=True)
-def _where_losses_can_be_added():
-    needs_added_losses()
 
 
 def cases():
@@ -49,19 +43,13 @@ def whole_cases():
         {"dp": 2, "ep": 2, "model": "moe", "ddp": OVERLAP_ALL},
         {"tp": 2, "sp": True, "savings": FULL},
         {"tp": 4, "sp": True, "groups": 2},
-        {"tp": 2, "config": {"qk_layernorm": False}},
-        {"pp": 2},
         {"pp": 4},
-        {"tp": 2, "pp": 2},
-        {"cp": 2},
         {"cp": 2, "savings": FULL},
-        {"dp": 2},
         {"dp": 2, "ddp": ZERO},
         {"dp": 2, "per_token_loss": True},
         {"tp": 2, "sp": True, "dp": 2, "ddp": OVERLAP_ALL, "per_token_loss": True},
         {"tp": 2, "sp": True, "ep": 2, "model": "moe"},
         {"tp": 2, "sp": True, "savings": SELECTIVE},
-        {"savings": FULL},
         {"dp": 2, "fsdp": "torch"},
     ):
         yield case(khas=BOTH, layers=4, **fields)

@@ -23,7 +23,6 @@ from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
-from tests.versions import needs_attention_family, needs_fsdp2
 
 FP32 = 1e-5
 BF16 = {"grad norm": 0.01, "loss": 0.02, "": 0.1}
@@ -233,10 +232,6 @@ def bound(name, case):
 
 def check_case(ranks, unsharded, parallelism_table, case):
     """Every quantity of a training under a case is that of the unsharded run, within its bound."""
-    if case.fsdp:
-        needs_fsdp2()
-    if case.config.keys() & (LATENT | TIED).keys():
-        needs_attention_family()
     results = ranks(train, case.layout.world, case, timeout=600)
     for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
         found = errors(quantities(got), want, 2**-8 if case.bf16 else 2**-23)
@@ -405,8 +400,7 @@ def mutated(ranks, unsharded, case, mutation):
     return {name for name, e in found.items() if not e <= FP32}
 
 
-@pytest.mark.parametrize("fold", ["never", "always"])
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(("sp", "fold"), [(False, "never"), (True, "never"), (True, "always")])
 def test_without_the_tensor_parallel_rule_replicas_drift(ranks, unsharded, sp, fold):
     broken = case(tp=2, sp=sp, fold=fold)
     wrong = mutated(ranks, unsharded, broken, without_the_sum_over_tensor_parallel_ranks)
@@ -434,7 +428,6 @@ def test_without_the_reduction_outside_of_experts_replicas_drift(ranks, unsharde
 
 def test_megatron_alone_gets_the_rotary_key_of_mla_wrong(ranks, unsharded):
     """Should this fail, upstream has mended it, and the override in ``mcore/latent.py`` can go."""
-    needs_attention_family()
     latent = case(khas=(MLA,), tp=2, config=LATENT)
     wrong = mutated(ranks, unsharded, latent, with_the_rotary_key_left_to_megatron)
     assert any("linear_kv_down_proj" in name for name in wrong), wrong
@@ -442,7 +435,6 @@ def test_megatron_alone_gets_the_rotary_key_of_mla_wrong(ranks, unsharded):
 
 def test_megatron_alone_counts_the_query_norm_of_mla_twice(ranks, unsharded):
     """Likewise."""
-    needs_attention_family()
     latent = case(khas=(MLA,), tp=2, config=LATENT)
     wrong = mutated(ranks, unsharded, latent, with_the_query_norm_left_to_megatron)
     assert "gradients decoder.layers.self_attention.q_layernorm.weight" in wrong, wrong
@@ -450,7 +442,6 @@ def test_megatron_alone_counts_the_query_norm_of_mla_twice(ranks, unsharded):
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_without_the_sum_of_the_rotary_key_replicas_drift(ranks, unsharded, sp):
-    needs_attention_family()
     tied = case(khas=(GTA,), tp=2, sp=sp, config=TIED)
     wrong = mutated(ranks, unsharded, tied, without_the_sum_of_the_rotary_key)
     assert re.match(r"replicas of .* differ", str(wrong)), wrong

@@ -83,16 +83,9 @@ def test_settings_that_are_none(settings, words):
         ({"shared": 3, "active": [5, 5]}, {"layers": 3}, ["2 layers", "has 3", "one number"]),
         ({"share": 0.1}, {"query_heads": 8}, ["0 of 8 heads", "from 1 to 7"]),
         ({"share": 0.5}, {"multi_latent": True}, ["multi-latent", "use MHA, MQA or GQA"]),
-        ({"share": 0.5}, {"flash_decode": True}, ["flash_decode", "remove --flash-decode"]),
     ],
 )
 def test_models_that_cannot_have_it(settings, facts, words):
     with pytest.raises(ConfigError) as caught:
         KHAConfig(moh=MixtureOfHeads(**settings)).check(HeadFacts(**facts))
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_other_kinds_of_attention_have_no_place_for_it():
-    for kind in ("gta", "gla"):
-        with pytest.raises(ConfigError, match=f"on {kind}"):
-            KHAConfig(attention=kind, moh=MixtureOfHeads(share=0.5))

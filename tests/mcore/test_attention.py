@@ -166,23 +166,8 @@ def refused(kha, overrides):
     [
         ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "remove"]),
         ({"multi_latent_attention": True}, ["value=mlp", "linear"]),
-        ({"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
-        ({"flash_decode": True}, ["flash_decode", "value=mlp", "remove"]),
-        ({"pipeline_model_parallel_size": 3}, ["2 layers", "3 pipeline ranks", "use", "2"]),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            ["2 virtual stages on 2", "overlap_p2p_comm"],
-        ),
-        (
-            {"num_moe_experts": 6, "expert_model_parallel_size": 4},
-            ["--num-experts 6", "over 4", "4 or 8"],
-        ),
         ({"fp8": "hybrid", "kv_channels": 24}, ["--kv-channels 24", "16", "16 or 32"]),
         ({"tensor_model_parallel_size": 3}, ["8 query heads", "3 tensor", "[1, 2, 4, 8]"]),
-        (
-            {"num_attention_heads": 12, "num_query_groups": 6, "tensor_model_parallel_size": 4},
-            ["6 key/value heads", "4 tensor", "[1, 2, 3, 6, 12]"],
-        ),
     ],
 )
 def test_refuses_what_it_cannot_honour(ranks, overrides, words):

@@ -16,17 +16,9 @@ from kha_megatron.ops.heads.collaborative import fold
 from tests import oracle
 from tests.mcore import sharded_layer
 from tests.mcore.test_talking import ALL, SOME, replaced
-from tests.versions import needs_attention_family
 
 TOLERANCE = 1e-6
 DIM, HEAD_DIM = 10, 8
-
-
-@pytest.fixture(autouse=True)
-def attention_of_this_version(request):
-    """Skips what builds a layer where Megatron-Core is too old for it."""
-    if "ranks" in request.fixturenames:
-        needs_attention_family()
 
 
 def kha_of(**settings):

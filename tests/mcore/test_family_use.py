@@ -114,18 +114,10 @@ def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
 
 REFUSED = [
     (KHAConfig(value="gate"), True, {}, ["value=gate", "linear"]),
-    (GTA[0], True, {}, ["attention=gta", "--multi-latent-attention"]),
-    (GLA[0], False, {}, ["attention=gla", "add --multi-latent-attention"]),
-    (MLA[0], True, {"num_query_groups": 2}, ["num_query_groups=2", "leave it out"]),
-    (MLA[0], True, {"tensor_model_parallel_size": 4}, ["6 query heads", "[1, 2, 3, 6]"]),
-    (MLA[0], True, {"tensor_model_parallel_size": 3}, ["--q-lora-rank 20", "18 or 21"]),
     (GLA[1], True, {"tensor_model_parallel_size": 2}, ["3 latent heads", "[1, 3, 6]"]),
     (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "remove"]),
     (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "use RMSNorm"]),
-    (GTA[0], False, {"kv_channels": 6}, ["--kv-channels 6", "use 4 or 8"]),
     (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "remove"]),
-    (GTA[0], False, {"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
-    (GTA[0], False, {"flash_decode": True}, ["flash_decode", "remove"]),
 ]
 
 

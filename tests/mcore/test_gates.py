@@ -18,7 +18,6 @@ from tests import oracle
 from tests.distributed.pieces import as_array, assemble, fill, pieces
 from tests.mcore import test_family
 from tests.mcore.test_attention import refused
-from tests.versions import needs_attention_family
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 8, 2, 6, 28, 12, 2
 BOUND = 1e-6
@@ -196,7 +195,9 @@ def test_gates_at_every_position_are_the_oracles(ranks, granularity):
             assert not wrong(kha, one), kha
 
 
-@pytest.mark.parametrize(("size", "sp"), [(2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "sp"), [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.whole)]
+)
 def test_together_and_beside_knocking_heads_on_any_number_of_ranks(ranks, size, sp):
     """Four ranks share two key/value heads."""
     found = ranks(passes, size, ON_RANKS, size, sp)
@@ -207,7 +208,6 @@ def test_together_and_beside_knocking_heads_on_any_number_of_ranks(ranks, size, 
 @pytest.mark.parametrize("reads", [True, False], ids=["", "without-input"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_latent_attention_has_a_gate_on_its_output(ranks, granularity, reads):
-    needs_attention_family()
     gate = Gate(output=granularity, reads_input=reads)
     test_family.check(ranks, KHAConfig(value="linear", gate=gate), True, 8)
 
@@ -296,7 +296,6 @@ def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
             {"qk_layernorm": True},
             ["gate.query=head before QK-norm", "use gate.query=element", "--qk-layernorm"],
         ),
-        (OUTPUT, {"flash_decode": True}, ["flash_decode", "gate(output=element)", "remove"]),
         (
             KHAConfig(gate=Gate(output="head")),
             {"attention_output_gate": True},
@@ -307,7 +306,6 @@ def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
             {"multi_latent_attention": True},
             ["multi-latent attention", "leave out value"],
         ),
-        (OUTPUT, {"mtp_num_layers": 1}, ["mtp_num_layers=1", "remove"]),
         (
             KHAConfig(gate=Gate(output="head")),
             {

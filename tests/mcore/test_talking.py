@@ -193,9 +193,8 @@ def refusal(kha, overrides, tokens):
         ({"max_tokens": 6}, {}, "7 tokens, more than talking.max_tokens=6.*talking.max_tokens=7"),
         ({}, {"window_size": (3, 0)}, "window_size=.*remove --window-size"),
         ({}, {"softmax_type": "learnable"}, "softmax_type=learnable.*remove --softmax-type"),
-        ({}, {"flash_decode": True}, "remove --flash-decode"),
     ],
-    ids=["tokens", "window", "sink", "flash_decode"],
+    ids=["tokens", "window", "sink"],
 )
 def test_a_layer_refuses(ranks, talking, overrides, words):
     kha = KHAConfig(talking=TalkingHeads(**talking))
