@@ -139,16 +139,21 @@ def refusal(kha, overrides):
 @pytest.mark.parametrize(
     ("dim", "overrides", "words"),
     [
-        (6, {"num_attention_heads": 4, "num_query_groups": 2}, "turns 8 features: give .*dim=8"),
         (6, {}, "blocks with dim=6 for 8 heads .*dim=8 or more, or .*start=ones"),
         (10, {"add_qkv_bias": True}, "no biases: remove --add-qkv-bias"),
         (10, {"multi_latent_attention": True}, "use MHA, MQA or GQA"),
     ],
-    ids=["rotary", "blocks", "bias", "mla"],
+    ids=["blocks", "bias", "mla"],
 )
 def test_a_layer_refuses(ranks, dim, overrides, words):
     kha = KHAConfig(collaborative=CollaborativeHeads(dim=dim))
     assert re.search(words, ranks(refusal, 1, kha, overrides)[0])
+
+
+def test_a_rotary_embedding_wider_than_the_shared_key_is_refused():
+    kha = KHAConfig(collaborative=CollaborativeHeads(dim=6))
+    with pytest.raises(ConfigError, match=r"turns 8 features: give .*dim=8"):
+        kha.check(HeadFacts(rotary_features=8))
 
 
 def test_keys_too_wide_for_fused_kernels_are_refused_where_there_are_no_others():
