@@ -4,6 +4,7 @@ Tolerance and quantities are those of ``test_parallelism.py``. The weight of the
 is 5: at the paper's 0.01 one that counts twice moves no gradient by more than 1e-4.
 """
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -71,6 +72,7 @@ def with_the_load_of_each_context_parallel_rank():
     return mock.patch.object(HeadRanks, "token_mean", Ranks.token_mean)
 
 
+@contextmanager
 def with_megatrons_scaler_of_experts_losses():
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -79,7 +81,10 @@ def with_megatrons_scaler_of_experts_losses():
     def without_scale(carrier, loss, scale):
         return MoEAuxLossAutoScaler.apply(carrier, loss)
 
-    return mock.patch.object(head_ranks, "with_loss", without_scale)
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    with mock.patch.object(head_ranks, "with_loss", without_scale):
+        yield
+    MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
 def with_each_sequence_counted_by_every_context_parallel_rank():
