@@ -62,8 +62,8 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
 
     @contextmanager
     def checked(chunks: list[Model], groups: Any) -> Iterator[None]:
-        configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
-        overlaps = any(getattr(config, "overlap_grad_reduce", False) for config in configs)
+        wrapped = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+        overlaps = any(config.overlap_grad_reduce for config in wrapped)
         if overlaps:  # until then the gradients may be on their way
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
