@@ -70,11 +70,6 @@ def faults_table(record_property):
     return add
 
 
-@pytest.fixture
-def training_package() -> None:
-    """Empty; to be removed from the tests that use it."""
-
-
 @pytest.fixture(scope="session")
 def ranks():
     """Run a function on n gloo ranks: ``ranks(case, n, *args) -> [result of each rank]``."""

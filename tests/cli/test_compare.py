@@ -74,7 +74,6 @@ def test_a_killed_comparison_resumes_bit_for_bit(
     corpus,  # noqa: F811
     nemorun_home,  # noqa: F811
     tmp_path,
-    training_package,
     seeds,
     at,
 ):
@@ -177,7 +176,6 @@ def test_parallel_runs_end_with_their_command(
     corpus,  # noqa: F811
     nemorun_home,  # noqa: F811
     tmp_path,
-    training_package,
 ):
     """Both ranks at work, then SIGTERM: the command says 143, and no rank is left."""
     data = Path(corpus[corpus.index("--data-path") + 1]).parent

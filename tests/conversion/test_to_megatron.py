@@ -12,7 +12,6 @@ from kha_megatron.conversion.megatron_arguments import command_line
 from kha_megatron.conversion.verify import Pair
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, make, tokens
-from tests.versions import needs_attention_family, needs_training_package
 
 LAYOUTS = {
     "1 rank": {},
@@ -97,9 +96,6 @@ def assert_same_tensors(one, other):
 @pytest.mark.parametrize(("name", "layout"), list(runs()))
 def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, layout):
     """And what its ranks save converts back into the model that it came from."""
-    needs_training_package()
-    if name in FAMILY:
-        needs_attention_family()
     folder, expected = models(name)
     world = 1 if layout == "1 rank" else 2
     saved = tmp_path / "iter_0000001"

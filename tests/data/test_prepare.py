@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kha_megatron.data import DataReport, indexed_dataset_module, prepare, verify
 from kha_megatron.errors import ConfigError, DataError, OutputError
-from tests.versions import needs_training_package
 
 pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")
 
@@ -95,7 +94,6 @@ def test_result_does_not_depend_on_workers(prepared, sources, tmp_path):
 
 
 def test_megatron_reads_the_tokenizer(prepared):
-    needs_training_package()
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     out, report = prepared

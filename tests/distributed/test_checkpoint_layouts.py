@@ -20,8 +20,6 @@ from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
 
-pytestmark = pytest.mark.usefixtures("training_package")
-
 FIRST_IMPORT = 400
 """Seconds for a case: the first one imports all of megatron.training on each rank."""
 

@@ -13,8 +13,6 @@ from kha_megatron.model.rules import check_arguments
 from kha_megatron.model.run import TABLE, Run, parse_arguments
 from kha_megatron.recipes import RECIPES, get_recipe
 
-pytestmark = pytest.mark.usefixtures("training_package")
-
 WITHOUT = {"num_layers", "hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"}
 WITHOUT |= {"ffn_hidden_size", "seq_length", "micro_batch_size"}
 """What a model or a batch cannot do without: the table has no default for them."""

@@ -13,7 +13,6 @@ import pytest
 
 from tests.entry import Ended, run
 from tests.ports import free_port
-from tests.versions import needs_training_package
 
 LAYERS = 4
 HEAD_DIM = 6
@@ -39,7 +38,6 @@ EXPERTS = shlex.split("""
 
 def start(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
     """Run the entry point on ``ranks`` processes; ``program`` is Python source to run instead."""
-    needs_training_package()
     return run(words, ranks, program=program, timeout=300)
 
 
@@ -56,7 +54,6 @@ def started_anew(words: Sequence[str], ranks: int = 1, *, program: str | None = 
 
 def _ended(commands: list[list[str]], environments: list[dict[str, str]]) -> Ended:
     """What becomes of these processes within five minutes."""
-    needs_training_package()
     with tempfile.TemporaryFile("w+") as log:  # a rank whose pipe is full would wait for a reader
         processes = [
             subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)

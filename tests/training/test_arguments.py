@@ -12,8 +12,6 @@ from kha_megatron.mcore import cpu
 from kha_megatron.training.arguments import choose_device
 from tests.training.conftest import MODEL, TRAINING, start, started_anew
 
-pytestmark = pytest.mark.usefixtures("training_package")
-
 MOCK = ["--mock-data", "--vocab-size", "90"]
 MLP = ["--kha-preset", "kha_mlp"]
 

@@ -25,7 +25,7 @@ RUN = shlex.split("""
 
 
 @pytest.mark.whole
-def test_a_pretrained_model_is_trained_with_kha_and_served_without(training_package, tmp_path):
+def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
     planned = to_megatron.plan(
         tmp_path / "base", upcycle=KHAConfig(query="linear", key="linear", value="linear")
