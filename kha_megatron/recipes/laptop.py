@@ -1,60 +1,40 @@
-"""Runs that two CPU cores train in minutes: the quickstart, and the paper's comparison in small.
+"""Runs that two CPU cores train in minutes: the quickstart, and a small copy of the comparison.
 
-The shapes are the paper's (section 4.1) in small: RMSNorm on queries and keys, experts balanced by
-a bias, and a dense model. The laptop recipes use one rank, so that ``kha-megatron compare`` trains
-as many side by side as there are cores. ``benchmarks/reproduction.md`` says how their learning rate
-was chosen.
+The shapes are scaled-down shapes of section 4.1: RMSNorm on queries and keys, experts balanced by a
+bias, and a dense model. The laptop recipes use one rank, so that ``kha-megatron compare`` trains as
+many side by side as there are cores. ``benchmarks/reproduction.md`` explains their learning rate.
 """
 
 from typing import Any
 
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.paper import ATTENTION
+from kha_megatron.recipes.paper import ATTENTION, ROUTING, TRAINING
 from kha_megatron.recipes.recipe import Recipe
 
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": ("none",),
-    "moe_router_dtype": "fp32",
-    "moe_token_dispatcher_type": "alltoall",
-}
-_TRAINING: dict[str, Any] = {
-    "train_iters": 350,
-    "lr_decay_style": "cosine",
-    "lr_warmup_fraction": 0.05,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "weight_decay": 0.1,
-    "clip_grad": 1.0,
-    "seed": 1234,
-    "num_workers": 0,
-    "eval_interval": 1000,
-    "eval_iters": 0,
-    "log_interval": 10,
-    "tensorboard_log_interval": 1,
-    "save_interval": 1000,
-    "ckpt_format": "torch_dist",
-    "device": "cpu",
-    "kha_preset": "kha_mlp",
-}
+_EXPERTS = ROUTING | {"num_experts": 8, "moe_router_topk": 2}
 
 
 def _recipe(name: str, description: str, *, ranks: int, length: int, **values: Any) -> Recipe:
-    """Build a recipe for sequences of ``length`` tokens. ``values`` are its own arguments."""
-    shared = ATTENTION | {
+    """Return a recipe for sequences of ``length`` tokens. ``values`` are its own arguments."""
+    shared = {
+        **ATTENTION,
+        **TRAINING,
         "group_query_attention": True,
         "rotary_base": 10000,
         "seq_length": length,
         "max_position_embeddings": length,
+        "train_iters": 350,
+        "lr_warmup_fraction": 0.05,
+        "seed": 1234,
+        "num_workers": 0,
+        "device": "cpu",
+        "kha_preset": "kha_mlp",
     }
     return Recipe(
         name=name,
         description=description,
         ranks=ranks,
-        run=Run.of(vocab_size=512, **(shared | _TRAINING | values)),
+        run=Run.of(vocab_size=512, **(shared | values)),
         environment={"OMP_NUM_THREADS": "1"},  # more threads would compete for the cores
     )
 
@@ -70,8 +50,8 @@ def _laptop(name: str, what: str, **feed_forward: Any) -> Recipe:
         num_attention_heads=8,
         num_query_groups=4,
         kv_channels=16,
-        # half of 1/sqrt(hidden): with 0.02 the loss stays at its start for hundreds of steps, and
-        # pairs of runs differ ten times as much
+        # half of 1/sqrt(hidden): with 0.02 the loss does not fall for hundreds of steps, and pairs
+        # of runs differ ten times as much
         init_method_std=0.06,
         tensor_model_parallel_size=1,
         micro_batch_size=8,
@@ -104,18 +84,14 @@ QUICKSTART = _recipe(
     expert_tensor_parallel_size=1,
     micro_batch_size=16,
     global_batch_size=16,
-    lr=2e-3,  # with a rate ten times that of the paper's models, losses depend on rounding
+    lr=2e-3,  # with ten times the rate of the paper's models, losses depend on rounding
     min_lr=2e-4,
     split="99,1,0",
 )
 
 LAPTOP = (
     _laptop(
-        "moe",
-        "MoE of 8 experts, top 2",
-        ffn_hidden_size=64,
-        moe_ffn_hidden_size=64,
-        **_EXPERTS,
+        "moe", "MoE of 8 experts, top 2", ffn_hidden_size=64, moe_ffn_hidden_size=64, **_EXPERTS
     ),
     _laptop("dense", "dense model", ffn_hidden_size=192),
 )

@@ -21,158 +21,134 @@ from typing import Any
 from kha_megatron.recipes.paper import (
     EXPLORATION,
     SHAPES,
+    VARIANTS,
+    Baseline,
     Schedule,
     Shape,
+    Variant,
     grouped_query,
-    recipe_of,
 )
 from kha_megatron.recipes.recipe import Recipe
 
 _UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
-
-_GATED_MODELS: Mapping[str, tuple[str, Shape, dict[str, Any], dict[str, str | float]]] = {
-    # description, sizes, attention, the paper's parameter counts
-    "1.7b-28": (
-        "1.7B of 28 layers",
-        Shape(28, 2048, 6144),
-        grouped_query(16, 8),
-        {"total": "1.7B", "active": "1.7B"},
-    ),
-    "1.7b-48": (
-        "1.7B of 48 layers",
-        Shape(48, 1536, 4608),
-        grouped_query(16, 8),
-        {"total": "1.7B", "active": "1.7B"},
-    ),
-    "15b": (
-        "15B MoE (named A2.4B; 1.99B are active)",
-        Shape(24, 2048, 768, (128, 8)),
-        grouped_query(32, 4) | _UNTIED,
-        {"total": "15B", "active": "2.4B"},
-    ),
-}
-_GATES: Mapping[str, tuple[str, str]] = {
-    # preset, description
-    "baseline": ("baseline", "no gate"),
-    "output-element": ("gate_output", "a gate on each element of a head's output"),
-    "output-head": ("gate_output_head", "a gate on each head's output"),
-    "value-element": ("gate_value", "a gate on each element of a value"),
-    "value-head": ("gate_value_head", "a gate on each value head"),
-    "query": ("gate_query", "a gate on each element of a query"),
-    "key": ("gate_key", "a gate on each element of a key"),
-    "dense": ("gate_dense", "a gate on what the output projection gives"),
-}
+_NO_QK_NORM: dict[str, Any] = {"qk_layernorm": False}
 
 
-def _gated() -> Iterator[Recipe]:
-    for name, (words, shape, attention, printed) in _GATED_MODELS.items():
-        for gate, (preset, what) in _GATES.items():
-            yield recipe_of(
-                f"gated/{name}-{gate}",
-                f"{words}, {what}; trained as Table 3 of KHA",
-                shape,
-                EXPLORATION,
-                preset=preset,
-                attention=attention,
-                vocab_size=151936,
-                paper=printed if gate == "baseline" else {},
-            )
+def _gated(description: str, shape: Shape, attention: Mapping[str, Any]) -> Baseline:
+    description += " trained as in Table 3 of KHA"
+    return Baseline(description, shape, EXPLORATION, attention, vocab_size=151936)
 
 
-_MOH_BATCH = 2048
-"""Sequences of a step: 4M tokens of 2,048 (Table C), 16M of 8,192 (Table D)."""
-
-
-def _moh_schedule(rate: float, warm_up: int) -> Schedule:
+def _moh(description: str, shape: Shape, heads: int, rate: float, warm_up: int) -> Baseline:
+    attention = {"num_attention_heads": heads, "kv_channels": shape.hidden // heads}
+    # 4M tokens per step (Table C); this vocabulary reproduces the counts of Tables 4 and A
     start = {"lr_warmup_iters": warm_up, "lr_warmup_init": 1e-7}
-    return Schedule("100B", 2048, rate, batch=_MOH_BATCH, warm_up=start)
+    schedule = Schedule("100B", 2048, rate, batch=2048, warm_up=start)
+    return Baseline(description, shape, schedule, attention | _NO_QK_NORM | _UNTIED, 65536)
 
 
-_MOH_MODELS: Mapping[
-    str, tuple[str, Shape, int, int, Schedule, Mapping[str, tuple[str, float]]]
-] = {
-    # description, sizes, heads, head size, training; parameters and mean accuracy over six tasks
-    # in percent without routers and with 75 or 50 % of the heads active
-    "s": (
-        "LLM-S",
-        Shape(12, 768, 2048),
-        12,
-        64,
-        _moh_schedule(3e-4, 2000),
-        {"baseline": ("186M", 43.9), "75": ("186M", 44.6), "50": ("186M", 45.4)},
-    ),
-    "b": (
-        "LLM-B",
-        Shape(24, 1536, 4096),
-        16,
-        96,
-        _moh_schedule(5e-4, 500),
-        {"baseline": ("881M", 47.4), "75": ("882M", 47.8), "50": ("882M", 47.2)},
-    ),
+def _interactive(description: str, attention: Mapping[str, Any]) -> Baseline:
+    shape = SHAPES["moe-a0.8b-6.6b"]
+    return Baseline(f"A0.8B-6.6B MoE with {description}", shape, EXPLORATION, attention)
+
+
+_BASELINES: Mapping[str, Mapping[str, Baseline]] = {
+    "gated": {
+        "1.7b-28": _gated("1.7B of 28 layers", Shape(28, 2048, 6144), grouped_query(16, 8)),
+        "1.7b-48": _gated("1.7B of 48 layers", Shape(48, 1536, 4608), grouped_query(16, 8)),
+        "15b": _gated(
+            "15B MoE (named A2.4B; 1.99B are active)",
+            Shape(24, 2048, 768, (128, 8)),
+            grouped_query(32, 4) | _UNTIED,
+        ),
+    },
+    "moh": {
+        "table4-s": _moh("LLM-S", Shape(12, 768, 2048), 12, 3e-4, 2000),
+        "table4-b": _moh("LLM-B", Shape(24, 1536, 4096), 16, 5e-4, 500),
+    },
+    "interactive": {
+        "mha": _interactive("MHA, 16 heads", grouped_query(16, 16)),
+        "gqa4": _interactive("GQA, 32 query and 4 KV heads", grouped_query(32, 4)),
+    },
+}
+_VARIANTS: Mapping[str, Mapping[str, Variant]] = {
+    "gated": {
+        "baseline": Variant("no gate"),
+        "output-element": Variant("a gate on each element of a head's output", "gate_output"),
+        "output-head": Variant("a gate on each head's output", "gate_output_head"),
+        "value-element": Variant("a gate on each element of a value", "gate_value"),
+        "value-head": Variant("a gate on each value head", "gate_value_head"),
+        "query": Variant("a gate on each element of a query", "gate_query"),
+        "key": Variant("a gate on each element of a key", "gate_key"),
+        "dense": Variant("a gate on the result of the output projection", "gate_dense"),
+    },
+    "moh": {
+        "baseline": Variant("all heads"),
+        "75": Variant("75 % of the heads, half shared", "moh_75"),
+        "50": Variant("50 % of the heads, half shared", "moh_50"),
+    },
+    "interactive": {
+        # talking heads materialize all attention logits, so long sequences must be allowed
+        "talking": Variant(
+            "talking heads",
+            "talking",
+            {"kha_heads": (f"talking.max_tokens={EXPLORATION.length}",)},
+        ),
+        "collaborative": Variant(
+            "queries and keys of 256 features that all heads share", "collaborative"
+        ),
+        "moh": Variant("75 % of the heads for each token", "moh_75"),
+        "kha_mlp": VARIANTS["mlp"],
+        "kha_linear": VARIANTS["linear"],
+    },
+}
+_PRINTED: Mapping[str, tuple[str, str] | tuple[str, str, float]] = {
+    # total and active parameters, and the mean accuracy over six tasks in percent
+    "gated/1.7b-28-baseline": ("1.7B", "1.7B"),
+    "gated/1.7b-48-baseline": ("1.7B", "1.7B"),
+    "gated/15b-baseline": ("15B", "2.4B"),
+    "moh/table4-s-baseline": ("186M", "186M", 43.9),
+    "moh/table4-s-75": ("186M", "186M", 44.6),
+    "moh/table4-s-50": ("186M", "186M", 45.4),
+    "moh/table4-b-baseline": ("881M", "881M", 47.4),
+    "moh/table4-b-75": ("882M", "882M", 47.8),
+    "moh/table4-b-50": ("882M", "882M", 47.2),
 }
 
 
-def _moh() -> Iterator[Recipe]:
-    for name, (words, shape, heads, head_dim, training, rows) in _MOH_MODELS.items():
-        for active, (size, accuracy) in rows.items():
-            plain = active == "baseline"
-            yield recipe_of(
-                f"moh/table4-{name}-{active}",
-                f"{words}, " + ("all heads" if plain else f"{active} % of the heads, half shared"),
-                shape,
-                training,
-                preset="baseline" if plain else f"moh_{active}",
-                attention={"num_attention_heads": heads, "kv_channels": head_dim}
-                | {"qk_layernorm": False}
-                | _UNTIED,
-                vocab_size=65536,  # reproduces the counts of Tables 4 and A
-                paper={"total": size, "active": size, "accuracy": accuracy},
+def _recipes(family: str) -> Iterator[Recipe]:
+    for model, baseline in _BASELINES[family].items():
+        for key, variant in _VARIANTS[family].items():
+            row = f"{key}-{model}" if family == "interactive" else f"{model}-{key}"
+            name = f"{family}/{row}"
+            printed = zip(("total", "active", "accuracy"), _PRINTED.get(name, ()), strict=False)
+            yield baseline.recipe(name, variant, **dict(printed))
+
+
+_LLAMA_STAGE_2 = Baseline(
+    "LLaMA3-8B of 160,896 tokens continued as MoH",
+    Shape(32, 4096, 14336),
+    # 16M tokens per step (Table D)
+    Schedule("100B", 8192, 2e-5, last=0.05, batch=2048, warm_up={"lr_warmup_iters": 50}),
+    grouped_query(32, 8)
+    | _NO_QK_NORM
+    | _UNTIED
+    | {"rotary_base": 500000, "pipeline_model_parallel_size": 8},
+    vocab_size=160896,
+).recipe(
+    "moh/llama3-8b-stage2",
+    # stage 2 of section 4.4 has no new tensor, only another configuration
+    Variant(
+        "16 shared and 8 of 16 routed heads, from --pretrained-checkpoint of stage 1",
+        heads={
+            "kha_heads": (
+                *("moh.shared=16", "moh.active=8"),
+                *("moh.router=query_norm", "moh.quantized=true"),
             )
-    # the second stage of section 4.4 has no new tensor, only another configuration
-    attention = grouped_query(32, 8) | {"qk_layernorm": False, "rotary_base": 500000} | _UNTIED
-    routing = ("moh.shared=16", "moh.active=8", "moh.router=query_norm", "moh.quantized=true")
-    yield recipe_of(
-        "moh/llama3-8b-stage2",
-        "LLaMA3-8B of 160,896 tokens continued as MoH, 16 shared and 8 of 16 routed heads, from "
-        "--pretrained-checkpoint of stage 1",
-        Shape(32, 4096, 14336),
-        Schedule("100B", 8192, 2e-5, last=0.05, batch=_MOH_BATCH, warm_up={"lr_warmup_iters": 50}),
-        preset="baseline",
-        attention=attention | {"pipeline_model_parallel_size": 8},  # Table D
-        heads={"kha_heads": routing},
-        vocab_size=160896,
-        paper={"accuracy": 64.0},  # Table 5; Table E, with other tasks, has 64.8
-    )
+        },
+    ),
+    accuracy=64.0,  # Table 5; Table E, with other tasks, has 64.8
+)
 
-
-_ATTENTIONS = {
-    "mha": ("MHA, 16 heads", grouped_query(16, 16)),
-    "gqa4": ("GQA, 32 query and 4 KV heads", grouped_query(32, 4)),
-}
-_INTERACTIONS: Mapping[str, tuple[str, str]] = {
-    # preset, description
-    "talking": ("talking", "talking heads"),
-    "collaborative": ("collaborative", "queries and keys of 256 features that all heads share"),
-    "moh": ("moh_75", "75 % of the heads for each token"),
-    "kha_mlp": ("kha_mlp", "KHA-MLP on v"),
-    "kha_linear": ("kha_linear", "KHA-Linear on q, k and v"),
-}
-
-
-def _interactive() -> Iterator[Recipe]:
-    # talking heads keep the logits of all pairs of tokens, so long sequences must be asked for
-    longer = {"kha_heads": (f"talking.max_tokens={EXPLORATION.length}",)}
-    for name, (preset, what) in _INTERACTIONS.items():
-        for attention, (words, arguments) in _ATTENTIONS.items():
-            yield recipe_of(
-                f"interactive/{name}-{attention}",
-                f"A0.8B-6.6B MoE with {words}, {what}",
-                SHAPES["moe-a0.8b-6.6b"],
-                EXPLORATION,
-                preset=preset,
-                attention=arguments,
-                heads=longer if name == "talking" else None,
-            )
-
-
-GATED, MOH, INTERACTIVE = tuple(_gated()), tuple(_moh()), tuple(_interactive())
+GATED, MOH = tuple(_recipes("gated")), (*_recipes("moh"), _LLAMA_STAGE_2)
+INTERACTIVE = tuple(_recipes("interactive"))

@@ -1,12 +1,12 @@
-"""The paper's models (sections 4.1 and 4.4, Table 5) as recipes, and what its tables vary.
+"""The paper's models (sections 4.1 and 4.4, Table 5) as recipes, and the parts of all recipes.
 
-Sizes are the paper's. What it does not print is Megatron's default, or follows from its parameter
-counts: tied embeddings, a vocabulary of 157,184, and the shape of the 6.1B model of the long run.
-The parallel sizes are ours; the paper trained with FSDP.
+Sizes are the paper's. Values that it does not print are Megatron's defaults or follow from its
+parameter counts: tied embeddings, a vocabulary of 157,184, and the shape of the 6.1B model of the
+long run. The parallel sizes are ours; the paper trained with FSDP.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,10 +14,10 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import Recipe
 
 VOCAB_SIZE = 157184
-"""Entries of the paper's tokenizer, as its parameter counts give them."""
+"""Entries of the paper's tokenizer, derived from its parameter counts."""
 
 BATCH = 512
-"""Sequences of one optimizer step: 2.1M tokens of 4,096, 4.2M of 8,192."""
+"""Sequences per optimizer step: 2.1M tokens of 4,096, 4.2M of 8,192."""
 
 ATTENTION: dict[str, Any] = {
     "kv_channels": 128,
@@ -29,19 +29,23 @@ ATTENTION: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
-"""What the layers of all its models have in common."""
+"""Layer arguments that all models share."""
 
-_OPTIMISATION: dict[str, Any] = {
+ROUTING: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": ("none",),
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+}
+"""Experts balanced by a bias instead of an auxiliary loss."""
+
+TRAINING: dict[str, Any] = {
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
     "weight_decay": 0.1,
     "clip_grad": 1.0,
     "lr_decay_style": "cosine",
-    "micro_batch_size": 1,
-    "bf16": True,
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
     "eval_interval": 1000,
     "eval_iters": 0,
     "log_interval": 10,
@@ -49,26 +53,36 @@ _OPTIMISATION: dict[str, Any] = {
     "save_interval": 1000,
     "ckpt_format": "torch_dist",
 }
+"""Training arguments that all recipes share."""
+
+_ON_GPUS: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "device": "cuda",
+}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast a model learns; defaults and values below are those of section 4.1."""
+    """Training length and learning rate. The defaults are those of section 4.1."""
 
     tokens: str
-    """As the paper writes it: ``75B``, ``100B`` or ``1T``."""
+    """Number of tokens as the paper prints it: ``75B``, ``100B`` or ``1T``."""
     length: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     rate: float
     """Peak learning rate."""
     last: float = 0.1
-    """Share of it that a cosine ends at."""
+    """Final learning rate of the cosine as a fraction of the peak."""
     batch: int = BATCH
-    """Sequences of one optimizer step."""
+    """Sequences per optimizer step."""
     warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
 
     def arguments(self) -> dict[str, Any]:
-        """Megatron's; the last batch is a whole one."""
+        """Return Megatron's arguments. The number of iterations is rounded up."""
         tokens = int(self.tokens[:-1]) * {"B": 10**9, "T": 10**12}[self.tokens[-1]]
         return {
             "seq_length": self.length,
@@ -88,14 +102,14 @@ MAIN_RUN = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
 
 @dataclass(frozen=True)
 class Shape:
-    """What Table 5 and section 4.1 vary between models."""
+    """Sizes that Table 5 and section 4.1 vary between models."""
 
     layers: int
     hidden: int
     ffn: int
-    """Of the dense MLP, or of one expert."""
+    """Width of the dense MLP, or of one expert."""
     experts: tuple[int, int] | None = None
-    """How many there are, and to how many a token is routed."""
+    """Number of experts, and of active experts per token."""
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -108,27 +122,39 @@ SHAPES: Mapping[str, Shape] = {
     "moe-a1b-6.1b": Shape(18, 2048, 384, (128, 8)),
 }
 
-PRINTED: Mapping[str, tuple[str, str]] = {  # Table 5 and section 4.1; 880M is Table 3's digit more
-    "moe-a0.44b-2.3b": ("2.3B", "0.44B"),
-    "moe-a0.8b-6.6b": ("6.6B", "880M"),
-    "moe-a1.6b-14.6b": ("14.6B", "1.6B"),
-    "dense-0.6b": ("0.61B", "0.61B"),
-    "dense-1.7b": ("1.68B", "1.68B"),
-    "dense-3.9b": ("3.94B", "3.94B"),
-    "moe-a1b-6.1b": ("6.1B", "1.01B"),
+PRINTED: Mapping[str, Mapping[str, str | float]] = {
+    "moe-a0.44b-2.3b": {"total": "2.3B", "active": "0.44B"},
+    "moe-a0.8b-6.6b": {"total": "6.6B", "active": "880M"},  # Table 3 prints 880M
+    "moe-a1.6b-14.6b": {"total": "14.6B", "active": "1.6B"},
+    "dense-0.6b": {"total": "0.61B", "active": "0.61B"},
+    "dense-1.7b": {"total": "1.68B", "active": "1.68B"},
+    "dense-3.9b": {"total": "3.94B", "active": "3.94B"},
+    "moe-a1b-6.1b": {"total": "6.1B", "active": "1.01B"},
 }
-"""Total and active parameters of the baselines, as the paper prints them."""
+"""Total and active parameters of the baselines as printed in Table 5 and section 4.1."""
 
-VARIANTS: Mapping[str, tuple[str, str]] = {
-    "baseline": ("baseline", "no KHA"),
-    "mlp": ("kha_mlp", "KHA-MLP on v"),
-    "linear": ("kha_linear", "KHA-Linear on q, k and v"),
+
+@dataclass(frozen=True)
+class Variant:
+    """Head mechanisms of a run."""
+
+    description: str
+    preset: str = "baseline"
+    """A key of ``PRESETS``."""
+    heads: Mapping[str, Any] = field(default_factory=dict)
+    """``kha_*`` arguments that override the preset."""
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "baseline": Variant("no KHA"),
+    "mlp": Variant("KHA-MLP on v", "kha_mlp"),
+    "linear": Variant("KHA-Linear on q, k and v", "kha_linear"),
 }
-"""The paper's two choices and what it compares them with: preset, words."""
+"""The paper's two variants and its baseline."""
 
 
 def grouped_query(heads: int, groups: int) -> dict[str, Any]:
-    """Arguments of MHA, MQA or GQA with so many query and key/value heads."""
+    """Return the arguments of MHA, MQA or GQA with these numbers of query and KV heads."""
     return {
         "num_attention_heads": heads,
         "group_query_attention": True,
@@ -136,82 +162,61 @@ def grouped_query(heads: int, groups: int) -> dict[str, Any]:
     }
 
 
-def recipe_of(
-    name: str,
-    what: str,
-    shape: Shape,
-    training: Schedule,
-    *,
-    preset: str,
-    attention: Mapping[str, Any] | None = None,
-    heads: Mapping[str, Any] | None = None,
-    vocab_size: int = VOCAB_SIZE,
-    **fields: Any,
-) -> Recipe:
-    """One training run of a paper.
+@dataclass(frozen=True)
+class Baseline:
+    """A model and its training, without head mechanisms."""
 
-    Args:
-        what: the model and its variant in a few words; the training's length is added.
-        preset: a key of ``PRESETS``.
-        attention: arguments of another attention than 32 query and 4 key/value heads, and what else
-            of the model or its layout is not as in the paper on KHA.
-        heads: what replaces the preset's choice, by argument.
-        vocab_size: entries of the tokenizer.
-        fields: of :class:`Recipe`, as they are.
-    """
-    sizes: dict[str, Any] = {
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "ffn_hidden_size": shape.ffn,
-    }
-    attention = grouped_query(32, 4) if attention is None else attention
-    experts = _experts(*shape.experts, shape.ffn) if shape.experts else {}
-    values = sizes | ATTENTION | dict(attention) | experts | training.arguments() | _OPTIMISATION
-    values |= {"device": "cuda", "kha_preset": preset, **(heads or {})}
-    return Recipe(
-        name=name,
-        description=f"{what}, {training.tokens} tokens",
-        ranks=8,
-        run=Run.of(vocab_size=vocab_size, **values),
-        **fields,
-    )
+    description: str
+    shape: Shape
+    schedule: Schedule
+    attention: Mapping[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
+    """Arguments of the attention, and other arguments that differ from the paper on KHA."""
+    vocab_size: int = VOCAB_SIZE
+    note: str = ""
 
-
-def _experts(total: int, active: int, ffn: int) -> dict[str, Any]:
-    return {
-        "num_experts": total,
-        "moe_router_topk": active,
-        "moe_ffn_hidden_size": ffn,
-        # balanced by a bias instead of an auxiliary loss
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rms": True,
-        "moe_router_load_balancing_type": ("none",),
-        "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": 8,
-    }
+    def recipe(self, name: str, variant: Variant, **paper: str | float) -> Recipe:
+        """Return the recipe of a variant. ``paper`` holds the printed numbers of the run."""
+        shape = self.shape
+        values: dict[str, Any] = {
+            "num_layers": shape.layers,
+            "hidden_size": shape.hidden,
+            "ffn_hidden_size": shape.ffn,
+        }
+        values |= ATTENTION | self.attention
+        if shape.experts is not None:
+            values |= ROUTING | {
+                "num_experts": shape.experts[0],
+                "moe_router_topk": shape.experts[1],
+                "moe_ffn_hidden_size": shape.ffn,
+                "moe_router_bias_update_rms": True,
+                "expert_model_parallel_size": 8,
+            }
+        values |= self.schedule.arguments() | TRAINING | _ON_GPUS
+        values |= {"kha_preset": variant.preset, **variant.heads}
+        return Recipe(
+            name=name,
+            description=f"{self.description}, {variant.description}, {self.schedule.tokens} tokens",
+            ranks=8,
+            run=Run.of(vocab_size=self.vocab_size, **values),
+            paper=paper,
+            note=self.note,
+        )
 
 
-def _model(name: str) -> Recipe:
-    """A model with the variant that the paper chose for its kind."""
+def _recipe(name: str) -> Recipe:
+    """Return a model with the variant that the paper chose for its kind."""
     shape = SHAPES[name]
-    training = MAIN_RUN if name == "moe-a1b-6.1b" else EXPLORATION
-    preset, words = VARIANTS["mlp" if shape.experts else "linear"]
     kind = "MoE, {1} of {0} experts".format(*shape.experts) if shape.experts else "dense model"
-    total, active = PRINTED[name]
-    printed = {"total": total, "active": active}
-    what = f"the paper's {kind}, {words}"
-    return recipe_of(name, what, shape, training, preset=preset, paper=printed)
+    schedule = MAIN_RUN if name == "moe-a1b-6.1b" else EXPLORATION
+    variant = VARIANTS["mlp" if shape.experts else "linear"]
+    return Baseline(f"the paper's {kind}", shape, schedule).recipe(name, variant, **PRINTED[name])
 
 
-PAPER = tuple(map(_model, SHAPES))
+PAPER = tuple(map(_recipe, SHAPES))
 
-EQUATION_12 = recipe_of(
-    "equation12",
+EQUATION_12 = Baseline(
     "one layer of the worked example of eq. 12",
     Shape(1, 1024, 3072),
     replace(EXPLORATION, length=2048),
-    preset="kha_mlp",
-    attention=grouped_query(32, 32) | {"kv_channels": 32},
-)
+    grouped_query(32, 32) | {"kv_channels": 32},
+).recipe("equation12", VARIANTS["mlp"])

@@ -1,7 +1,7 @@
-"""Every row of the paper's Tables 1 to 5 as a recipe, made from what the tables vary.
+"""Every row of the paper's Tables 1 to 5 as a recipe.
 
-The names say table and row: ``table1/mlp-kv4``, ``table2/linear-q``, ``table3/gqa4-baseline``,
-``table5/dense-1.7b-linear``. ``recipe.paper`` holds what the paper prints of the run.
+Names consist of table and row: ``table1/mlp-kv4``, ``table2/linear-q``, ``table3/gqa4-baseline``,
+``table5/dense-1.7b-linear``. ``recipe.paper`` holds the printed numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,14 @@ from kha_megatron.recipes.paper import (
     PRINTED,
     SHAPES,
     VARIANTS,
+    Baseline,
+    Variant,
     grouped_query,
-    recipe_of,
 )
 from kha_megatron.recipes.recipe import Recipe
 
-_MODEL = SHAPES["moe-a0.8b-6.6b"]  # of Tables 1, 2 and 3
+_NAME = "moe-a0.8b-6.6b"
+"""Model of Tables 1, 2 and 3."""
 
 _KV_HEADS = (1, 2, 4, 8, 16, 32)
 _TABLE_1: Mapping[str, tuple[float, ...]] = {
@@ -28,22 +30,22 @@ _TABLE_1: Mapping[str, tuple[float, ...]] = {
     "linear": (1.857, 1.845, 1.838, 1.841, 1.832, 1.834),
 }
 
-_PLACES: Mapping[str, tuple[str, ...]] = {
+_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "q": ("query",),
     "k": ("key",),
     "v": ("value",),
     "qkv": ("query", "key", "value"),
 }
-_TABLE_2: Mapping[str, Mapping[str, float]] = {  # the gate has one row; its other places are ours
+_TABLE_2: Mapping[str, Mapping[str, float]] = {  # the table has one row of the gate
     "linear": {"q": 1.849, "k": 1.848, "v": 1.839, "qkv": 1.838},
     "gate": {"v": 1.919},
     "mlp": {"q": 1.848, "k": 1.848, "v": 1.832, "qkv": 1.832},
 }
 
 _LATENT: dict[str, Any] = {
-    # "8 query heads" and "4 KV heads" of 128 are the widths of the latents, for 32 heads: this
-    # reading comes to 971.7M active parameters, 0.2 % above the paper's 970M, which are 969.9M
-    # where the rotary key's projection is not counted. No other that we tried comes as near.
+    # "8 query heads" and "4 KV heads" of 128 are read as the widths of the latents, for 32 heads.
+    # This gives 971.7M active parameters, 0.2 % above the paper's 970M (969.9M without the
+    # projection of the rotary key). It is the closest of the readings that we tried.
     "num_attention_heads": 32,
     "multi_latent_attention": True,
     "q_lora_rank": 1024,
@@ -57,17 +59,11 @@ _LATENT_NOTE = (
     "norms have --norm-epsilon 1e-6, in all other rows 1e-5: stock DeepSeek-V3, which this folds "
     "into, has no other for its latents"
 )
+_GTA = grouped_query(32, 4) | {"kha_attention": "gta", "rotary_percent": 0.5}
 _TABLE_3: Mapping[str, tuple[dict[str, Any], str, str, str, float, float]] = {
-    # arguments, words, KHA, active parameters, loss without and with KHA
+    # arguments, description, KHA, active parameters, loss without and with KHA
     "mla": (_LATENT, "MLA", "linear", "970M", 1.812, 1.801),
-    "gta": (
-        grouped_query(32, 4) | {"kha_attention": "gta", "rotary_percent": 0.5},
-        "GTA, 32 query and 4 KV heads",
-        "mlp",
-        "868M",
-        1.819,
-        1.802,
-    ),
+    "gta": (_GTA, "GTA, 32 query and 4 KV heads", "mlp", "868M", 1.819, 1.802),
     "mqa": (grouped_query(32, 1), "MQA, 32 query heads", "mlp", "859M", 1.814, 1.801),
     "gqa8": (grouped_query(16, 8), "GQA, 16 query and 8 KV heads", "mlp", "795M", 1.801, 1.791),
     "gqa4": (grouped_query(32, 4), "GQA, 32 query and 4 KV heads", "mlp", "880M", 1.807, 1.787),
@@ -85,106 +81,61 @@ _TABLE_5: Mapping[str, Mapping[str, float]] = {
 
 
 def _table_1() -> Iterator[Recipe]:
-    for variant, losses in _TABLE_1.items():
-        preset, words = VARIANTS[variant]
+    for name, losses in _TABLE_1.items():
         for groups, loss in zip(_KV_HEADS, losses, strict=True):
-            yield recipe_of(
-                f"table1/{variant}-kv{groups}",
-                f"A0.8B-6.6B MoE, 32 query and {groups} KV heads, {words}",
-                _MODEL,
-                ARCHITECTURE,
-                preset=preset,
-                attention=grouped_query(32, groups),
-                paper={"loss": loss},
-            )
+            what = f"A0.8B-6.6B MoE, 32 query and {groups} KV heads"
+            base = Baseline(what, SHAPES[_NAME], ARCHITECTURE, grouped_query(32, groups))
+            yield base.recipe(f"table1/{name}-kv{groups}", VARIANTS[name], loss=loss)
 
 
 def _table_2() -> Iterator[Recipe]:
-    printed = _printed("moe-a0.8b-6.6b")
-    yield recipe_of(
-        "table2/baseline",
-        "A0.8B-6.6B MoE, no KHA",
-        _MODEL,
-        ARCHITECTURE,
-        preset="baseline",
-        paper=printed | {"loss": _TABLE_1["baseline"][2]},
-    )
-    for variant, losses in _TABLE_2.items():
-        for place, projections in _PLACES.items():
-            yield recipe_of(
-                f"table2/{variant}-{place}",
-                f"A0.8B-6.6B MoE, {variant} on {', '.join(place)}",
-                _MODEL,
-                ARCHITECTURE,
-                preset="baseline",
-                heads={f"kha_{projection}": variant for projection in projections},
-                paper=printed | ({"loss": losses[place]} if place in losses else {}),
-            )
+    base = Baseline("A0.8B-6.6B MoE", SHAPES[_NAME], ARCHITECTURE)
+    loss = _TABLE_1["baseline"][2]
+    yield base.recipe("table2/baseline", VARIANTS["baseline"], **PRINTED[_NAME], loss=loss)
+    for kind, losses in _TABLE_2.items():
+        for letters, projections in _PROJECTIONS.items():
+            heads = {f"kha_{projection}": kind for projection in projections}
+            variant = Variant(f"{kind} on {', '.join(letters)}", heads=heads)
+            printed = {"loss": losses[letters]} if letters in losses else {}
+            yield base.recipe(f"table2/{kind}-{letters}", variant, **PRINTED[_NAME], **printed)
 
 
 def _table_3() -> Iterator[Recipe]:
-    for name, (attention, words, variant, active, plain, knocked) in _TABLE_3.items():
-        for which, loss in (("baseline", plain), (variant, knocked)):
-            preset, choice = VARIANTS[which]
-            yield recipe_of(
-                f"table3/{name}-{which}",
-                f"A0.8B-6.6B MoE with {words}, {choice}",
-                _MODEL,
-                EXPLORATION,
-                preset=preset,
-                attention=attention,
-                paper={"active": active, "loss": loss},
-                note=_LATENT_NOTE if attention is _LATENT else "",
-            )
+    for name, (attention, what, variant, active, plain, knocked) in _TABLE_3.items():
+        note = _LATENT_NOTE if attention is _LATENT else ""
+        base = Baseline(
+            f"A0.8B-6.6B MoE with {what}", SHAPES[_NAME], EXPLORATION, attention, note=note
+        )
+        for kind, loss in (("baseline", plain), (variant, knocked)):
+            yield base.recipe(f"table3/{name}-{kind}", VARIANTS[kind], active=active, loss=loss)
 
 
 def _table_4() -> Iterator[Recipe]:
-    name = "moe-a1b-6.1b"
-    for variant in ("baseline", "mlp"):
-        preset, words = VARIANTS[variant]
-        yield recipe_of(
-            f"table4/{variant}",
-            f"A1.01B-6.1B MoE, {words}",
-            SHAPES[name],
-            MAIN_RUN,
-            preset=preset,
-            paper=_printed(name),
-        )
+    base = Baseline("A1.01B-6.1B MoE", SHAPES["moe-a1b-6.1b"], MAIN_RUN)
+    for kind in ("baseline", "mlp"):
+        yield base.recipe(f"table4/{kind}", VARIANTS[kind], **PRINTED["moe-a1b-6.1b"])
 
 
 def _table_5() -> Iterator[Recipe]:
     for name, losses in _TABLE_5.items():
-        for variant, loss in losses.items():
-            preset, words = VARIANTS[variant]
-            kind, _, size = name.partition("-")
-            yield recipe_of(
-                f"table5/{name}-{variant}",
-                f"{size.upper()} {'MoE' if kind == 'moe' else 'dense'}, {words}",
-                SHAPES[name],
-                EXPLORATION,
-                preset=preset,
-                paper=_printed(name) | {"loss": loss},
-            )
+        family, _, size = name.partition("-")
+        what = f"{size.upper()} {'MoE' if family == 'moe' else 'dense'}"
+        base = Baseline(what, SHAPES[name], EXPLORATION)
+        for kind, loss in losses.items():
+            yield base.recipe(f"table5/{name}-{kind}", VARIANTS[kind], **PRINTED[name], loss=loss)
 
 
 def _gla() -> Iterator[Recipe]:
-    """Section 4.1 names GLA, and no table has it: two latent heads of 256, MLA's cache."""
-    attention = _LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}
-    for which in ("baseline", "linear"):
-        preset, choice = VARIANTS[which]
-        yield recipe_of(
-            f"attention/gla-{which}",
-            f"A0.8B-6.6B MoE with GLA, 2 latent heads, {choice}",
-            _MODEL,
-            EXPLORATION,
-            preset=preset,
-            attention=attention,
-            note=_LATENT_NOTE,
-        )
-
-
-def _printed(name: str) -> dict[str, str | float]:
-    return dict(zip(("total", "active"), PRINTED[name], strict=True))
+    """Yield GLA with two latent heads of 256 (MLA's cache), which section 4.1 names."""
+    base = Baseline(
+        "A0.8B-6.6B MoE with GLA, 2 latent heads",
+        SHAPES[_NAME],
+        EXPLORATION,
+        _LATENT | {"kha_attention": "gla", "kha_latent_heads": 2},
+        note=_LATENT_NOTE,
+    )
+    for kind in ("baseline", "linear"):
+        yield base.recipe(f"attention/gla-{kind}", VARIANTS[kind])
 
 
 TABLES = (*_table_1(), *_table_2(), *_table_3(), *_table_4(), *_table_5(), *_gla())
