@@ -107,9 +107,9 @@ class Run:
         dropped = (f"{self.given[name].flag}: {why}" for name, why in reasons.items())
         return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
 
-    def loading(self) -> Self:
-        """Return the run with ``--load`` set to ``--save``, unless it loads another checkpoint."""
-        return replace(self, given=as_arguments(load=self.files.save) | dict(self.given))
+    def with_defaults(self, **values: Any) -> Self:
+        """Return the run with values for arguments that it does not give."""
+        return replace(self, given=as_arguments(**values) | dict(self.given))
 
     @property
     def flags(self) -> Arguments:
@@ -131,7 +131,7 @@ class Run:
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
         return Model.of(self.arguments | sizes, self.kha)
 
-    def layout(self, ranks: int) -> Layout:
+    def layout(self, ranks: int | None) -> Layout:
         """Return the parallel sizes on a number of ranks."""
         return Layout.of(self.arguments, ranks)
 

@@ -1,4 +1,4 @@
-"""Run a job on this machine with NeMo-Run, and follow it to its end.
+"""Run a job on this machine with NeMo-Run and follow it to its end.
 
 NeMo-Run exits with code 0 even if a job failed, so the outcome is read from its status.
 """
@@ -27,7 +27,6 @@ from kha_megatron.recipes.processes import MARK, guarded, interruptible, marked
 TASK = "train"
 """NeMo-Run's name of the task of an experiment, whose script is ``train.sh``."""
 
-_LOG = "combined.log"
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
 
@@ -76,7 +75,7 @@ def dry_run(job: Job) -> Command:
         MissingDependencyError: NeMo-Run is not installed.
         ConfigError: torchrun cannot be found, or NeMo-Run cannot use its home directory.
     """
-    with _experiment(job, mark="dry-run") as experiment:
+    with experiment_of(job, _executor(job, mark="dry-run")) as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
     (replica,) = request.role_params[TASK]
@@ -107,15 +106,16 @@ def launch(
         ConfigError: torchrun cannot be found, or NeMo-Run cannot use its home directory.
     """
     mark = uuid.uuid4().hex
-    last_step = None
-    # the guard is the inner one: leaving the experiment waits for the ranks
-    with interruptible(), _experiment(job, mark=mark) as experiment, guarded(mark):
+    executor, last_step = _executor(job, mark=mark), None
+    # the guard is the inner context: leaving the experiment waits for the ranks
+    with interruptible(), experiment_of(job, executor) as experiment, guarded(mark):
         start = time.monotonic()
         experiment.run()
         info = experiment.status(return_dict=True)[TASK]
         logs = Path(info["local_dir"], "nemo_run", info["job_id"])
         launcher, rank_logs = logs / TASK / "0", logs / "torchelastic" / TASK
-        announce(f"{job.output or job.recipe.name}: log of all ranks: {launcher / _LOG}")
+        log = launcher / "combined.log"
+        announce(f"{job.output or job.recipe.name}: log of all ranks: {log}")
         for step in _follow(experiment, launcher / "stdout.log", mark, stop):
             last_step = step
             if on_step is not None:
@@ -125,23 +125,14 @@ def launch(
     return LaunchResult(
         status=status,
         seconds=seconds,
-        log=launcher / _LOG,
+        log=log,
         rank_logs=rank_logs,
         last_step=last_step,
         failure=None if status == "succeeded" else find_failure(launcher, rank_logs),
     )
 
 
-def find_torchrun() -> str | None:
-    """Return the path of this environment's torchrun, or else of the one on PATH."""
-    return shutil.which("torchrun", path=f"{_binaries()}{os.pathsep}{os.environ.get('PATH', '')}")
-
-
-def _binaries() -> str:
-    return str(Path(sys.executable).parent)
-
-
-def nemo_run() -> ModuleType:
+def import_nemo_run() -> ModuleType:
     """Import NeMo-Run.
 
     Raises:
@@ -160,58 +151,53 @@ def nemo_run() -> ModuleType:
     return nemo_run
 
 
-def task_of(job: Job) -> Any:
-    """Return the job as NeMo-Run's task.
+@contextmanager
+def experiment_of(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
+    """Create a NeMo-Run experiment, not yet started, with ``chain`` tasks that run in sequence.
 
-    The script is inline because NeMo-Run quotes ``Script(path=..., args=...)`` for a shell that
-    the local executor does not use.
+    Raises:
+        ConfigError: NeMo-Run's home directory has a path that a shell would split or expand.
     """
-    return nemo_run().Script(inline=job.script, entrypoint="bash")
-
-
-def experiment_of(job: Job, executor: Any) -> Any:
-    """Return NeMo-Run's experiment for the job, without tasks."""
-    return nemo_run().Experiment(
+    run = import_nemo_run()
+    with run.Experiment(
         job.recipe.name.replace("/", "-"),
         executor=executor,
         log_level="WARNING",
         clean_mode=True,
         enable_goodbye_message=False,
         skip_status_at_exit=True,
-    )
+    ) as experiment:
+        # the script is inline because NeMo-Run quotes Script(path=..., args=...) for a shell that
+        # the local executor does not use
+        script = run.Script(inline=job.script, entrypoint="bash")
+        before: list[str] = []
+        for number in range(1, chain + 1):
+            name = TASK if chain == 1 else f"{TASK}-{number}"
+            before = [experiment.add(script, name=name, dependencies=before)]
+        folder = experiment.jobs[0].executor.job_dir
+        if shlex.quote(folder) != folder:  # NeMo-Run writes it into commands without quotes
+            raise ConfigError(
+                f"NeMo-Run cannot start a script in {folder}. Set NEMORUN_HOME to a path without "
+                "spaces and shell characters."
+            )
+        yield experiment
 
 
-def check_scripts_folder(folder: str) -> None:
-    """Check a path that NeMo-Run writes into shell commands without quotes.
-
-    Raises:
-        ConfigError: a shell would split or expand the path.
-    """
-    if shlex.quote(folder) != folder:
+def _executor(job: Job, *, mark: str) -> Any:
+    """Create NeMo-Run's executor for this machine."""
+    binaries = str(Path(sys.executable).parent)
+    path = f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"
+    if shutil.which("torchrun", path=path) is None:
         raise ConfigError(
-            f"NeMo-Run cannot start a script in {folder}. Set NEMORUN_HOME to a path without "
-            "spaces and shell characters."
-        )
-
-
-@contextmanager
-def _experiment(job: Job, *, mark: str) -> Iterator[Any]:
-    """Make a NeMo-Run experiment with the job as its only task, not yet started."""
-    if find_torchrun() is None:
-        raise ConfigError(
-            f"torchrun is neither in {_binaries()} nor on PATH. Activate the environment in which "
+            f"torchrun is neither in {binaries} nor on PATH. Activate the environment in which "
             "PyTorch is installed."
         )
-    executor = nemo_run().LocalExecutor(
+    return import_nemo_run().LocalExecutor(
         launcher="torchrun",
         ntasks_per_node=job.ranks,
         # NeMo-Run prepends PATH to the caller's
-        env_vars={**job.environment, "PATH": _binaries(), MARK: mark},
+        env_vars={**job.environment, "PATH": binaries, MARK: mark},
     )
-    with experiment_of(job, executor) as experiment:
-        experiment.add(task_of(job), name=TASK)
-        check_scripts_folder(experiment.jobs[0].executor.job_dir)
-        yield experiment
 
 
 def _follow(experiment: Any, log: Path, mark: str, stop: threading.Event | None) -> Iterator[Step]:

@@ -1,6 +1,7 @@
-"""Turn a recipe into a job: add its paths, and refuse what the ranks would refuse.
+"""Turn a recipe into a job: build the command line of its ranks and check it.
 
-Only the command line and the file system are needed, so that a mistake costs no time in a queue.
+The checks need only the command line and the file system, so that a mistake costs no time in a
+queue.
 """
 
 import math
@@ -9,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.tracker import judge
 from kha_megatron.data import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
-from kha_megatron.model.layout import Layout
 from kha_megatron.model.rules import check_arguments, check_attention
-from kha_megatron.model.run import Run, as_arguments
+from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import Recipe
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -27,7 +27,7 @@ _OTHER_CHECKPOINT = (
     *("kha_upcycle", "use_checkpoint_args"),
     *("--ckpt-step", "--non-persistent-ckpt-type"),
 )
-"""Arguments with which the ranks compare the mechanisms of the checkpoint themselves."""
+"""Arguments with which only the ranks can compare the mechanisms of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Slurm:
     """Resources and options of a Slurm job."""
 
     time: str
-    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves and exits before it."""
+    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before it."""
     nodes: int = 1
     gpus: int = 8
     """Ranks per node, one per GPU."""
@@ -114,7 +114,7 @@ def prepare(
     slurm: Slurm | None = None,
     remote: bool = False,
 ) -> Job:
-    """Check a run without starting anything.
+    """Build and check a job without starting anything.
 
     Args:
         recipe: what to train.
@@ -124,9 +124,9 @@ def prepare(
         ranks: processes on this machine; None uses the recipe's number. ``slurm`` has its own.
         device: ``cuda`` or ``cpu``; None uses the recipe's.
         resume: continue from the last checkpoint in ``output``.
-        slurm: run on Slurm, where a restarted job loads its own last checkpoint.
-        remote: the ranks see other files, as in a container: paths must be absolute and are not
-            checked. A restarted job loads its own last checkpoint.
+        slurm: run on Slurm. A restarted job loads its own last checkpoint.
+        remote: run on machines with other files, such as a container. A restarted job loads its own
+            last checkpoint.
 
     Raises:
         ConfigError: arguments that do not fit together, or a relative path for a container.
@@ -135,67 +135,73 @@ def prepare(
         CheckpointError: ``resume`` without a complete checkpoint.
     """
     values = {"device": device} if device else {}
+    restarts = remote or slurm is not None
     if slurm is not None:
         values |= slurm.arguments()
-        ranks = slurm.ranks
-        remote = slurm.image is not None
+        ranks, remote = slurm.ranks, slurm.image is not None
+    ranks = recipe.ranks if ranks is None else ranks
     for name, path in {"data": data, "output": output}.items():
         if remote and path is not None and not path.is_absolute():
             raise ConfigError(f"Expected --{name} as an absolute path in the image, got {path}.")
+
     run = recipe.run_for(overrides, data=data, output=output, **values)
-    if lacks_vocabulary(run.arguments) and run.vocab_size:  # mock data with the recipe's tokens
-        run = replace(run, given=as_arguments(vocab_size=run.vocab_size) | dict(run.given))
-    if resume and run.files.save is None:
+    save, load = run.files.save, run.files.load
+    if resume and save is None:
         raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
-    ranks = recipe.ranks if ranks is None else ranks
+    if restarts and load not in (None, save):
+        raise ConfigError(
+            f"Expected no --load {load}: a restarted job would load it again. Use --output with "
+            "--resume, or --pretrained-checkpoint."
+        )
+    defaults: dict[str, Any] = {}
+    if restarts or resume or run.training.kha_upcycle:  # an empty directory starts from scratch
+        defaults["load"] = save
+    if lacks_vocabulary(run.arguments):  # mock data has as many tokens as the recipe's tokenizer
+        defaults["vocab_size"] = run.vocab_size
+    run = run.with_defaults(**defaults)
+    entry = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
+    command = ("python" if remote else sys.executable, "-u", *entry, *run.words())
+
+    for word in run.dropped:
+        announce(f"{recipe.name} leaves out its {word}")
     check_attention(run.arguments, run.kha)
     check_arguments(run.arguments, ranks, run.kha)
     check_data(run.arguments, look=not remote)
     if not remote:
-        _check_directories(run, output, resume=resume)
-    if remote or slurm is not None:
-        if run.files.load not in (None, run.files.save):
-            raise ConfigError(
-                f"Expected no --load {run.files.load}: a restarted job would load it again. Use "
-                "--output with --resume, or --pretrained-checkpoint."
-            )
-        run = run.loading()  # Megatron starts from scratch if the directory is empty
-    elif resume or run.training.kha_upcycle:
-        run = run.loading()
-    for word in run.dropped:
-        announce(f"{recipe.name} leaves out its {word}")
-    target = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
+        _check_directories(run, load or (save if resume else None), output, resume=resume)
     return Job(
         recipe=recipe,
-        command=("python" if remote else sys.executable, "-u", *target, *run.words()),
+        command=command,
         ranks=ranks,
-        environment=_environment(recipe, run, keep=slurm is None and not remote),
+        environment=_environment(recipe, run, override=restarts),
         output=output,
         device=run.training.device,
         slurm=slurm,
     )
 
 
-def _check_directories(run: Run, output: Path | None, *, resume: bool) -> None:
-    """Check that nothing is overwritten, and that a checkpoint to load is complete."""
-    save = Path(run.files.save).absolute() if run.files.save else None
-    load = Path(run.files.load).absolute() if run.files.load else save if resume else None
-    if load:
-        _check_checkpoint(load, run)
-    for folder in dict.fromkeys(f for f in (output and output.absolute(), save) if f):
-        if folder.exists() and not folder.is_dir():
-            raise OutputError(f"Expected --output as a directory, but {folder} is a file.")
-        if folder.is_dir() and any(folder.iterdir()) and not (resume or folder == load):
-            raise OutputError(f"{folder} is not empty. Choose another --output, or add --resume.")
-        parent = next(p for p in (folder, *folder.parents) if p.exists())
+def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:
+    """Check that no directory is overwritten and that the checkpoint to load is complete."""
+    source = Path(load).absolute() if load else None
+    if source is not None:
+        _check_checkpoint(source, run)
+    targets = [output, Path(run.files.save) if run.files.save else None]
+    for target in dict.fromkeys(path.absolute() for path in targets if path is not None):
+        if target.exists() and not target.is_dir():
+            raise OutputError(f"Expected --output as a directory, but {target} is a file.")
+        if target.is_dir() and any(target.iterdir()) and not (resume or target == source):
+            raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")
+        parent = next(p for p in (target, *target.parents) if p.exists())
         if not os.access(parent, os.W_OK | os.X_OK):
             raise OutputError(f"{parent} cannot be written. Choose another --output.")
 
 
-def _check_checkpoint(folder: Path, run: Run) -> None:
-    """Check that there is something to load (Megatron would start from random weights) and that
-    it has the run's mechanisms."""
-    verdict = judge(folder) if folder.is_dir() else None
+def _check_checkpoint(directory: Path, run: Run) -> None:
+    """Check that a directory has a complete checkpoint with the run's head mechanisms.
+
+    Without a complete checkpoint, Megatron would start from random weights.
+    """
+    verdict = judge(directory) if directory.is_dir() else None
     if verdict and verdict.newest:
         if not any(run.arguments.get(name) for name in _OTHER_CHECKPOINT):
             from kha_megatron.checkpoint.megatron import MegatronCheckpoint  # imports torch
@@ -204,20 +210,19 @@ def _check_checkpoint(folder: Path, run: Run) -> None:
             checkpoint = MegatronCheckpoint.open(verdict.newest, verify=False)
             shapes = {key: info.shape for key, info in checkpoint.keys().items()}
             check_same_heads(verdict.newest, kha_of(checkpoint), shapes, run.arguments, run.kha)
-        return
-    # only torch_dist has our commit mark; for other formats Megatron's tracker file is trusted
-    if not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
+    elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
+        # other formats than torch_dist have only Megatron's tracker file, which is trusted
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint. Start again in an empty --output, without "
+            f"{directory} holds no complete checkpoint. Start again in an empty --output, without "
             "--resume."
         )
 
 
-def _environment(recipe: Recipe, run: Run, *, keep: bool) -> dict[str, str]:
-    """Return the ranks' variables; with ``keep`` the caller's own values replace them."""
-    wanted, layout = dict(recipe.environment), Layout.of(run.arguments, None)
+def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
+    """Return the ranks' variables. Unless ``override`` is set, the caller's own values win."""
+    variables, layout = dict(recipe.environment), run.layout(None)
     if run.training.use_torch_fsdp2 or run.training.use_megatron_fsdp:
-        wanted.pop(_CONNECTIONS, None)  # Megatron refuses 1 with FSDP, and demands 1 below
+        variables.pop(_CONNECTIONS, None)  # Megatron refuses 1 with FSDP, and requires it below
     elif max(layout.tp, layout.cp) > 1:
-        wanted = {_CONNECTIONS: "1"} | wanted
-    return {n: os.environ.get(n, value) if keep else value for n, value in wanted.items()}
+        variables = {_CONNECTIONS: "1"} | variables
+    return variables if override else {n: os.environ.get(n, v) for n, v in variables.items()}

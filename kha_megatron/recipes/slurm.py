@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,13 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes.launching import (
-    TASK,
-    check_scripts_folder,
-    experiment_of,
-    nemo_run,
-    task_of,
-)
+from kha_megatron.recipes.launching import experiment_of, import_nemo_run
 from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, failure_in
 from kha_megatron.recipes.prepare import Job, Slurm
@@ -75,9 +69,9 @@ def dry_submission(job: Job) -> Submission:
 
     Raises:
         MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: NeMo-Run cannot make the executor or use its home directory.
+        ConfigError: NeMo-Run cannot create the executor or use its home directory.
     """
-    with _quiet(), _experiment(job) as experiment:
+    with _experiment(job) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         requests = tuple(f"{item._dryrun_info!r}".strip() + "\n" for item in experiment.jobs)
     return Submission(requests=requests, script=job.script)
@@ -94,67 +88,66 @@ def submit(
 
     Raises:
         MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: NeMo-Run cannot make the executor or use its home directory.
+        ConfigError: NeMo-Run cannot create the executor or use its home directory.
     """
     start = time.monotonic()
-    ended: dict[str, Any] = {"status": "submitted"}
-    with _quiet(), _experiment(job) as experiment:
+    with _experiment(job) as experiment:
+        error = ""
         try:
             experiment.run(detach=True)
-        except Exception as error:  # whatever sbatch and NeMo-Run raise
-            lines = str(error).split("\n")
-            why = next((line for line in reversed(lines) if line.strip()), type(error).__name__)
-            ended = {"status": "failed", "reason": f"slurm did not take the job: {why.strip()}"}
+        except Exception as raised:  # whatever sbatch and NeMo-Run raise
+            lines = [line.strip() for line in str(raised).split("\n") if line.strip()]
+            error = lines[-1] if lines else type(raised).__name__
         taken = [item for item in experiment.jobs if item.handle]
-        if ended["status"] == "submitted":
-            ended["log"] = log_of(taken[-1])
-            if not detach:
-                ended = follow(taken, on_step)
+        end: dict[str, Any]
+        if error:
+            end = {"status": "failed", "reason": f"Slurm did not take the job: {error}"}
+        elif detach:
+            end = {"status": "submitted", "log": _log_path(taken[-1])}
+        else:
+            for item in taken:
+                announce(f"Slurm took job {_job_id(item)}; its log: {_log_path(item)}")
+            for item in taken:
+                end = _follow(item, on_step)
+                if item is not taken[-1] and end["reason"]:
+                    announce(end["reason"])
     return SubmitResult(
-        jobs=tuple(map(number_of, taken)),
+        jobs=tuple(map(_job_id, taken)),
         seconds=time.monotonic() - start,
         folder=str(experiment._exp_dir),
-        **ended,
+        **end,
     )
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Send NeMo-Run's output to stderr, and keep its subprocesses from reading the terminal."""
+def _experiment(job: Job) -> Iterator[Any]:
+    """Create the job's NeMo-Run experiment.
+
+    NeMo-Run's output goes to stderr, and its subprocesses do not read from the terminal.
+    """
+    assert job.slurm is not None
     stdin = sys.stdin
     with redirect_stdout(sys.stderr), open(os.devnull) as nothing:
         sys.stdin = nothing
         try:
-            yield
+            executor = _executor(job.slurm, job.environment, device=job.device)
+            with experiment_of(job, executor, chain=job.slurm.chain) as experiment:
+                yield experiment
         finally:
             sys.stdin = stdin
 
 
-@contextmanager
-def _experiment(job: Job) -> Iterator[Any]:
-    """Make a NeMo-Run experiment with the chain's jobs, each after the one before."""
-    assert job.slurm is not None
-    executor = executor_of(job.slurm, job.environment, device=job.device)
-    with experiment_of(job, executor) as experiment:
-        before: list[str] = []
-        for number in range(job.slurm.chain):
-            name = TASK if job.slurm.chain == 1 else f"{TASK}-{number + 1}"
-            before = [experiment.add(task_of(job), name=name, dependencies=before)]
-        check_scripts_folder(experiment.jobs[0].executor.job_dir)
-        yield experiment
-
-
-def executor_of(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
-    """Make NeMo-Run's ``SlurmExecutor``.
+def _executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
+    """Create NeMo-Run's ``SlurmExecutor``.
 
     Args:
-        environment: the recipe's variables. Those of ``slurm`` replace them.
+        environment: the recipe's variables. Those of ``slurm`` override them.
         device: ``cuda`` or ``cpu``. No GPUs are requested for ``cpu``.
 
     Raises:
         ConfigError: NeMo-Run refuses a setting.
     """
-    run, variables = nemo_run(), {**environment, **slurm.environment}
+    run, variables = import_nemo_run(), {**environment, **slurm.environment}
     values: dict[str, Any] = {
         "account": slurm.account,
         "partition": slurm.partition,
@@ -169,11 +162,11 @@ def executor_of(slurm: Slurm, environment: Mapping[str, str], *, device: str) ->
         "env_vars": {name: shlex.quote(value) for name, value in variables.items()},
         "launcher": run.Torchrun(rdzv_port=RENDEZVOUS, rdzv_id=RENDEZVOUS),
         "tunnel": run.LocalTunnel(job_dir=""),  # NeMo-Run's home directory
-        "poll_estimated_start_time": False,  # it would be printed on stdout
+        "poll_estimated_start_time": False,  # NeMo-Run would print it on stdout
     }
     if slurm.image is None:
         values["setup_lines"] = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
-    elif variables:  # without this pyxis keeps the image's own values
+    elif variables:  # otherwise pyxis keeps the image's own values
         values["container_env"] = list(variables)
     if slurm.account is None:  # NeMo-Run derives the job's name from it
         values["job_name_prefix"] = "kha-megatron."
@@ -182,20 +175,11 @@ def executor_of(slurm: Slurm, environment: Mapping[str, str], *, device: str) ->
         values["srun_args"] = [f"--cpus-per-task={slurm.gpus}"]
     else:
         values["gpus_per_node"] = slurm.gpus
-    if slurm.chain > 1:  # start the next job whether or not the one before succeeded
+    if slurm.chain > 1:  # start the next job whether or not the previous one succeeded
         values["dependency_type"] = "afterany"
-    try:
-        return run.SlurmExecutor(**values | _settings(slurm.settings, run.SlurmExecutor))
-    except Exception as error:  # NeMo-Run raises whatever it likes
-        raise ConfigError(f"NeMo-Run cannot make a Slurm executor: {error}") from error
-
-
-def _settings(settings: Mapping[str, str], executor: type) -> dict[str, Any]:
-    """Parse ``--set NAME=VALUE``. Fields that are not text take JSON."""
-    hints = get_type_hints(executor)
-    known = {item.name for item in fields(executor) if item.init}
-    values: dict[str, Any] = {}
-    for name, text in settings.items():
+    hints = get_type_hints(run.SlurmExecutor)
+    known = {item.name for item in fields(run.SlurmExecutor) if item.init}
+    for name, text in slurm.settings.items():  # fields that are not text take JSON
         if name not in known:
             raise ConfigError(f"Expected --set with a field of SlurmExecutor, got {name}.")
         takes_text = str in (hints[name], *get_args(hints[name]))
@@ -203,97 +187,84 @@ def _settings(settings: Mapping[str, str], executor: type) -> dict[str, Any]:
             values[name] = text if takes_text and text[:1] != "[" else json.loads(text)
         except ValueError:
             raise ConfigError(f"Expected JSON in --set {name}={text}.") from None
-    return values
+    try:
+        return run.SlurmExecutor(**values)
+    except Exception as error:  # NeMo-Run has no exception class of its own
+        raise ConfigError(f"NeMo-Run cannot create a Slurm executor: {error}") from error
 
 
-def follow(jobs: Sequence[Any], on_step: Callable[[Step], None] | None = None) -> dict[str, Any]:
-    """Wait for the end of each submitted job of a chain, through requeues.
-
-    ``scontrol`` answers while Slurm's controller remembers a job. ``sacct`` is asked afterwards.
-    NeMo-Run asks only ``sacct``, which needs accounting.
-
-    Args:
-        jobs: NeMo-Run's jobs.
-        on_step: called with each progress line that Megatron logs.
-
-    Returns:
-        ``status``, ``log``, ``reason`` and ``failure`` of the last job's :class:`SubmitResult`.
-    """
-    for job in jobs:
-        announce(f"Slurm has taken job {number_of(job)}; its log: {log_of(job)}")
-    for job in jobs:
-        ended = _follow(job, on_step)
-        if job is not jobs[-1] and ended["reason"]:
-            announce(ended["reason"])
-    return ended
-
-
-def number_of(job: Any) -> str:
+def _job_id(job: Any) -> str:
     """Return Slurm's id of one of NeMo-Run's jobs."""
     return str(job.handle).rpartition("/")[2]
 
 
-def log_of(job: Any, restarts: str = "0") -> str:
-    """Return the path of the log of a job's ranks. Each start of the job has its own log."""
+def _log_path(job: Any, restarts: str = "0") -> str:
+    """Return the path of the log of a job's ranks. Each restart of the job has its own log."""
     log = str(job._dryrun_info.request.executor.job_details.srun_stdout)
-    return log.replace("%j", number_of(job)).replace("${SLURM_RESTART_COUNT:-0}", restarts)
+    return log.replace("%j", _job_id(job)).replace("${SLURM_RESTART_COUNT:-0}", restarts)
 
 
 def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
-    number, said, path, seen = number_of(job), "", "", 0
+    """Wait for the end of one of NeMo-Run's jobs, through requeues.
+
+    Return ``status``, ``log``, ``reason`` and ``failure`` of a :class:`SubmitResult`.
+    """
+    job_id, announced, path, position = _job_id(job), "", "", 0
     facts = {"JobState": "PENDING"}
     while True:
-        facts |= _facts(number)  # before reading the log, so that the whole log is read
+        facts |= _query(job_id)  # before reading the log, so that no line is missed
         state = facts["JobState"]
-        if (now := log_of(job, facts.get("Restarts", "0"))) != path:
-            path, seen = now, 0
-        if (text := f"job {number} is {state}; its log: {path}") != said:
-            announce(said := text)
+        if (log := _log_path(job, facts.get("Restarts", "0"))) != path:
+            path, position = log, 0
+        if (text := f"job {job_id} is {state}; its log: {path}") != announced:
+            announce(text)
+            announced = text
         if os.path.exists(path):
             with open(path, "rb") as file:
-                file.seek(seen)
+                file.seek(position)
                 for step in filter(None, map(parse_step, new_lines(file))):
                     if on_step is not None:
                         on_step(step)
-                seen = file.tell()
+                position = file.tell()
         if state in _ENDS:
             break
         time.sleep(_POLL_SECONDS)
-    reason = f"Slurm ended job {number} as {state} (exit code {facts.get('ExitCode', 'unknown')}, "
-    reason += f"{facts.get('Reason', 'no reason given')})"
+    end: dict[str, Any] = {"status": _ENDS[state], "log": path, "reason": None, "failure": None}
     if state == "COMPLETED":
-        return {"status": "succeeded", "log": path, "reason": None, "failure": None}
+        return end
+    why = f"exit code {facts.get('ExitCode', 'unknown')}, {facts.get('Reason', 'no reason given')}"
+    end["reason"] = f"Slurm ended job {job_id} as {state} ({why})"
     if state == "UNKNOWN":
-        reason = f"Slurm no longer knows job {number}, and has no accounting. See its log."
-    return {"status": _ENDS[state], "log": path, "reason": reason, "failure": _failure(path, facts)}
+        end["reason"] = f"Slurm no longer knows job {job_id}, and has no accounting. See its log."
+    for file in (Path(path), Path(facts.get("StdOut", ""))):  # the ranks' log, or else the batch's
+        if file.is_file() and (size := file.stat().st_size):
+            with file.open("rb") as stream:
+                stream.seek(max(0, size - _TAIL_BYTES))
+                text = stream.read().decode(errors="replace")
+            return end | {"failure": failure_in(text, file)}
+    return end
 
 
-def _facts(number: str) -> dict[str, str]:
-    """Return what Slurm reports about a job; nothing while its controller does not answer."""
-    asked = _ask("scontrol", "show", "job", "--oneliner", number)
-    if asked.returncode == 0:
-        found = re.findall(r"(\w+)=(\S*)", asked.stdout)
-        return dict(reversed(found))  # the first of a name counts: users' text comes later
-    if "Invalid job id" not in asked.stderr:
-        announce(f"scontrol does not answer, waiting for it: {asked.stderr.strip()}", once=number)
+def _query(job_id: str) -> dict[str, str]:
+    """Return what Slurm reports about a job; an empty dict while its controller does not answer.
+
+    ``scontrol`` answers while the controller remembers the job, ``sacct`` afterwards. NeMo-Run uses
+    only ``sacct``, which needs accounting.
+    """
+    answer = _run("scontrol", "show", "job", "--oneliner", job_id)
+    if answer.returncode == 0:
+        pairs = re.findall(r"(\w+)=(\S*)", answer.stdout)
+        return dict(reversed(pairs))  # the first value counts: free text comes later
+    if "Invalid job id" not in answer.stderr:
+        announce(f"Waiting for scontrol, which failed: {answer.stderr.strip()}", once=job_id)
         return {}
-    asked = _ask("sacct", "-n", "-X", "-P", "-j", number, "-o", "State,ExitCode")
-    state, _, code = asked.stdout.strip().rpartition("\n")[2].partition("|")
+    answer = _run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
+    state, _, code = answer.stdout.strip().rpartition("\n")[2].partition("|")
     return {"JobState": state.partition(" ")[0] or "UNKNOWN", "ExitCode": code}
 
 
-def _failure(path: str, facts: dict[str, str]) -> Failure | None:
-    """Read the end of the ranks' log, or of the batch script's log if no rank wrote any."""
-    for log in (Path(path), Path(facts.get("StdOut", ""))):
-        if log.is_file() and (size := log.stat().st_size):
-            with log.open("rb") as file:
-                file.seek(max(0, size - _TAIL_BYTES))
-                return failure_in(file.read().decode(errors="replace"), log)
-    return None
-
-
-def _ask(*command: str) -> "subprocess.CompletedProcess[str]":
+def _run(*command: str) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except FileNotFoundError as error:  # no accounting, hence no sacct
+    except FileNotFoundError as error:  # sacct is missing without accounting
         return subprocess.CompletedProcess(command, 1, "", str(error))

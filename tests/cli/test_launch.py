@@ -129,7 +129,7 @@ def test_job_that_no_scheduler_takes_exits_with_1(nemorun_home, tmp_path):  # no
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]
     result = run(*words, code=1)
-    assert "slurm did not take the job" in result.stderr
+    assert "Slurm did not take the job" in result.stderr
     assert json.loads(result.stdout)["succeeded"] is False
 
 

@@ -179,7 +179,7 @@ def test_missing_scheduler_is_a_failed_job(monkeypatch, nemorun_home):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     result = submit(job_on(PLAIN))
     assert not result.succeeded
-    assert "slurm did not take the job" in result.reason
+    assert "Slurm did not take the job" in result.reason
 
 
 @pytest.mark.parametrize(

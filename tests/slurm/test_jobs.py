@@ -47,8 +47,8 @@ class Launch:
 
     @property
     def job(self) -> str:
-        self.until(lambda: "has taken job" in self.said)
-        return re.search(r"has taken job (\d+)", self.said)[1]
+        self.until(lambda: "Slurm took job" in self.said)
+        return re.search(r"Slurm took job (\d+)", self.said)[1]
 
     @property
     def saved(self) -> int:
@@ -153,7 +153,7 @@ def test_a_job_that_slurm_has_forgotten(data, tmp_path):
 def test_a_refused_job_and_a_job_left_alone(data, tmp_path):
     refused = Launch(data, tmp_path, "--partition", "nowhere")
     assert refused.end() == 1
-    assert "slurm did not take the job" in refused.said
+    assert "Slurm did not take the job" in refused.said
     assert "Invalid partition" in refused.said
     alone = Launch(data, tmp_path, "--detach")
     assert alone.end() == 0
