@@ -1,9 +1,13 @@
-"""Report the progress and the end of a training run on stderr."""
+"""Run a job and report its progress and its end on stderr."""
 
+import math
+import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from time import monotonic
 
+import typer
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,18 +18,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.recipes import Failure, LaunchResult, Step
+from kha_megatron.recipes import Command, Failure, Job, LaunchResult, Step
+
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
 def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
     """Show a progress bar with loss and time left on stderr, or lines if stderr is no terminal."""
-    if not console.log.is_terminal:
-        console.log.print(f"{title}: starting", markup=False)
-        yield _plain_progress()
-        return
-
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -35,32 +37,22 @@ def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console.log) as bar:
+    is_terminal, printed = console.log.is_terminal, -math.inf
+    if not is_terminal:
+        console.log.print(f"{title}: starting", markup=False)
+    with Progress(*columns, console=console.log, disable=not is_terminal) as bar:
         task = bar.add_task(f"{title}: starting", total=None, loss="")
 
         def on_step(step: Step) -> None:
-            bar.update(
-                task,
-                description=title,
-                completed=step.iteration,
-                total=step.total,
-                loss=loss_words(step),
-            )
+            nonlocal printed
+            done, total, loss = step.iteration, step.total, loss_words(step)
+            bar.update(task, description=title, completed=done, total=total, loss=loss)
+            is_due = done == total or monotonic() - printed >= _SECONDS_BETWEEN_LINES
+            if is_due and not is_terminal:
+                printed = monotonic()
+                console.log.print(f"iteration {done}/{total} {loss}")
 
         yield on_step
-
-
-def _plain_progress(every_seconds: float = 10.0) -> Callable[[Step], None]:
-    last = -every_seconds
-
-    def on_step(step: Step) -> None:
-        nonlocal last
-        now = monotonic()
-        if now - last >= every_seconds or step.iteration == step.total:
-            last = now
-            console.log.print(f"iteration {step.iteration}/{step.total} {loss_words(step)}")
-
-    return on_step
 
 
 def loss_words(step: Step) -> str:
@@ -68,18 +60,97 @@ def loss_words(step: Step) -> str:
     return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
 
+def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
+    """Run a job and follow it to its end, or print its command.
+
+    Raises:
+        typer.Exit: the job failed or was interrupted.
+    """
+    if dry_run:
+        command = recipes.dry_run(job)
+        console.print_json(asdict(command)) if as_json else _print(_as_shell(command))
+        return
+    try:
+        with training_progress(job.title) as on_step:
+            result = recipes.launch(job, on_step=on_step)
+    except KeyboardInterrupt:
+        console.log.print(
+            f"Stopped. Add --resume to continue from the last checkpoint in {job.output}.",
+            markup=False,
+        )
+        raise typer.Exit(130) from None
+    report(result)
+    if as_json:
+        console.print_json({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
+    if not result.succeeded:
+        refused = result.failure is not None and result.failure.exit_code == 2
+        raise typer.Exit(2 if refused else 1)
+
+
+def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
+    """Submit a job to Slurm and follow it to its end, or print its batch scripts.
+
+    Raises:
+        typer.Exit: the job failed, or following it was interrupted.
+    """
+    if dry_run:
+        submission = recipes.dry_submission(job)
+        if as_json:
+            console.print_json(asdict(submission))
+        else:
+            _print("\n".join(submission.requests))
+            _print(f"# scripts/train.sh, which every rank runs\n{submission.script}")
+        return
+    try:
+        with training_progress(job.title) if not detach else nullcontext() as on_step:
+            result = recipes.submit(job, detach=detach, on_step=on_step)
+    except KeyboardInterrupt:
+        console.log.print("Stopped waiting. Submitted jobs continue.")
+        raise typer.Exit(130) from None
+    if result.failure is not None:
+        _print_tail(result.failure)
+    if result.reason is not None:
+        console.error(result.reason)
+    jobs = ", ".join(result.jobs) or "none"
+    console.log.print(f"{result.status}; jobs: {jobs}; files: {result.folder}", markup=False)
+    if result.log is not None:
+        console.log.print(f"log of all ranks: {result.log}", markup=False)
+    if as_json:
+        console.print_json({"succeeded": result.succeeded, **asdict(result)})
+    if not result.succeeded:
+        raise typer.Exit(1)
+
+
 def report(result: LaunchResult) -> None:
-    """Print how a run ended; after a failure, with the last lines of the rank that failed."""
+    """Print how a run ended; after a failure, with the last log lines of the rank that failed."""
     if result.succeeded:
         console.log.print(f"trained in {result.seconds:.0f} s; log: {result.log}", markup=False)
         return
     if result.failure is not None:
-        print_lines(result.failure)
+        _print_tail(result.failure)
         console.error(f"training {result.status}: {result.failure}; its log: {result.failure.log}")
     console.log.print(f"log of all ranks: {result.log}", markup=False)
 
 
-def print_lines(failure: Failure) -> None:
-    """Print the last lines of the log of the rank that failed."""
+def _print_tail(failure: Failure) -> None:
     for line in failure.lines:
         console.log.print(f"  {line}", markup=False, emoji=False)
+
+
+def _as_shell(command: Command) -> str:
+    """Format the command for a shell: one variable, or one flag with its values, per line."""
+    lines = [f"cd {shlex.quote(str(command.folder))} &&"]
+    for name, value in command.environment.items():
+        tail = ':"$PATH"' if name == "PATH" else ""
+        lines.append(f"{name}={shlex.quote(value)}{tail}")
+    line: list[str] = []
+    for word in command.words:
+        if word.startswith("--") and line:
+            lines.append(" ".join(line))
+            line = []
+        line.append(shlex.quote(word))
+    return " \\\n  ".join([*lines, " ".join(line)])
+
+
+def _print(text: str) -> None:
+    console.out.print(text, markup=False, emoji=False)

@@ -1,17 +1,12 @@
 """``kha-megatron launch``: train a recipe with NeMo-Run and follow it."""
 
-import shlex
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from kha_megatron import recipes
-from kha_megatron.cli import console
-from kha_megatron.cli.following import print_lines, report, training_progress
+from kha_megatron.cli.following import run_on_slurm, run_on_this_machine
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
@@ -20,7 +15,7 @@ from kha_megatron.cli.options import (
     TrainingDevice,
 )
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes import Command, Job, Slurm, get_recipe, prepare
+from kha_megatron.recipes import Slurm, get_recipe, prepare
 
 
 def launch(
@@ -121,85 +116,15 @@ def launch(
         resume=resume,
         slurm=slurm,
     )
-    if slurm is not None:
-        _on_slurm(job, dry_run=dry_run, detach=detach, as_json=as_json)
+    if slurm is None:
+        run_on_this_machine(job, dry_run=dry_run, as_json=as_json)
     else:
-        _on_this_machine(job, dry_run=dry_run, as_json=as_json)
+        run_on_slurm(job, dry_run=dry_run, detach=detach, as_json=as_json)
 
 
-def _pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
-    pairs = [word.partition("=") for word in given or ()]
-    for name, equals, value in pairs:
-        if not (name and equals):
-            raise ConfigError(f"Expected {flag} NAME=VALUE, got {name}{equals}{value}.")
-    return {name: value for name, _, value in pairs}
-
-
-def _on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
-    if dry_run:
-        command = recipes.dry_run(job)
-        console.print_json(asdict(command)) if as_json else _print(_as_shell(command))
-        return
-    try:
-        with training_progress(job.title) as on_step:
-            result = recipes.launch(job, on_step=on_step)
-    except KeyboardInterrupt:
-        console.log.print(
-            f"stopped; --resume continues a run that left a checkpoint in {job.output}"
-        )
-        raise typer.Exit(130) from None
-    report(result)
-    if as_json:
-        console.print_json({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
-    if not result.succeeded:
-        refused = result.failure is not None and result.failure.exit_code == 2
-        raise typer.Exit(2 if refused else 1)
-
-
-def _on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
-    if dry_run:
-        submission = recipes.dry_submission(job)
-        if as_json:
-            console.print_json(asdict(submission))
-        else:
-            _print("\n".join(submission.requests))
-            _print(f"# scripts/train.sh, which every rank runs\n{submission.script}")
-        return
-    try:
-        with training_progress(job.title) if not detach else nullcontext() as on_step:
-            result = recipes.submit(job, detach=detach, on_step=on_step)
-    except KeyboardInterrupt:
-        console.log.print("no longer waiting; submitted jobs continue", markup=False)
-        raise typer.Exit(130) from None
-    if result.failure is not None:
-        print_lines(result.failure)
-    if result.reason is not None:
-        console.error(result.reason)
-    jobs = ", ".join(result.jobs) or "none"
-    console.log.print(f"{result.status}; jobs: {jobs}; files: {result.folder}", markup=False)
-    if result.log is not None:
-        console.log.print(f"log of all ranks: {result.log}", markup=False)
-    if as_json:
-        console.print_json({"succeeded": result.succeeded, **asdict(result)})
-    if not result.succeeded:
-        raise typer.Exit(1)
-
-
-def _as_shell(command: Command) -> str:
-    """Format the command for a shell: one variable, or one flag with its values, per line."""
-    lines = [f"cd {shlex.quote(str(command.folder))} &&"]
-    for name, value in command.environment.items():
-        tail = ':"$PATH"' if name == "PATH" else ""
-        lines.append(f"{name}={shlex.quote(value)}{tail}")
-    words: list[str] = []
-    for word in command.words:
-        if word.startswith("--") and words:
-            lines.append(" ".join(words))
-            words = []
-        words.append(shlex.quote(word))
-    lines.append(" ".join(words))
-    return " \\\n  ".join(lines)
-
-
-def _print(text: str) -> None:
-    console.out.print(text, markup=False, emoji=False)
+def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:
+    """Parse the values of a repeated ``NAME=VALUE`` option."""
+    for word in words or ():
+        if not word.partition("=")[0] or "=" not in word:
+            raise ConfigError(f"Expected {flag} NAME=VALUE, got {word}.")
+    return dict(word.split("=", 1) for word in words or ())

@@ -34,7 +34,7 @@ _UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 _NO_QK_NORM: dict[str, Any] = {"qk_layernorm": False}
 
 
-def _gated(description: str, shape: Shape, attention: Mapping[str, Any]) -> Baseline:
+def _gated(description: str, shape: Shape, attention: dict[str, Any]) -> Baseline:
     description += " trained as in Table 3 of KHA"
     return Baseline(description, shape, EXPLORATION, attention, vocab_size=151936)
 
@@ -47,7 +47,7 @@ def _moh(description: str, shape: Shape, heads: int, rate: float, warm_up: int) 
     return Baseline(description, shape, schedule, attention | _NO_QK_NORM | _UNTIED, 65536)
 
 
-def _interactive(description: str, attention: Mapping[str, Any]) -> Baseline:
+def _interactive(description: str, attention: dict[str, Any]) -> Baseline:
     shape = SHAPES["moe-a0.8b-6.6b"]
     return Baseline(f"A0.8B-6.6B MoE with {description}", shape, EXPLORATION, attention)
 
@@ -102,7 +102,7 @@ _VARIANTS: Mapping[str, Mapping[str, Variant]] = {
         "kha_linear": VARIANTS["linear"],
     },
 }
-_PRINTED: Mapping[str, tuple[str, str] | tuple[str, str, float]] = {
+_PRINTED: Mapping[str, tuple[str | float, ...]] = {
     # total and active parameters, and the mean accuracy over six tasks in percent
     "gated/1.7b-28-baseline": ("1.7B", "1.7B"),
     "gated/1.7b-48-baseline": ("1.7B", "1.7B"),

@@ -169,7 +169,7 @@ class Baseline:
     description: str
     shape: Shape
     schedule: Schedule
-    attention: Mapping[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
+    attention: dict[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
     """Arguments of the attention, and other arguments that differ from the paper on KHA."""
     vocab_size: int = VOCAB_SIZE
     note: str = ""

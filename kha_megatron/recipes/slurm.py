@@ -214,8 +214,8 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
     while True:
         facts |= _query(job_id)  # before reading the log, so that no line is missed
         state = facts["JobState"]
-        if (log := _log_path(job, facts.get("Restarts", "0"))) != path:
-            path, position = log, 0
+        if (newest := _log_path(job, facts.get("Restarts", "0"))) != path:
+            path, position = newest, 0
         if (text := f"job {job_id} is {state}; its log: {path}") != announced:
             announce(text)
             announced = text
@@ -236,12 +236,12 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
     end["reason"] = f"Slurm ended job {job_id} as {state} ({why})"
     if state == "UNKNOWN":
         end["reason"] = f"Slurm no longer knows job {job_id}, and has no accounting. See its log."
-    for file in (Path(path), Path(facts.get("StdOut", ""))):  # the ranks' log, or else the batch's
-        if file.is_file() and (size := file.stat().st_size):
-            with file.open("rb") as stream:
-                stream.seek(max(0, size - _TAIL_BYTES))
-                text = stream.read().decode(errors="replace")
-            return end | {"failure": failure_in(text, file)}
+    for log in (Path(path), Path(facts.get("StdOut", ""))):  # the ranks' log, or else the batch's
+        if log.is_file() and (size := log.stat().st_size):
+            with log.open("rb") as file:
+                file.seek(max(0, size - _TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+            return end | {"failure": failure_in(text, log)}
     return end
 
 
