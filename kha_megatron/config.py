@@ -1,7 +1,6 @@
 """Configure the head mechanisms of a layer.
 
-To add a mechanism, add a field of its type to :class:`KHAConfig`. The maths is in
-``kha_megatron.ops``.
+To add a mechanism, add a field of its type to :class:`KHAConfig`.
 """
 
 import json

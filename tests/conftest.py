@@ -107,7 +107,7 @@ def interpreting_rank():
 @pytest.fixture(scope="session")
 def gpu():
     """A CUDA device that the kernels take; skips where there is none."""
-    from kha_megatron.ops import fused
+    from kha_megatron.heads.kernels import fused
 
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")

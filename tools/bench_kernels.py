@@ -2,8 +2,8 @@
 
 Each work (forward, input gradient, weight gradients, forward with all gradients) is done by
 
-  kernels    kha_megatron.ops.fused with KHA_KERNELS=triton
-  eager      kha_megatron.ops.heads.knock and autograd
+  kernels    kha_megatron.heads.kernels.fused with KHA_KERNELS=triton
+  eager      kha_megatron.heads.knock and autograd
   compiled   the same with torch.compile
   gemms      only the matrix products of the work, by cuBLAS, on contiguous tensors
   copy       torch's copy of as many bytes as the work must read and write
@@ -26,9 +26,9 @@ from measuring import Spread, interleaved, ratios
 from torch import Tensor
 
 from kha_megatron.errors import KHAError
+from kha_megatron.heads import knock as knocking
+from kha_megatron.heads.kernels import fused
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops import fused
-from kha_megatron.ops.heads import knock as knocking
 
 # Of norms: roundings of hidden features and their gradients, several times half a last place.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}

@@ -19,8 +19,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from kha_megatron.heads.knock import MATRICES, Variant
-from kha_megatron.ops.kernels.tilings import (
+from kha_megatron.heads.kernels.tilings import (
     ARCHITECTURE,
     HEAD_DIMS,
     SHARED_MEMORY,
@@ -29,6 +28,7 @@ from kha_megatron.ops.kernels.tilings import (
     padded,
     tiling,
 )
+from kha_megatron.heads.knock import MATRICES, Variant
 
 TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROWS_ARGUMENTS = ("X", "Y", "DX", "DY")
@@ -90,7 +90,7 @@ def launches(dtypes: tuple[torch.dtype, ...]) -> list[Launch]:
 
 def compile_launch(launch: Launch) -> Report:
     """Compile one launch, without Triton's cache."""
-    from kha_megatron.ops.kernels import knock_kernels
+    from kha_megatron.heads.kernels import knock_kernels
 
     options = launch.tiling.options(launch.variant, launch.head_dim) | {"TMA": launch.tma}
     function = getattr(knock_kernels, f"knock_{launch.kernel}")

@@ -15,8 +15,8 @@ import torch
 from cross_compile import Launch, Report, compile_all
 from measuring import markdown_table
 
+from kha_megatron.heads.kernels.tilings import Kernel
 from kha_megatron.heads.knock import MATRICES, Variant
-from kha_megatron.ops.kernels.tilings import Kernel
 
 PROCESSORS = 132
 BFLOAT16 = 2

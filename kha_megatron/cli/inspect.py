@@ -71,7 +71,7 @@ def inspect(
     """
     from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-    from kha_megatron.ops.diagnostics import diagnose
+    from kha_megatron.heads.diagnostics import diagnose
 
     require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))

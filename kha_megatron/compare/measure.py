@@ -10,10 +10,10 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.compare.charts import matrix_grid
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.diagnostics import diagnose
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import kha_of, knock_weights
 from kha_megatron.model.run import Run
-from kha_megatron.ops.diagnostics import diagnose
 from kha_megatron.plan.counts import count, counted, flops
 
 

@@ -19,8 +19,9 @@ from kha_megatron.conversion.sources import Source
 from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import CollaborativeHeads, Knock
-from kha_megatron.ops import fold, initial_weight
-from kha_megatron.ops.heads.collaborative import fold as fold_shared
+from kha_megatron.heads.collaborative import fold_mixing
+from kha_megatron.heads.initial import initial_weight
+from kha_megatron.heads.knock import fold
 
 _KNOCKED = {
     "q_proj": "query",
@@ -171,7 +172,7 @@ def _fold_collaborative(source: Source) -> Source:
             source.read(Place(rows[f"{shared.name}_{part}"], place.layer), meta=meta)[0]
             for part in ("query", "key", "mixing")
         )
-        held["query"] = fold_shared(query, mixing.double() * (width / keys) ** 0.5)
+        held["query"] = fold_mixing(query, mixing.double() * (width / keys) ** 0.5)
         held["key"] = key.repeat(model.num_query_groups, 1)
         return [
             _filled(held[name], apart.qkv.groups * part.heads, part.features)

@@ -1,8 +1,7 @@
-"""Head mechanisms on paper: what each is, holds, costs and refuses. Standard library only.
+"""Head mechanisms: settings, parameters, costs, unsupported models, and the computation.
 
-A mechanism is one file here and one pure function in ``kha_megatron.ops.heads``;
-``kha_megatron.config.KHAConfig`` has a field for each. Every other room asks these descriptions and
-loops over their tensors.
+Each mechanism is one class in one file, and a field of ``kha_megatron.config.KHAConfig``. The other
+rooms loop over these classes. Importing this package does not import torch.
 """
 
 from kha_megatron.heads.collaborative import CollaborativeHeads

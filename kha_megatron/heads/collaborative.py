@@ -1,14 +1,13 @@
 """Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): one query and one key for all.
 
 The query and key projections are ``Dk`` features wide. Head ``i`` weighs them by a mixing vector
-``m_i``: its logits are ``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)``. The maths is in
-``kha_megatron.ops.heads.collaborative``.
+``m_i``: its logits are ``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)`` (equation 6).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -19,6 +18,10 @@ from kha_megatron.heads.mechanism import (
     Projection,
     Start,
 )
+from kha_megatron.heads.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MixingStart = Literal["blocks", "ones"]
 
@@ -81,6 +84,12 @@ class CollaborativeHeads(Mechanism):
             ),
         )
 
+    def apply(
+        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+    ) -> "dict[str, Tensor]":
+        """Weight the shared query ``[..., 1, dim]`` for each head: ``[..., heads, dim]``."""
+        return {"query": tensors["query"] * weights["collaborative_mixing"]}
+
     @property
     def made_dim(self) -> int:
         """Width of the query and key."""
@@ -132,3 +141,22 @@ class CollaborativeHeads(Mechanism):
                 "more, or collaborative.start=ones"
             )
         return None
+
+
+def fold_mixing(projection: "Tensor", mixing: "Tensor") -> "Tensor":
+    """Fold mixing vectors into the query projections of ordinary heads, ``W_Q diag(m_i)``.
+
+    Computed in float64, one head at a time, and rounded once to the projection's dtype.
+
+    Args:
+        projection: ``[dim, hidden]``, the shared query projection.
+        mixing: ``[H, dim]``.
+
+    Returns:
+        ``[H * dim, hidden]``, heads outermost.
+    """
+    shared = projection.double()
+    folded = projection.new_empty(len(mixing), *projection.shape)
+    for head in range(len(folded)):
+        folded[head] = mixing[head].double()[:, None] * shared
+    return folded.flatten(0, 1)

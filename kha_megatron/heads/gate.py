@@ -1,12 +1,12 @@
 """Gated attention (arXiv 2505.06708): gates computed from the layer's normed input ``X``.
 
-``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``. The maths is in ``kha_megatron.ops.heads.gate``.
+``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -18,6 +18,10 @@ from kha_megatron.heads.mechanism import (
     Projection,
     Stage,
 )
+from kha_megatron.heads.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Position = Literal["output", "value", "key", "query", "dense"]
 Granularity = Literal["element", "head", "shared"]
@@ -28,6 +32,9 @@ ALIASES: Mapping[str, Position] = MappingProxyType(
     {"g1": "output", "g2": "value", "g3": "key", "g4": "query", "g5": "dense"}
 )
 """Positions as numbered in the paper's text. Other numberings exist, so flags use words."""
+
+SHUT = 0.1
+"""Scores below this value count as closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +167,20 @@ class Gate(Mechanism):
             reads_input=self.reads_input,
         )
 
+    def apply(
+        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+    ) -> "dict[str, Tensor]":
+        """Gate the positions among ``tensors`` by their scores ``gate_{position}``."""
+        changed: dict[str, Tensor] = {}
+        for position in self.positions:
+            if position in tensors:
+                name = _name(position)
+                score = weights[name] if name in weights else tensors[name]
+                score = activate(score, self.activation)
+                observe_gate(position, score.detach, ranks)
+                changed[position] = gated(tensors[position], score, self.form)
+        return changed
+
     def flops(self, sizes: HeadSizes) -> int:
         """Count ``2 d`` for each row that is multiplied by the input."""
         if not self.reads_input:
@@ -236,3 +257,35 @@ def _heads(position: Position) -> Projection:
 def _features(position: Position) -> Projection:
     """Return the projection whose heads have the same width; outputs are as wide as values."""
     return position if position in ("query", "key") else "value"
+
+
+def activate(score: "Tensor", activation: Activation) -> "Tensor":
+    """Apply the activation, in float32 at least, as in Megatron's own gate.
+
+    Args:
+        score: any shape and floating dtype.
+        activation: ``sigmoid``, ``silu``, or ``half_sigmoid``, which is ``0.5 + sigmoid / 2``.
+    """
+    import torch
+
+    score = score.to(torch.promote_types(score.dtype, torch.float32))
+    if activation == "silu":
+        return torch.nn.functional.silu(score)
+    return 0.5 + score.sigmoid() / 2 if activation == "half_sigmoid" else score.sigmoid()
+
+
+def gated(x: "Tensor", score: "Tensor", form: Form) -> "Tensor":
+    """Return ``x * score`` or ``x + score``, rounded once to the dtype of ``x``.
+
+    Args:
+        x: ``[..., heads, D]`` or ``[..., hidden]``, any floating dtype.
+        score: activated; broadcasts to ``x``.
+        form: ``multiply`` or ``add``.
+    """
+    return (x * score if form == "multiply" else x + score).to(x.dtype)
+
+
+def observe_gate(position: str, score: "Callable[[], Tensor]", ranks: Ranks) -> None:
+    """Report the mean activated score, and the share of scores below :data:`SHUT`."""
+    ranks.observe(f"gate-score/{position}", lambda: score().mean())
+    ranks.observe(f"gate-shut/{position}", lambda: (score() < SHUT).float().mean())

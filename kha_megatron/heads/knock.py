@@ -1,12 +1,15 @@
 """Knocking heads (arXiv 2510.23052, section 3.2): matrices shared by all heads of a layer.
 
-The maths is in ``kha_megatron.ops.heads.knock``.
+Shape legend: ``D`` head dim; ``n`` matrices of the variant (:data:`MATRICES`); ``H`` heads of the
+knocked tensor; ``K`` input features of its projection; ``...`` any leading dimensions. The matrices
+of one projected tensor are one stacked weight ``[n, D, D]``, applied from the right, ``x @ W``, as
+in the paper. (``torch.nn.Linear`` has the transpose.)
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, cast, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -17,6 +20,9 @@ from kha_megatron.heads.mechanism import (
     Projection,
     Start,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Variant = Literal["linear", "mlp", "gate"]
 Init = Literal["identity", "random"]
@@ -31,7 +37,7 @@ MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
 """Names of the ``[D, D]`` matrices of each variant, in stacking order."""
 
 SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 3})
-"""Tensors of the input's size that ``ops.knock`` keeps for backward: the input; for ``gate`` also
+"""Tensors of the input's size that :func:`knock` keeps for backward: the input; for ``gate`` also
 both factors; for ``mlp`` also both factors and their product."""
 
 INITS: tuple[Init, ...] = get_args(Init)
@@ -141,7 +147,7 @@ class Knock(KnockSettings, Mechanism):
         )
 
     def saved(self, sizes: HeadSizes) -> int:
-        """Count what ``ops.knock`` keeps (:data:`SAVED`), without folding."""
+        """Count what :func:`knock` keeps (:data:`SAVED`), without folding."""
         return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
 
     @property
@@ -190,3 +196,99 @@ def starts_of(variant: Variant, init: Init = "identity") -> tuple[Start, ...]:
 def module_name(matrix: str) -> str:
     """Return the name of a matrix in our transformers class: ``up_proj`` for ``up``."""
     return matrix if matrix == "proj" else f"{matrix}_proj"
+
+
+def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
+    """Apply the matrices that all heads share to every head.
+
+    ==========  ==================================================================  =============
+    ``linear``  ``x @ T``                                                           eq. 5-7
+    ``mlp``     ``2 * ((x @ W_up) * sigmoid(x @ W_gate)) @ W_down``                 eq. 9
+    ``gate``    ``2 * x * sigmoid(x @ W_gate)``                                     Table 2, "Gate"
+    ==========  ==================================================================  =============
+
+    Args:
+        x: ``[..., D]``, any floating dtype, any strides.
+        weight: ``[n, D, D]``, same dtype.
+        variant: row of the table.
+
+    Returns:
+        ``[..., D]``, same dtype. With the identity as initial value, it equals ``x`` bit for bit:
+        each product has one non-zero term and ``2 * sigmoid(0) == 1``.
+    """
+    if variant == "linear":
+        return x @ weight[0]
+    if variant == "gate":
+        return 2 * x * (x @ weight[0]).sigmoid()
+    up, gate, down = weight.unbind(0)
+    return (2 * (x @ up) * (x @ gate).sigmoid()) @ down
+
+
+def gradients(
+    x: "Tensor", dy: "Tensor", weight: "Tensor", variant: Variant
+) -> "tuple[Tensor, Tensor]":
+    """Return the gradients of :func:`knock` for ``x`` and ``weight``, without autograd.
+
+    Autograd does not record in a custom operator.
+
+    Args:
+        x: ``[..., D]``, the input of :func:`knock`.
+        dy: ``[..., D]``, the gradient of its result.
+        weight: ``[n, D, D]``.
+        variant: as in :func:`knock`.
+
+    Returns:
+        ``[..., D]`` and ``[n, D, D]``, with the dtypes of ``x`` and ``weight``.
+    """
+    import torch
+
+    if variant == "linear":
+        return dy @ weight[0].mT, _outer(x, dy)[None]
+    if variant == "gate":
+        factor = torch.sigmoid(x @ weight[0])
+        d_gate = 2 * dy * x * factor * (1 - factor)
+        return 2 * dy * factor + d_gate @ weight[0].mT, _outer(x, d_gate)[None]
+    up, gate, down = weight.unbind(0)
+    hidden, factor = x @ up, torch.sigmoid(x @ gate)
+    d_hidden = dy @ down.mT
+    d_up = 2 * d_hidden * factor
+    d_gate = 2 * d_hidden * hidden * factor * (1 - factor)
+    d_weight = _outer(x, d_up), _outer(x, d_gate), _outer(2 * hidden * factor, dy)
+    return d_up @ up.mT + d_gate @ gate.mT, torch.stack(d_weight)
+
+
+def _outer(rows: "Tensor", others: "Tensor") -> "Tensor":
+    """Return the sum over rows of their outer products, ``[D, D]``."""
+    return rows.flatten(0, -2).mT @ others.flatten(0, -2)
+
+
+def fold(
+    projection: "Tensor", weight: "Tensor", *, head_rows: int | None = None, start: int = 0
+) -> "Tensor":
+    """Fold a ``linear`` knock into the projection before it: ``W' = W T`` (eq. 8).
+
+    Computed in float64, one head at a time, and rounded once to the projection's dtype.
+
+    In latent attention only some rows of a head are knocked. With ``n`` no-position features, a
+    rotary part of ``r`` and values of ``v``, fold the matrices into the up-projections like this::
+
+        query_up = fold(query_up, t_query, head_rows=n + r)
+        key_value_up = fold(key_value_up, t_key, head_rows=n + v)
+        key_value_up = fold(key_value_up, t_value, head_rows=n + v, start=n)
+
+    Args:
+        projection: ``[H * head_rows, K]`` weight or ``[H * head_rows]`` bias of a
+            ``torch.nn.Linear``, heads outermost.
+        weight: ``[1, D, D]``.
+        head_rows: rows of one head; ``D`` if None.
+        start: first of the ``D`` rows of a head that are knocked.
+
+    Returns:
+        Same shape and dtype as ``projection``. Rows that are not knocked keep their bits.
+    """
+    matrix = weight[0].double()
+    folded = projection.clone().unflatten(0, (-1, head_rows or len(matrix)))
+    for head in range(len(folded)):
+        rows = folded[head, start : start + len(matrix)]
+        rows.copy_(matrix.mT @ rows.double())
+    return folded.flatten(0, 1)

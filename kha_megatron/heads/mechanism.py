@@ -2,11 +2,15 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Projection = Literal["query", "key", "value"]
 Gradient = Literal["heads", "tokens", "whole"]
@@ -151,9 +155,9 @@ class Mechanism(ABC):
     """
 
     name: ClassVar[str]
-    """Name of its field in ``KHAConfig`` and its module in ``ops.heads``."""
+    """Name of its field in ``KHAConfig``."""
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
-    """Where its function is called: ``qkv`` between split and QK-norm, ``output`` on the core
+    """Where :meth:`apply` is called: ``qkv`` between split and QK-norm, ``output`` on the core
     attention's output, ``dense`` on the output projection's output. ``core`` replaces the core
     attention."""
     makes: ClassVar[tuple[Projection, ...]] = ()
@@ -182,6 +186,26 @@ class Mechanism(ABC):
     def made_dim(self) -> int | None:
         """Features of each head of the projections in ``makes``."""
         return None
+
+    def apply(
+        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+    ) -> "dict[str, Tensor]":
+        """Compute the mechanism at one stage. By default, nothing changes.
+
+        Args:
+            tensors: those of the stage: ``query``, ``key`` and ``value`` at ``qkv`` and ``output``
+                at ``output``, ``[..., heads, D]`` with this rank's heads; ``dense`` ``[...,
+                hidden]`` at ``dense``. A projection in ``makes`` has one head. At every stage also
+                the outputs of its ``rows`` ``[..., heads, features]``, of its tensors that read
+                the input (``[..., features]``, or ``[..., 1, features]`` if all heads use it), and
+                what earlier stages added.
+            weights: its other parameters by name, with this rank's part of those per head.
+            ranks: communication with the ranks that have other heads and tokens.
+
+        Returns:
+            The tensors that change, and tensors of its own for later stages.
+        """
+        return {}
 
     def acts_at(self, stage: Stage) -> bool:
         """Return whether these settings change anything at ``stage``."""
@@ -318,3 +342,27 @@ class Mechanism(ABC):
         """Format for logs: ``name``, or ``name(setting=value)``."""
         settings = ", ".join(f"{name}={value}" for name, value in self.said().items())
         return f"{self.name}({settings})" if settings else self.name
+
+
+def apply_stage(
+    stage: Stage,
+    mechanisms: "Iterable[tuple[Mechanism, Mapping[str, Tensor]]]",
+    tensors: "dict[str, Tensor]",
+    seen: "dict[str, Tensor]",
+    ranks: Ranks,
+) -> "list[Tensor]":
+    """Apply the mechanisms of a stage to ``tensors`` and return these in the same order.
+
+    Args:
+        stage: which mechanisms act.
+        mechanisms: with their weights, in order.
+        tensors: tensors of the stage (see :meth:`Mechanism.apply`).
+        seen: outputs of earlier stages and of projections of the input. Tensors that mechanisms add
+            are stored here.
+        ranks: see :meth:`Mechanism.apply`.
+    """
+    for mechanism, weights in mechanisms:
+        if mechanism.acts_at(stage):
+            for name, x in mechanism.apply(tensors | seen, weights, ranks).items():
+                (tensors if name in tensors else seen)[name] = x
+    return list(tensors.values())

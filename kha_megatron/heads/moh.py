@@ -1,17 +1,26 @@
 """Mixture-of-Head attention (MoH, arXiv 2410.11842): a router weighs heads and drops some.
 
 The first ``S`` query heads are shared by all tokens. Of the other ``R`` (routed) heads, a token
-uses the ``K`` that its router scores highest. The maths is in ``kha_megatron.ops.heads.moh``;
-equation numbers are the paper's. Where the paper and the authors' code (SkyworkAI/MoH) differ, a
-setting selects one of them.
+uses the ``K`` that its router scores highest. Equation numbers are the paper's. Where the paper and
+the authors' code (SkyworkAI/MoH) differ, a setting selects one of them.
+
+Shape legend: ``...`` tokens; ``H`` query heads. Every rank routes over all heads, in float32 at
+least, so that all ranks choose the same heads.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
+from kha_megatron.heads.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Router = Literal["learned", "query_norm"]
 Source = Literal["code", "paper"]
@@ -147,6 +156,23 @@ class MixtureOfHeads(Mechanism):
             ),
         )
 
+    def apply(
+        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+    ) -> "dict[str, Tensor]":
+        """Compute query norms at ``qkv``, if routing uses them; weight the heads at ``output``."""
+        if "query" in tensors:
+            return {"moh_norms": _widen(tensors["query"]).norm(dim=-1)}
+        if self.router == "learned":
+            scores = tensors["moh_router"]
+        else:
+            scores = ranks.all_heads(tensors["moh_norms"])
+        routing = route(scores, self, ranks.iteration() if self.anneal else None)
+        ranks.observe("moh-load", partial(_load, routing, ranks))
+        ranks.observe("moh-entropy", partial(_entropy, routing.probabilities))
+        factors = _add_balance_loss(routing, self, ranks) if ranks.trains else routing.weights
+        output = tensors["output"]
+        return {"output": (output * ranks.own_heads(factors).unsqueeze(-1)).to(output.dtype)}
+
     def flops(self, sizes: HeadSizes) -> int:
         """Count the FLOPs of the router."""
         return 2 * sum(tensor.size for tensor in self.tensors(sizes))
@@ -234,3 +260,100 @@ class MixtureOfHeads(Mechanism):
                 f"of them shared): use moh.active from 1 to {routed}"
             )
         return None
+
+
+class Routing(NamedTuple):
+    """The chosen heads of each token and their weights."""
+
+    weights: "Tensor"
+    """``[..., H]``: 0 for heads that the token does not use."""
+    probabilities: "Tensor"
+    """``[..., R]``: softmax over the routed heads."""
+    chosen: "Tensor"
+    """``[..., R]``: 1 for heads that the token uses, otherwise 0; without gradient."""
+
+
+def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -> Routing:
+    """Choose and weight the heads of each token.
+
+    Args:
+        scores: ``[..., H + 2]`` of a learned router: ``W_s x``, ``W_r x`` and ``W_h x``. Otherwise
+            norms ``[..., H]``.
+        moh: settings of one layer.
+        iteration: see :meth:`MixtureOfHeads.active_heads`.
+    """
+    import torch
+
+    scores = _widen(scores)
+    learned = moh.router == "learned"
+    heads = scores.shape[-1] - 2 * learned
+    shared, active = moh.shared_heads(heads), moh.active_heads(heads, iteration)
+    of_shared, of_routed, of_kinds = scores.split([shared, heads - shared, 2 * learned], dim=-1)
+    if not learned and moh.scale == "code":
+        of_routed = of_routed / _spread(of_routed)
+    probabilities = of_routed.softmax(-1)
+    chosen = torch.zeros_like(probabilities)
+    chosen = chosen.scatter(-1, of_routed.detach().topk(active, dim=-1).indices, 1.0)
+
+    one = torch.ones_like(of_shared)
+    if learned:
+        shared_kind, routed_kind = of_kinds.softmax(-1).split(1, dim=-1)  # equation 6
+        of_shared = of_shared.softmax(-1) * shared_kind
+    else:
+        of_shared, routed_kind = one, probabilities.new_ones(())
+    if moh.quantized:  # equation 9, with the gradient of equation 5 without its threshold
+        real = torch.cat([of_shared, probabilities * routed_kind], dim=-1)
+        weights = torch.cat([one, chosen], dim=-1) + (real - real.detach())
+        return Routing(weights, probabilities, chosen)
+    of_routed = probabilities * chosen
+    if moh.scale == "code":
+        of_routed = of_routed * active / of_routed.sum(-1, keepdim=True)
+        if learned:
+            of_shared, of_routed = of_shared * (2 * shared), of_routed * 2
+    weights = torch.cat([of_shared, of_routed * routed_kind], dim=-1)
+    return Routing(weights, probabilities, chosen)
+
+
+def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "Tensor":
+    """Return the weights, with the load-balance loss (equations 7 and 8) in their gradient."""
+    _, probabilities, chosen = routing
+    frequency = ranks.token_mean(chosen)
+    loss = (probabilities.flatten(0, -2).mean(0) * frequency).sum()
+    weight = moh.balance
+    if moh.balance_scale == "code":
+        loss = loss * len(frequency)
+        weight /= ranks.layers
+    ranks.observe("moh-balance-loss", loss.detach)
+    return ranks.add_loss(routing.weights, weight * loss) if weight else routing.weights
+
+
+def _load(routing: Routing, ranks: Ranks) -> "Tensor":
+    """Return the share of tokens that use each head, ``[H]``."""
+    import torch
+
+    frequency = ranks.token_mean(routing.chosen)
+    shared = routing.weights.shape[-1] - len(frequency)
+    return torch.cat([frequency.new_ones(shared), frequency])
+
+
+def _spread(norms: "Tensor") -> "Tensor":
+    """Return the standard deviation over heads ``[..., 1]``, or a small number if it is zero."""
+    import torch
+
+    offset = norms - norms.mean(-1, keepdim=True)
+    variance = offset.square().sum(-1, keepdim=True) / max(1, norms.shape[-1] - 1)
+    return variance.clamp_min(torch.finfo(norms.dtype).eps).sqrt()
+
+
+def _entropy(probabilities: "Tensor") -> "Tensor":
+    """Return the mean entropy over tokens, divided by its maximum."""
+    import torch
+
+    entropy = torch.special.entr(probabilities).sum(-1).mean()
+    return entropy / math.log(max(2, probabilities.shape[-1]))
+
+
+def _widen(x: "Tensor") -> "Tensor":
+    import torch
+
+    return x.to(torch.promote_types(x.dtype, torch.float32))

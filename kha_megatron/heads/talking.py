@@ -1,16 +1,19 @@
 """Talking-heads attention (Shazeer et al. 2020, arXiv 2003.02436): heads mix logits and weights.
 
 A learnt ``[H, H]`` matrix mixes the logits of all heads before the softmax, and another one the
-weights after it. The maths is in ``kha_megatron.ops.heads.talking``.
+weights after it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,65 @@ class TalkingHeads(Mechanism):
             for mixing in self.mixings
         )
 
+    def attend(
+        self,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        weights: "Mapping[str, Tensor]",
+        *,
+        scale: float,
+        mask: "Tensor | None" = None,
+        dropout: "Callable[[Tensor], Tensor] | None" = None,
+    ) -> "tuple[Tensor, Tensor]":
+        """Compute scaled dot-product attention whose heads mix logits and weights (section 2).
+
+        Logits are mixed before the mask, because ``-inf * 0`` is NaN. With identity matrices, this
+        is ordinary attention bit for bit. The softmax is computed in float32 at least.
+
+        Shape legend: ``B`` batch, ``H`` heads, ``G`` KV heads, ``S`` queries, ``K`` keys, ``D``
+        features of a key, ``V`` of a value.
+
+        Args:
+            query: ``[B, H, S, D]``, all heads of the layer, any floating dtype.
+            key: ``[B, G, K, D]``; each KV head serves ``H / G`` consecutive query heads.
+            value: ``[B, G, K, V]``.
+            weights: ``talking_pre`` and ``talking_post`` ``[H, H]``, if enabled.
+            scale: factor on the logits.
+            mask: broadcasts to ``[B, H, S, K]``: booleans that are True for hidden keys, or numbers
+                to add to the mixed logits. A query without visible keys attends to all equally.
+            dropout: applied to the weights before they meet the values.
+
+        Returns:
+            ``[B, H, S, V]``, and the weights ``[B, H, S, K]`` before dropout, in the dtype of
+            ``query``.
+        """
+        import torch
+
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        # the same product as in Megatron's own attention, so that both round alike
+        logits = torch.baddbmm(
+            query.new_empty(1, 1, 1),
+            query.flatten(0, 1),
+            key.flatten(0, 1).mT,
+            beta=0.0,
+            alpha=scale,
+        ).unflatten(0, query.shape[:2])
+        if self.pre:
+            logits = mix_heads(logits, weights["talking_pre"])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if mask is not None:
+            lowest = torch.finfo(logits.dtype).min
+            hides = mask.dtype == torch.bool
+            logits = logits.masked_fill(mask, lowest) if hides else (logits + mask).clamp(lowest)
+        scores = logits.softmax(-1).to(query.dtype)
+        if self.post:
+            scores = mix_heads(scores, weights["talking_post"])
+        dropped = scores if dropout is None else dropout(scores)
+        output = torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1))
+        return output.unflatten(0, query.shape[:2]), scores
+
     def doubled(self) -> tuple[()]:
         """Return (): both mixings start as the identity."""
         return ()
@@ -104,3 +166,8 @@ class TalkingHeads(Mechanism):
     def unfused(self, sizes: HeadSizes) -> str | None:
         """Return why fused attention kernels cannot compute it."""
         return "heads mix their logits, of which fused kernels never hold more than one head's"
+
+
+def mix_heads(x: "Tensor", weight: "Tensor") -> "Tensor":
+    """Return ``[B, H, S, K]``: head ``k`` is the sum over heads ``h`` of ``x_h * weight[h, k]``."""
+    return (weight.mT @ x.flatten(2)).unflatten(2, x.shape[2:])

@@ -27,7 +27,17 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 )
 from transformers.utils import logging
 
-from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage, Start
+from kha_megatron.heads.initial import initial_weight
+from kha_megatron.heads.mechanism import (
+    HeadFacts,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Stage,
+    Start,
+    apply_stage,
+)
+from kha_megatron.heads.ranks import Listener, Ranks
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.hf.mechanisms_kha import MECHANISMS
 from kha_megatron.hf.modeling_kha import (
@@ -37,8 +47,6 @@ from kha_megatron.hf.modeling_kha import (
     KHAModule,
     apply_rotary,
 )
-from kha_megatron.ops.heads.initial import initial_weight
-from kha_megatron.ops.heads.ranks import Listener, Ranks
 
 logger = logging.get_logger(__name__)
 
@@ -210,19 +218,18 @@ class KHAHeads(KHAModule):
             The tensors in the same order.
         """
         ranks = self._ranks()
-        for mechanism, parameters in self.mechanisms:
-            if not mechanism.acts_at(stage):
-                continue
-            weights = {}
-            for tensor in parameters:
-                if not tensor.reads_input:
-                    weight = getattr(self, tensor.hf)()
-                    weights[tensor.name] = ranks.own_part(weight) if tensor.per_head else weight
-            _, apply = MECHANISMS[mechanism.name]
-            changed = apply(tensors | seen, weights, mechanism, ranks)
-            seen |= {name: x for name, x in changed.items() if name not in tensors}
-            tensors |= {name: x for name, x in changed.items() if name in tensors}
-        return list(tensors.values())
+        mechanisms = (
+            (mechanism, self.head_weights(parameters, ranks))
+            for mechanism, parameters in self.mechanisms
+            if mechanism.acts_at(stage)
+        )
+        return apply_stage(stage, mechanisms, tensors, seen, ranks)
+
+    def head_weights(self, parameters: list[HeadTensor], ranks: "ModelRanks") -> dict[str, Tensor]:
+        """Return the parameters that do not read the input, by name: this rank's part of each."""
+        weights = {t.name: getattr(self, t.hf)() for t in parameters if not t.reads_input}
+        per_head = {t.name for t in parameters if t.per_head}
+        return {n: ranks.own_part(w) if n in per_head else w for n, w in weights.items()}
 
     def project_output(self, heads: Tensor, seen: dict[str, Tensor]) -> Tensor:
         """Map the output of attention ``[..., H, D]`` to ``[..., C]``."""
@@ -232,9 +239,10 @@ class KHAHeads(KHAModule):
 
     def core_attention(self) -> Any:
         """Return the attention function: the configured backend, or that of a mechanism."""
-        for mechanism, _ in self.mechanisms:
+        for mechanism, parameters in self.mechanisms:
             if mechanism.acts_at("core"):
-                return partial(_attend_eagerly, mechanism)
+                weights = self.head_weights(parameters, self._ranks())
+                return partial(_attend_eagerly, mechanism, weights)
         return ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -246,7 +254,7 @@ class KHAHeads(KHAModule):
 def mechanisms_of(config: KHAModelConfig) -> list[Mechanism]:
     """Return the mechanisms of a model except KHA, in the order in which they act."""
     settings = config.mechanisms
-    return [kind.from_dict(settings[n]) for n, (kind, _) in MECHANISMS.items() if n in settings]
+    return [kind.from_dict(settings[n]) for n, kind in MECHANISMS.items() if n in settings]
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:
@@ -341,6 +349,7 @@ def _attend(
 
 def _attend_eagerly(
     mechanism: Any,
+    weights: dict[str, Tensor],
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -356,14 +365,11 @@ def _attend_eagerly(
             f"{mechanism} needs attn_implementation='eager', got {given!r}: no fused kernel mixes "
             "the logits of all heads."
         )
-    _, attend = MECHANISMS[mechanism.name]
-    pre, post = (
-        getattr(module, f"talking_{name}")() if name in mechanism.mixings else None
-        for name in ("pre", "post")
-    )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
-    output, weights = attend(query, key, value, pre, post, scale=scaling, mask=mask, dropout=drop)
-    return output.transpose(1, 2).contiguous(), weights
+    output, scores = mechanism.attend(
+        query, key, value, weights, scale=scaling, mask=mask, dropout=drop
+    )
+    return output.transpose(1, 2).contiguous(), scores
 
 
 class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):

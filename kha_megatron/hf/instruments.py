@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.ops.heads.gate import observe as observe_gate
-from kha_megatron.ops.heads.ranks import Ranks
+from kha_megatron.heads.gate import observe_gate
+from kha_megatron.heads.ranks import Ranks
 
 GATED_QUERIES = ("qwen3_next", "qwen3_5_text")
 """Stock architectures whose ``q_proj`` also computes a gate, behind the query of each head."""

@@ -79,11 +79,8 @@ def _file_name(module: str) -> str:
 
 def _registry(names: Any) -> str:
     """Return the source of ``mechanisms_kha`` with only some of the mechanisms."""
-    lines, entries = [], []
-    for name, (kind, function) in MECHANISMS.items():
-        if name in names:
-            lines.append(f"from {kind.__module__} import {kind.__name__}")
-            lines.append(f"from {function.__module__} import {function.__name__} as apply_{name}")
-            entries.append(f'    "{name}": ({kind.__name__}, apply_{name}),')
+    kinds = [kind for name, kind in MECHANISMS.items() if name in names]
+    imports = [f"from {kind.__module__} import {kind.__name__}" for kind in kinds]
+    entries = [f'    "{kind.name}": {kind.__name__},' for kind in kinds]
     doc = '"""The head mechanisms of this model, in the order in which they act."""'
-    return "\n".join([doc, "", *lines, "", "MECHANISMS = {", *entries, "}", ""])
+    return "\n".join([doc, "", *imports, "", "MECHANISMS = {", *entries, "}", ""])

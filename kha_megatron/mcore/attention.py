@@ -19,8 +19,9 @@ from torch.nn import Module
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadTensor, Mechanism, Projection
+from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.heads.mechanism import Stage
+from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks
@@ -31,8 +32,6 @@ from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rules import check_layout, head_facts
-from kha_megatron.ops.heads import applied
-from kha_megatron.ops.heads.gate import observe as observe_gate
 
 
 class KnockedAttention(Attention):
@@ -117,7 +116,7 @@ class KnockedAttention(Attention):
 
     def _applied(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
         """Return ``[s, b, heads, D]`` each, after the mechanisms of a stage."""
-        return applied(stage, self.mechanisms, tensors, self._kept, self.head_ranks)
+        return apply_stage(stage, self.mechanisms, tensors, self._kept, self.head_ranks)
 
     def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         heads = inputs[0].unflatten(-1, (-1, self.value_dim))

@@ -48,9 +48,9 @@ from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
+from kha_megatron.heads.fold_heads import fold_heads
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.ops.fold_heads import fold_heads
 
 _LINEARS = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear)
 

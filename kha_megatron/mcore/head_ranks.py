@@ -1,4 +1,4 @@
-"""Communication of head mechanisms over Megatron's ranks (``ops.heads.ranks``)."""
+"""Communication of head mechanisms over Megatron's ranks (``heads.ranks``)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.ranks import Listener, Ranks
 from kha_megatron.mcore.added_loss import LossScale, with_loss
 from kha_megatron.mcore.settings import training_arguments
-from kha_megatron.ops.heads.ranks import Listener, Ranks
 
 
 class HeadRanks(Ranks):

@@ -2,7 +2,7 @@
 
 ==================================  ================================================================
 ``kha-distance/P-M``                distance of matrix ``M`` of projection ``P`` from its start
-                                    (:class:`kha_megatron.ops.diagnostics.MatrixDiagnostics`)
+                                    (:class:`kha_megatron.heads.diagnostics.MatrixDiagnostics`)
 ``kha-gate-openness/P``             mean of ``2 * sigmoid(x @ W_gate)``: 1 at the start, 0 if the
                                     gate is shut, 2 if it is wide open
 ``kha-gate-spread/P``               its standard deviation: 0 at the start
@@ -40,11 +40,11 @@ from torch.distributed.tensor import DTensor
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
+from kha_megatron.heads.diagnostics import measure, sink_queries, sink_terms
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.gradients import around_finalization
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.local_modules import held_positions
-from kha_megatron.ops.diagnostics import measure, sink_queries, sink_terms
 
 Model = Any
 """A pipeline stage of a GPTModel or HybridModel, or a module of one."""

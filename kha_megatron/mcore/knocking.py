@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kha_megatron.heads import HeadTensor
+from kha_megatron.heads.initial import initial_weight
+from kha_megatron.heads.kernels.fused import knock
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops import initial_weight, knock
 
 
 class HeadWeight(MegatronModule):

@@ -38,10 +38,10 @@ from torch import Tensor
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import fold
 from kha_megatron.mcore.attention import KnockedAttention, check_config
 from kha_megatron.mcore.hooks import PlacedHook
 from kha_megatron.mcore.knocking import parameter_device
-from kha_megatron.ops import fold
 
 
 class LatentUpProjection(ColumnParallelLinear):

@@ -26,7 +26,6 @@ from torch import Tensor
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import TalkingHeads
 from kha_megatron.mcore.local_modules import GatheredDotProductAttention
-from kha_megatron.ops.heads.talking import attend
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -94,11 +93,11 @@ class TalkingAttention(GatheredDotProductAttention):
         mask_type = attn_mask_type or self.attn_mask_type
         rows = self._rows(len(query))
         mask = self._mask(attention_mask, mask_type in _CAUSAL, rows, len(query), len(key))
-        output, _ = attend(
+        output, _ = self.talking.attend(
             self._turned(query).permute(1, 2, 0, 3),
             self._all_heads(key).permute(1, 2, 0, 3),
             self._all_heads(value).permute(1, 2, 0, 3),
-            *(self.matrices.get(f"talking_{mixing}") for mixing in ("pre", "post")),
+            self.matrices,
             scale=self.logit_scale,
             mask=mask,
             dropout=self._dropout,

@@ -18,7 +18,7 @@ KNOWS_NO_MODEL = {"checkpoint": {"errors", "announcements"}}
 """Files on disk are what they are, whatever the heads of a model do."""
 FREE = {
     "heads",
-    *("ops", "model", "checkpoint", "mcore", "data", "training", "hf"),
+    *("model", "checkpoint", "mcore", "data", "training", "hf"),
     *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli"),
 }
 ARROWS = {
@@ -28,19 +28,18 @@ ARROWS = {
     "errors": set(),
     "announcements": set(),
     "heads": set(),
-    "ops": set(),
     "model": set(),
     "checkpoint": set(),
-    "mcore": {"ops", "model", "checkpoint"},
+    "mcore": {"model", "checkpoint"},
     "data": {"checkpoint"},
     "training": {"mcore", "model", "checkpoint", "data"},
-    "hf": {"ops"},
-    "conversion": {"hf", "mcore", "ops", "model", "checkpoint", "data"},
+    "hf": set(),
+    "conversion": {"hf", "mcore", "model", "checkpoint", "data"},
     "recipes": {"model", "checkpoint", "data"},
     "plan": {"model"},
-    "compare": {"recipes", "plan", "model", "checkpoint", "mcore", "ops"},
+    "compare": {"recipes", "plan", "model", "checkpoint", "mcore"},
     "bridge": {"hf", "mcore", "conversion", "checkpoint"},
-    "serving": {"hf", "ops"},
+    "serving": {"hf"},
     "cli": FREE - {"cli", "bridge", "serving"},
 }
 OUTSIDE = {
@@ -48,8 +47,7 @@ OUTSIDE = {
     "config": set(),
     "errors": set(),
     "announcements": set(),
-    "heads": set(),
-    "ops": {"torch", "triton"},
+    "heads": {"torch", "triton"},
     "model": set(),
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
     "hf": {"torch", "transformers", "huggingface_hub"},
@@ -175,7 +173,7 @@ A_VERSION = re.compile(
 )
 MAY_READ = {
     "mcore/compat.py": ".*",
-    "ops/fused.py": r"__version__",  # Triton's
+    "heads/kernels/fused.py": r"__version__",  # Triton's
     # these report versions
     "cli/doctor.py": r"packaging.*|importlib\.metadata|.*\binstalled_version",
     "data.py": r"importlib\.metadata",

@@ -66,8 +66,8 @@ def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, case):  #
 
 
 def with_the_load_of_each_context_parallel_rank():
+    from kha_megatron.heads.ranks import Ranks
     from kha_megatron.mcore.head_ranks import HeadRanks
-    from kha_megatron.ops.heads.ranks import Ranks
 
     return mock.patch.object(HeadRanks, "token_mean", Ranks.token_mean)
 

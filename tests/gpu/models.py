@@ -17,9 +17,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads.kernels import fused
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.specs import kha_layer_spec
-from kha_megatron.ops import fused
 from tests.distributed import models
 
 VOCAB, SEQUENCE, BATCH = 128, 64, 3

@@ -95,7 +95,7 @@ MISTAKES = {
 
 def errors_with_kernels(mistake):
     """Return the errors of small layers in Triton's interpreter."""
-    from kha_megatron.ops.kernels import knock_launch
+    from kha_megatron.heads.kernels import knock_launch
     from tests.gpu import models
 
     patches = [mock.patch.multiple(models, SEQUENCE=16, BATCH=1)]

@@ -8,10 +8,10 @@ from torch.nn.attention.flex_attention import flex_attention as FLEX
 from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 from transformers.integrations import flex_attention
 
-from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
+from kha_megatron.heads.kernels.fused import knock
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS, fold, module_name
 from kha_megatron.hf import read_kha
 from kha_megatron.hf.modeling_kha import KHAKnock
-from kha_megatron.ops import fold, knock
 from tests import oracle as reference
 from tests.hf.conftest import (
     SIZES,
@@ -65,7 +65,7 @@ def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
 
 
 @pytest.mark.parametrize("variant", MATRICES)
-def test_knock_module_computes_what_ops_computes(variant):
+def test_knock_module_computes_what_the_function_computes(variant):
     module = KHAKnock(variant, 10).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)

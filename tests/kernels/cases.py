@@ -1,16 +1,17 @@
 """What is tested of the kernels, on any device: in Triton's interpreter on the CPU, and on a GPU.
 
 Shape legend: ``R`` rows (every head of every token), ``D`` head dim. Everything is compared with
-``ops.heads.knock.knock`` in float64, which ``tests/ops`` compares with the oracle.
+``heads.knock.knock`` in float64, which ``tests/heads`` compares with the oracle.
 """
 
 import itertools
 
 import torch
 
+from kha_megatron.heads import knock as knocking
+from kha_megatron.heads.initial import initial_weight
+from kha_megatron.heads.kernels.fused import knock
 from kha_megatron.heads.knock import MATRICES, starts_of
-from kha_megatron.ops import initial_weight, knock
-from kha_megatron.ops.heads import knock as knocking
 
 ROWS = {1: (1,), 7: (7,), 63: (21, 3), 129: (43, 3)}
 """Odd numbers of rows, as leading dimensions; three heads where they divide."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron.ops import fused
+from kha_megatron.heads.kernels import fused
 from tests.kernels.interpreter import Interpreter
 
 

@@ -11,8 +11,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from kha_megatron import announcements
 from kha_megatron.errors import ConfigError
-from kha_megatron.ops import fused, knock
-from kha_megatron.ops.heads import knock as knocking
+from kha_megatron.heads import knock as knocking
+from kha_megatron.heads.kernels import fused
+from kha_megatron.heads.kernels.fused import knock
 
 CUDA = torch.device("cuda", 0)
 HOPPER = (CUDA, torch.bfloat16, torch.bfloat16, 128)
@@ -136,7 +137,7 @@ def test_needs_no_triton():
 import sys
 sys.modules["triton"] = None  # imports of it fail
 import torch
-from kha_megatron.ops import knock
+from kha_megatron.heads.kernels.fused import knock
 print(knock(torch.ones(2, 64), torch.eye(64)[None], "linear").sum().item())
 """
     environment = os.environ | {"KHA_KERNELS": "auto", "TRITON_INTERPRET": "1"}

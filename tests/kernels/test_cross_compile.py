@@ -8,10 +8,9 @@ import roofline
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops.heads.knock import knock
-from kha_megatron.ops.kernels import tilings
-from kha_megatron.ops.kernels.tilings import DTYPES
+from kha_megatron.heads.kernels import tilings
+from kha_megatron.heads.kernels.tilings import DTYPES
+from kha_megatron.heads.knock import MATRICES, knock
 from tests.kernels.cases import weight_of
 from tools.cross_compile import (
     Launch,

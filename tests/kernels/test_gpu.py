@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 import torch
 
+from kha_megatron.heads.kernels.tilings import DTYPES, HEAD_DIMS, Kernel, tiling
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS, Kernel, tiling
 from tests.kernels import cases
 
 # Of norms: roundings to two bytes, several times half a unit of the last place; float32 sums in

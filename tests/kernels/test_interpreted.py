@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kha_megatron.heads.kernels.tilings import DTYPES, HEAD_DIMS
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops.kernels.tilings import DTYPES, HEAD_DIMS
 from tests.kernels import cases
 
 # Of norms. Rounding to two bytes: several times half a unit of the last place, 2**-9 and 2**-12,

@@ -16,7 +16,7 @@ import torch
 
 import kha_megatron
 from kha_megatron import announcements
-from kha_megatron.ops import verification
+from kha_megatron.heads.kernels import verification
 from tests.kernels import cases
 from tests.kernels.interpreter import Interpreter
 from tests.kernels.test_interpreted import TOLERANCE
@@ -25,7 +25,7 @@ PACKAGE = Path(kha_megatron.__file__).parent
 
 
 class Mistake(NamedTuple):
-    """A text of a file in ``ops/kernels`` that is replaced by another."""
+    """A text of a file in ``heads/kernels`` that is replaced by another."""
 
     file: str
     right: str
@@ -177,7 +177,7 @@ def compare(variant, choice):
 def mutated(folder, mistake):
     """Yield an interpreter of a package in which one text is replaced."""
     shutil.copytree(PACKAGE, folder / "kha_megatron", ignore=shutil.ignore_patterns("*.pyc"))
-    path = folder / "kha_megatron" / "ops" / "kernels" / mistake.file
+    path = folder / "kha_megatron" / "heads" / "kernels" / mistake.file
     text = path.read_text()
     assert mistake.right in text, "the kernels have changed: write the mistake anew"
     path.write_text(text.replace(mistake.right, mistake.wrong))

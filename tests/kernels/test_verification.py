@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from kha_megatron import announcements
+from kha_megatron.heads import knock as knocking
+from kha_megatron.heads.kernels import verification
+from kha_megatron.heads.kernels.fused import knock
+from kha_megatron.heads.kernels.tilings import DTYPES
+from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.ops import knock, verification
-from kha_megatron.ops.heads import knock as knocking
-from kha_megatron.ops.kernels.tilings import DTYPES
-from kha_megatron.ops.verification import KnockCase, is_trusted
 from tests.kernels import cases
 
 

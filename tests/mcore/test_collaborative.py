@@ -11,8 +11,8 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import CollaborativeHeads, Gate, HeadFacts, HeadSizes, TalkingHeads
-from kha_megatron.ops import initial_weight
-from kha_megatron.ops.heads.collaborative import fold
+from kha_megatron.heads.collaborative import fold_mixing
+from kha_megatron.heads.initial import initial_weight
 from tests import oracle
 from tests.mcore import sharded_layer
 from tests.mcore.test_talking import ALL, SOME, replaced
@@ -112,7 +112,7 @@ def test_folded_they_are_ordinary_heads_with_one_key():
     placed = {"num_query_groups": 1, "rotary_base": 10000.0, "rotary_dim": HEAD_DIM}
     placed |= {"q_norm": draw(DIM), "k_norm": draw(DIM)}
     shared = oracle.mixed_attention(x, w_query.T, w_key.T, *others, mixing=mixing, **placed)
-    folded = fold(w_query, mixing)
+    folded = fold_mixing(w_query, mixing)
     assert folded.shape == (heads * DIM, hidden)
     ordinary = oracle.mixed_attention(x, folded.T, w_key.T, *others, **placed)
     assert (shared - ordinary).norm() / shared.norm() < 1e-14

@@ -16,7 +16,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.ops.fold_heads import fold_heads
+from kha_megatron.heads.fold_heads import fold_heads
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
 

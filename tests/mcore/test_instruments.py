@@ -87,7 +87,7 @@ class _counted_reductions:
 
 def _reference(case):
     """The same names from plain formulas, on one process: hooks keep all microbatches' tensors."""
-    from kha_megatron.ops.diagnostics import diagnose
+    from kha_megatron.heads.diagnostics import diagnose
 
     first = [r * MICROBATCHES[0] // case.layout.dp for r in range(case.layout.dp)]
     run = _start(case.twin())

@@ -39,6 +39,10 @@ class Scale(Mechanism):
             ),
         )
 
+    def apply(self, tensors, weights, ranks):
+        """Multiply the values."""
+        return {"value": tensors["value"] * weights["scale_value"][:, None]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Mechanism):
@@ -61,6 +65,10 @@ class Shared(Mechanism):
             ),
         )
 
+    def apply(self, tensors, weights, ranks):
+        """Multiply the output."""
+        return {"output": tensors["output"] * weights["shared_output"]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled(KHAConfig):
@@ -71,15 +79,6 @@ class Scaled(KHAConfig):
 
 
 BOTH = Scaled(value="mlp", scale=Scale(), shared=Shared())
-
-
-def _functions():
-    from kha_megatron.ops import heads
-
-    heads.FUNCTIONS |= {
-        "scale": lambda t, w, *_: {"value": t["value"] * w["scale_value"][:, None]},
-        "shared": lambda t, w, *_: {"output": t["output"] * w["shared_output"]},
-    }
 
 
 def _layer(kha, ranks, heads, groups):
@@ -120,7 +119,6 @@ def _run(layer):
 
 def against_scaled_weights():
     """The layer with both toys, and one without whose weights hold the factors."""
-    _functions()
     scale, shared = _factors(GROUPS)
     ours = _layer(Scaled(value="linear", scale=Scale(), shared=Shared()), 1, HEADS, GROUPS)
     plain = _layer(KHAConfig(value="linear"), 1, HEADS, GROUPS)
@@ -146,7 +144,6 @@ def on_ranks(ranks):
     """Of one rank: output, input gradient, factors' gradients and their places in a checkpoint."""
     from megatron.core import parallel_state
 
-    _functions()
     layer = _layer(BOTH, ranks, TP_HEADS, TP_GROUPS)
     scale, shared = _factors(TP_GROUPS)
     rank = parallel_state.get_tensor_model_parallel_rank()

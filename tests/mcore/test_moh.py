@@ -280,7 +280,9 @@ def with_slices_in_place_of_scattered_weights():
 def with_each_rank_choosing_of_its_own_heads():
     from megatron.core import parallel_state
 
-    from kha_megatron.ops.heads.moh import apply, route
+    from kha_megatron.heads import moh
+
+    route = moh.route
 
     def local(scores, *settings):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -290,7 +292,7 @@ def with_each_rank_choosing_of_its_own_heads():
         mine[:3] = mine[HEADS:] = True  # shared heads and kinds are no choice
         return route(scores.masked_fill(~mine, -1e9), *settings)
 
-    return mock.patch.dict(apply.__globals__, route=local)
+    return mock.patch.object(moh, "route", local)
 
 
 @pytest.mark.parametrize(

@@ -105,15 +105,15 @@ def replaced(owner, **names):
 
 
 def mixed_after_the_mask():
-    from kha_megatron.mcore import talking
-    from kha_megatron.ops.heads.talking import mix
+    from kha_megatron.heads.talking import mix_heads
 
-    def attend(query, key, value, pre, post, *, scale, mask, dropout):
+    def attend(self, query, key, value, weights, *, scale, mask, dropout):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         logits = (scale * query @ key.mT).masked_fill(mask, -torch.inf)
-        return mix(mix(logits, pre).softmax(-1), post) @ value, None
+        scores = mix_heads(logits, weights["talking_pre"]).softmax(-1)
+        return mix_heads(scores, weights["talking_post"]) @ value, None
 
-    return replaced(talking, attend=attend)
+    return replaced(TalkingHeads, attend=attend)
 
 
 def mixed_among_own_heads():
@@ -121,14 +121,15 @@ def mixed_among_own_heads():
 
     from kha_megatron.mcore import talking
 
-    attend, rank = talking.attend, parallel_state.get_tensor_model_parallel_rank()
+    attend, rank = TalkingHeads.attend, parallel_state.get_tensor_model_parallel_rank()
 
-    def of_own(query, key, value, pre, post, **options):
+    def of_own(self, query, key, value, weights, **options):
         own = slice(rank * query.shape[1], (rank + 1) * query.shape[1])
-        return attend(query, key, value, pre[own, own], post[own, own], **options)
+        weights = {name: weight[own, own] for name, weight in weights.items()}
+        return attend(self, query, key, value, weights, **options)
 
     stack = ExitStack()
-    stack.enter_context(replaced(talking, attend=of_own))
+    stack.enter_context(replaced(TalkingHeads, attend=of_own))
     stack.enter_context(
         replaced(
             talking.TalkingAttention,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kha_megatron.heads import Gate, HeadSizes
-from kha_megatron.ops.heads.gate import activated, gated
+from kha_megatron.heads.gate import activate, gated
 
 SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_size=22)
 
@@ -34,7 +34,7 @@ def test_saved_elements_are_those_of_the_function(gate, shape, score, activation
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        gated(x, activated(scores, activation), form).sum()
+        gated(x, activate(scores, activation), form).sum()
     found = sum(tensor.nbytes for tensor in kept.values()) / 2
     mechanism = Gate(**gate, activation=activation, form=form)
     assert found == tokens * (mechanism.saved(SIZES) + mechanism.saved_between(SIZES))

@@ -12,18 +12,15 @@ from kha_megatron.heads.mechanism import Start
 def initial_weight(
     weight: Tensor, starts: Sequence[Start], *, std: float = 0.02, seed: int | None = None
 ) -> Tensor:
-    """Fill a parameter in place with its initial value (``HeadTensor.starts``).
+    """Fill a parameter in place with its initial value (``HeadTensor.starts``) and return it.
 
     Args:
-        weight: ``[n, ...]``, any device and dtype: one entry for each start.
-        starts: ``identity`` for a square matrix, ``zeros``, ``ones``, ``normal``, or ``blocks`` for
-            a matrix each of whose rows has as many columns of its own, with a mean square of 1.
+        weight: ``[n, ...]``, any device and dtype.
+        starts: one word for each of the ``n`` entries. ``blocks`` gives each row of a matrix an
+            equal number of columns of its own, scaled to a mean square of 1.
         std: standard deviation of ``normal``.
-        seed: seed of ``normal``, drawn on the CPU in float32 from a generator of its own, so that
-            every rank and device gets the same numbers; None uses torch's current state.
-
-    Returns:
-        ``weight``.
+        seed: seed of ``normal``, which is drawn in float32 on the CPU, so that all ranks and
+            devices get equal numbers. None uses torch's global state.
     """
     if "normal" in starts:
         generator = None if seed is None else torch.Generator().manual_seed(seed)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kha_megatron.heads.kernels import knock_kernels as kernels
+from kha_megatron.heads.kernels.rows import Strides, rows_of
+from kha_megatron.heads.kernels.tiles import INTERPRETED
+from kha_megatron.heads.kernels.tilings import Kernel, padded, tiling
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops.kernels import knock_kernels as kernels
-from kha_megatron.ops.kernels.rows import Strides, rows_of
-from kha_megatron.ops.kernels.tiles import INTERPRETED
-from kha_megatron.ops.kernels.tilings import Kernel, padded, tiling
 
 PROGRAMS_INTERPRETED = 3
 REDUCTION = {"SPLITS": 16, "BLOCK": 128}
@@ -25,7 +25,7 @@ REDUCTION = {"SPLITS": 16, "BLOCK": 128}
 
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Return what ``ops.heads.knock.knock`` returns, as a contiguous ``[..., D]``."""
+    """Return what ``heads.knock.knock`` returns, as a contiguous ``[..., D]``."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch("forward", variant, weight, x, y)
     return y
@@ -67,7 +67,7 @@ class FusedKnock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-        """See ``ops.heads.knock.knock``."""
+        """See ``heads.knock.knock``."""
         weight = weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.variant = variant

@@ -7,9 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
-from kha_megatron.heads.knock import MATRICES, starts_of
-from kha_megatron.ops import fold, initial_weight, knock
-from kha_megatron.ops.heads.collaborative import fold as fold_shared
+from kha_megatron.heads.collaborative import fold_mixing
+from kha_megatron.heads.initial import initial_weight
+from kha_megatron.heads.kernels.fused import knock
+from kha_megatron.heads.knock import MATRICES, fold, starts_of
 from tests import oracle as reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
@@ -86,7 +87,7 @@ def test_folding_makes_no_larger_tensor_than_it_gives():
         fold(projection, weight)
     assert made.bytes == projection.nbytes
     with Largest() as made:
-        folded = fold_shared(projection[:HEAD_DIM], mixing)
+        folded = fold_mixing(projection[:HEAD_DIM], mixing)
     assert made.bytes == folded.nbytes
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kha_megatron.heads import HeadSizes
-from kha_megatron.heads.moh import MixtureOfHeads
-from kha_megatron.ops.heads.moh import apply, route
-from kha_megatron.ops.heads.ranks import Ranks
+from kha_megatron.heads.moh import MixtureOfHeads, route
+from kha_megatron.heads.ranks import Ranks
 
 HEADS = 8
 
@@ -16,7 +15,7 @@ def test_a_router_of_zeros_with_all_heads_changes_nothing(dtype):
     moh = MixtureOfHeads(shared=4, active=4, start="zeros")
     output = torch.randn(3, 7, HEADS, 6).to(dtype)
     scores = {"moh_router": torch.zeros(3, 7, HEADS + 2, dtype=dtype), "output": output}
-    assert torch.equal(apply(scores, {}, moh, Ranks())["output"], output)
+    assert torch.equal(moh.apply(scores, {}, Ranks())["output"], output)
 
 
 @pytest.mark.parametrize("router", ["learned", "query_norm"])
@@ -72,7 +71,7 @@ def test_half_precision_is_routed_in_float32():
     wide = route(scores.float(), moh).weights
     assert torch.equal(route(scores, moh).weights, wide)
     tensors = {"moh_router": scores, "output": torch.randn(7, HEADS, 6).bfloat16()}
-    assert apply(tensors, {}, moh, Ranks())["output"].dtype == torch.bfloat16
+    assert moh.apply(tensors, {}, Ranks())["output"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("router", ["learned", "query_norm"])
@@ -96,7 +95,7 @@ def test_what_is_kept_for_the_backward_pass(router, choice):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         query = given.pop("query")
         if router == "query_norm":
-            given |= apply({"query": query}, {}, moh, Ranks())
-        apply(given, {}, moh, Ranks())
+            given |= moh.apply({"query": query}, {}, Ranks())
+        moh.apply(given, {}, Ranks())
     found = sum(size for size, _ in kept.values()) / 2
     assert found <= tokens * moh.saved(sizes) <= 1.125 * found

@@ -16,7 +16,7 @@ indexed by column, so the columns of a block (``x_j``) are loaded again.
 import triton
 import triton.language as tl
 
-from kha_megatron.ops.kernels.tiles import (
+from kha_megatron.heads.kernels.tiles import (
     add_input_gradient,
     dot_add,
     hidden_gradients,

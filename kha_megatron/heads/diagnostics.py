@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.knock import MATRICES, Variant, starts_of
-from kha_megatron.ops.heads import initial_weight
 
 
 @dataclass(frozen=True, kw_only=True)

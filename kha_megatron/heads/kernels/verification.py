@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kha_megatron.announcements import announce
+from kha_megatron.heads import knock as knocking
+from kha_megatron.heads.kernels.rows import Strides, strides_of
+from kha_megatron.heads.kernels.tilings import Kernel, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
-from kha_megatron.ops.heads import knock as knocking
-from kha_megatron.ops.kernels.rows import Strides, strides_of
-from kha_megatron.ops.kernels.tilings import Kernel, tiling
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Largest relative error of a row or matrix, by norm: a few roundings of half a unit in the last
@@ -59,7 +59,7 @@ class KnockCase:
 
         Raises whatever the kernels raise.
         """
-        from kha_megatron.ops.kernels import knock_launch as kernels
+        from kha_megatron.heads.kernels import knock_launch as kernels
 
         generator = torch.Generator(self.device).manual_seed(0)  # leave the global state alone
         draw = functools.partial(torch.randn, generator=generator, device=self.device)

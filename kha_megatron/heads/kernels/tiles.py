@@ -123,7 +123,7 @@ def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, 
 
 @triton.jit
 def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
-    """Knock one tile of rows (the equations of ``kha_megatron.ops.heads.knock.knock``).
+    """Knock one tile of rows (the equations of ``kha_megatron.heads.knock.knock``).
 
     Args:
         x: ``[M, P]``, in the dtype of the weights.

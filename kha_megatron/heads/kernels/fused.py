@@ -4,7 +4,7 @@ The environment variable ``KHA_KERNELS`` controls the choice:
 
 ==========  ======================================================================================
 ``auto``    (default) the kernels where they support the tensors and agree with torch
-            (:mod:`kha_megatron.ops.verification`), torch otherwise
+            (:mod:`kha_megatron.heads.kernels.verification`), torch otherwise
 ``torch``   always torch
 ``triton``  the kernels without a comparison, or an error that states why they cannot run. With
             ``TRITON_INTERPRET=1`` also on the CPU in Triton's interpreter, which is slow
@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import knock as knocking
+from kha_megatron.heads.kernels.tilings import ARCHITECTURE, DTYPES, HEAD_DIMS, OLDEST_TRITON
+from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import Variant
-from kha_megatron.ops.heads import knock as knocking
-from kha_megatron.ops.kernels.tilings import ARCHITECTURE, DTYPES, HEAD_DIMS, OLDEST_TRITON
-from kha_megatron.ops.verification import KnockCase, is_trusted
 
 KERNELS_VARIABLE = "KHA_KERNELS"
 """Environment variable that chooses between the kernels and torch."""
@@ -38,7 +38,7 @@ KERNELS_VARIABLE = "KHA_KERNELS"
 def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     """Pass every head's row through the matrices that all heads share.
 
-    See ``kha_megatron.ops.heads.knock.knock`` for arguments, result and equations. The kernels
+    See ``kha_megatron.heads.knock.knock`` for arguments, result and equations. The kernels
     cannot be differentiated twice.
 
     Raises:
@@ -50,7 +50,7 @@ def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
             return knocking.knock(x, weight, variant)
         return torch.ops.kha_megatron.knock(x, weight, variant)
     if _chooses_kernels(x, weight, variant):
-        from kha_megatron.ops.kernels.knock_launch import FusedKnock
+        from kha_megatron.heads.kernels.knock_launch import FusedKnock
 
         return FusedKnock.apply(x, weight, variant)
     return knocking.knock(x, weight, variant)
@@ -127,7 +127,7 @@ def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
 def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
     form = cast(Variant, variant)
     if _chooses_kernels(x, weight, form):
-        from kha_megatron.ops.kernels import knock_launch
+        from kha_megatron.heads.kernels import knock_launch
 
         return knock_launch.knock_forward(x, weight.contiguous(), form)
     return knocking.knock(x, weight, form).contiguous()
@@ -144,7 +144,7 @@ def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tupl
     if not _chooses_kernels(x, weight, form):
         dx, dw = knocking.gradients(x, dy, weight, form)
         return dx.contiguous(), dw.contiguous()
-    from kha_megatron.ops.kernels import knock_launch
+    from kha_megatron.heads.kernels import knock_launch
 
     arguments = x, dy.contiguous(), weight.contiguous(), form
     dx = knock_launch.knock_backward_input(*arguments)

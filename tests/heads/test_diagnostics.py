@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from kha_megatron.heads.diagnostics import diagnose
+from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.knock import MATRICES, starts_of
-from kha_megatron.ops.diagnostics import diagnose
-from kha_megatron.ops.heads import initial_weight
 
 D = 7
 
