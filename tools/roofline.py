@@ -158,21 +158,19 @@ def row(work: Work, report: Report) -> list[str]:
     ]
 
 
-PAGE = """# Floors of the kernels
+PAGE = """# Kernel roofline
 
-What each kernel must move and multiply on one rank of the paper's models (32 query and 4 key/value
-heads of 128, bfloat16), and the time below which it cannot be. **This is arithmetic; nothing here
-was measured.** `python tools/roofline.py > benchmarks/roofline.md` writes this page and needs no
-GPU.
+Lower bounds for the time of each kernel on one rank of the paper's models (32 query and 4 KV heads of 128, bfloat16).
+**These numbers are computed, not measured.** To write this page, run
+`python tools/roofline.py > benchmarks/roofline.md`. No GPU is needed.
 
-- *memory* is what must be read or written once. *H100* and *H200* are that over 3.35 and 4.8 TB/s,
-  or the products over 989 TFLOP/s, whichever takes longer (NVIDIA's data sheets; 132
-  multiprocessors).
-- *as tiled*: each program has a multiprocessor. Its first rows are loaded before any product, its
-  last rows are stored after all products, and all programs wait for those with one tile more: 256
-  tiles of 128 rows are two turns of 132 programs.
-- *registers*, *spilled bytes*, *programs of a multiprocessor* and *instructions* are reported by
-  ptxas for sm_90 ({triton}).
+- *memory*: bytes that must be read or written once.
+- *H100*, *H200*: the larger of memory over bandwidth (3.35 and 4.8 TB/s) and FLOPs over 989 TFLOP/s (NVIDIA's data
+  sheets; 132 multiprocessors).
+- *as tiled*: the bound for one program per multiprocessor. The first load and the last store overlap with nothing, and
+  all programs wait for those with one tile more: 256 tiles of 128 rows are two waves of 132 programs.
+- *registers*, *spilled bytes*, *programs of a multiprocessor* and *instructions* are reported by ptxas for sm_90
+  ({triton}).
 
 {tables}
 """
