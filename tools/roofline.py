@@ -160,17 +160,18 @@ def row(work: Work, report: Report) -> list[str]:
 
 PAGE = """# Kernel roofline
 
-Lower bounds for the time of each kernel on one rank of the paper's models (32 query and 4 KV heads of 128, bfloat16).
-**These numbers are computed, not measured.** To write this page, run
+Lower bounds for the time of each kernel on one rank of the paper's models (32 query and 4 KV
+heads of 128, bfloat16). **These numbers are computed, not measured.** To write this page, run
 `python tools/roofline.py > benchmarks/roofline.md`. No GPU is needed.
 
 - *memory*: bytes that must be read or written once.
-- *H100*, *H200*: the larger of memory over bandwidth (3.35 and 4.8 TB/s) and FLOPs over 989 TFLOP/s (NVIDIA's data
-  sheets; 132 multiprocessors).
-- *as tiled*: the bound for one program per multiprocessor. The first load and the last store overlap with nothing, and
-  all programs wait for those with one tile more: 256 tiles of 128 rows are two waves of 132 programs.
-- *registers*, *spilled bytes*, *programs of a multiprocessor* and *instructions* are reported by ptxas for sm_90
-  ({triton}).
+- *H100*, *H200*: the larger of memory over bandwidth (3.35 and 4.8 TB/s) and FLOPs over 989
+  TFLOP/s (NVIDIA's data sheets; 132 multiprocessors).
+- *as tiled*: the bound for one program per multiprocessor. The first load and the last store
+  overlap with nothing, and all programs wait for those with one tile more: 256 tiles of 128 rows
+  are two waves of 132 programs.
+- *registers*, *spilled bytes*, *programs of a multiprocessor* and *instructions* are reported by
+  ptxas for sm_90 ({triton}).
 
 {tables}
 """
