@@ -17,7 +17,7 @@ CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/
   --no-gradient-accumulation-fusion "$@"
 
 # What you should see, once, before the first iteration:
-#   kha_megatron: spec kha_mlp knocks value=mlp
+#   kha_megatron: using layer spec kha_mlp (value=mlp)
 # Without that line Megatron could not import the spec and trains plain attention.
 #
 # What a name cannot carry comes from the environment, the same on all nodes (JSON or its file):

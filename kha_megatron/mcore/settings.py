@@ -102,7 +102,7 @@ def publish(
         setattr(training_arguments(), argument, value)
     if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
         # Megatron trains plain attention if it cannot import a --spec, so a success is logged
-        announce(f"spec {name} knocks {kha}")
+        announce(f"using layer spec {name} ({kha})")
 
 
 def training_arguments() -> Any:

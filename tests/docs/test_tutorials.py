@@ -59,7 +59,7 @@ def losses(text):
 
 def test_kha_in_a_stock_script(walk):
     _, stock, knocked, after = walk("docs/tutorials/stock_script.md")
-    line = "kha_megatron: spec kha_mlp knocks value=mlp\n"
+    line = "kha_megatron: using layer spec kha_mlp (value=mlp)\n"
     assert line not in stock
     assert knocked.count(line) == 1
     plain, ours = losses(stock), losses(knocked)

@@ -69,7 +69,7 @@ def stock(corpus, tmp_path_factory):
 
 def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
     run, folder = stock
-    assert run.output.count("kha_megatron: spec kha knocks value=mlp\n") == 1
+    assert run.output.count("kha_megatron: using layer spec kha (value=mlp)\n") == 1
     checkpoint = MegatronCheckpoint.open(folder / "save")
     assert kha_of(checkpoint) == KHA
     weights = knock_weights(checkpoint)
@@ -96,7 +96,7 @@ def test_the_example_trains(tmp_path):
     words = words[words.index("/megatron/pretrain_gpt.py") + 1 :]
     run = start(words, 2, program=STOCK)
     assert run.codes == [0, 0], run.output[-4000:]
-    assert "kha_megatron: spec kha_mlp knocks value=mlp\n" in run.output
+    assert "kha_megatron: using layer spec kha_mlp (value=mlp)\n" in run.output
     assert re.search(r"iteration +1/ +1 ", run.output)
 
 
