@@ -5,7 +5,7 @@ export VENV
 # Containers often set it; then each of many processes compiles torch and Megatron again, 8 s a time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-slurm test-serving test-bridge release-check gpu-check docs lint
+.PHONY: help setup quickstart test test-fast test-all test-slurm test-serving test-bridge release-check gpu-check docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -22,6 +22,9 @@ WORKERS ?= 2
 
 test: setup lint ## What needs no GPU, one case of each kind; ARGS="tests/mcore -k split" for a part of it
 	@$(PYTEST) $(ARGS)
+
+test-fast: setup lint ## One test per claim, 3 minutes
+	@$(PYTEST) -m fast $(ARGS)
 
 test-all: setup lint ## The same with every case of the grids, about half an hour more; writes their tables
 	@$(PYTEST) --whole --parallelism-table=benchmarks/parallelism.md --faults-table=benchmarks/faults.md $(ARGS)
