@@ -91,7 +91,7 @@ class KHAConfig(KnockSettings):
         itself."""
         gated = self.gate.positions if self.gate else {}
         for mechanism in self.mechanisms:
-            for projection in mechanism.makes:
+            for projection in mechanism.own_projections:
                 found = [f"--kha-{projection}"] if getattr(self, projection) else []
                 if found := found + ([f"gate.{projection}"] if projection in gated else []):
                     raise ConfigError(
@@ -107,7 +107,7 @@ class KHAConfig(KnockSettings):
         return cls.from_dict({**PRESETS[name], **overrides})
 
     @classmethod
-    def combined(cls, names: Sequence[str]) -> Self:
+    def from_presets(cls, names: Sequence[str]) -> Self:
         """Combine several presets, such as ``("kha_mlp", "gate_output")``.
 
         Raises:
@@ -145,7 +145,7 @@ class KHAConfig(KnockSettings):
         return cls(**read)
 
     @classmethod
-    def asked(cls, given: Mapping[str, Any]) -> Self | None:
+    def from_options(cls, given: Mapping[str, Any]) -> Self | None:
         """Read the options of a command line. Return None if they name no preset and no mechanism.
 
         Args:
@@ -168,7 +168,7 @@ class KHAConfig(KnockSettings):
         return cls.from_preset(preset or "baseline", **words)
 
     @classmethod
-    def recorded(cls, entries: Mapping[str, Any]) -> Self | None:
+    def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
         """Read the ``kha_*`` entries of a checkpoint or an export. Return None if there are none.
 
         Args:
@@ -191,8 +191,8 @@ class KHAConfig(KnockSettings):
             values[projection] = parse_variant(values.get(projection))
         return cls.from_dict(values).with_output_gate(gated)
 
-    def recording(self, *, multi_latent: bool = False) -> dict[str, Any]:
-        """Return the entries of Megatron's arguments that :meth:`recorded` reads.
+    def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
+        """Return the entries of Megatron's arguments that :meth:`from_entries` reads.
 
         Args:
             multi_latent: the model has multi-latent attention, where Megatron has no output gate.
@@ -246,14 +246,14 @@ class KHAConfig(KnockSettings):
                 values[name] = mechanism.to_dict()
         return values
 
-    def asking(self) -> dict[str, Any]:
-        """Return the options that :meth:`asked` reads, with a value for every projection."""
+    def to_options(self) -> dict[str, Any]:
+        """Return the options that :meth:`from_options` reads, with a value for every projection."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         heads = []
         for name in mechanism_types(type(self)):
             if (mechanism := given.pop(name)) is not None:
                 heads.append(name)
-                for setting, value in mechanism.said().items():
+                for setting, value in mechanism.non_defaults().items():
                     word = value if isinstance(value, str) else json.dumps(value)
                     heads.append(f"{name}.{setting}={word}")
         given |= {projection: given[projection] or "none" for projection in PROJECTIONS}
@@ -266,7 +266,7 @@ class KHAConfig(KnockSettings):
             left |= {f.name: getattr(Knock, f.name) for f in fields(Knock)}
         return replace(self, **left)
 
-    def joined(self, other: Self) -> Self:
+    def merge(self, other: Self) -> Self:
         """Add the mechanisms of ``other``."""
         names = [mechanism.name for mechanism in other.mechanisms]
         gained = {name: getattr(other, name) for name in names if name != Knock.name}
@@ -282,23 +282,23 @@ class KHAConfig(KnockSettings):
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """All mechanisms of a layer in the order in which they act, the knock first."""
-        return (*([self.knock] if self.variants else []), *self.others)
+        return (*([self.knock] if self.variants else []), *self.other_mechanisms)
 
     @property
-    def others(self) -> tuple[Mechanism, ...]:
+    def other_mechanisms(self) -> tuple[Mechanism, ...]:
         """All mechanisms except the knock."""
         found = (getattr(self, name) for name in mechanism_types(type(self)))
         return tuple(mechanism for mechanism in found if mechanism is not None)
 
     @property
-    def makes(self) -> tuple[Projection, ...]:
+    def own_projections(self) -> tuple[Projection, ...]:
         """Projections that mechanisms compute themselves from the layer's input."""
-        return tuple(projection for m in self.mechanisms for projection in m.makes)
+        return tuple(projection for m in self.mechanisms for projection in m.own_projections)
 
     @property
-    def folds(self) -> bool:
+    def is_foldable(self) -> bool:
         """Whether everything can be folded into the weights of a stock model."""
-        return all(mechanism.folds for mechanism in self.mechanisms)
+        return all(mechanism.is_foldable for mechanism in self.mechanisms)
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         """Return the parameters of one layer, over all ranks."""
@@ -320,21 +320,21 @@ class KHAConfig(KnockSettings):
         """Count the extra FLOPs per query-key pair and layer over all heads, forward only."""
         return sum(mechanism.pair_flops(sizes) for mechanism in self.mechanisms)
 
-    def saved(self, sizes: HeadSizes) -> int:
+    def activations(self, sizes: HeadSizes) -> int:
         """Count the elements per token and layer kept for backward, without recomputation."""
-        return sum(mechanism.saved(sizes) for mechanism in self.mechanisms)
+        return sum(mechanism.activations(sizes) for mechanism in self.mechanisms)
 
-    def saved_between(self, sizes: HeadSizes) -> int:
+    def sharded_activations(self, sizes: HeadSizes) -> int:
         """Count the part of kept elements that sequence parallelism shards."""
-        return sum(mechanism.saved_between(sizes) for mechanism in self.mechanisms)
+        return sum(mechanism.sharded_activations(sizes) for mechanism in self.mechanisms)
 
-    def pair_saved(self, sizes: HeadSizes) -> int:
+    def pair_activations(self, sizes: HeadSizes) -> int:
         """Count the elements per query-key pair and layer kept for backward."""
-        return sum(mechanism.pair_saved(sizes) for mechanism in self.mechanisms)
+        return sum(mechanism.pair_activations(sizes) for mechanism in self.mechanisms)
 
-    def unfused(self, sizes: HeadSizes) -> str | None:
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Return why fused attention kernels cannot compute a layer, or None if they can."""
-        reasons = (mechanism.unfused(sizes) for mechanism in self.mechanisms)
+        reasons = (mechanism.unfused_reason(sizes) for mechanism in self.mechanisms)
         return next((why for why in reasons if why), None)
 
     def check(self, facts: HeadFacts) -> None:
@@ -350,7 +350,7 @@ class KHAConfig(KnockSettings):
             )
         facts = replace(facts, attention=self.attention)
         for mechanism in self.mechanisms:
-            if why := mechanism.refusal(facts):
+            if why := mechanism.unsupported_reason(facts):
                 raise ConfigError(why)
         if facts.predictions and (self.mechanisms or self.attention):
             raise ConfigError(

@@ -113,7 +113,7 @@ def gpu():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
     place = torch.device("cuda", torch.cuda.current_device())
     x = torch.empty(1, 128, device=place)
-    if why := fused.refusal(x, x.new_empty(1, 128, 128)):
+    if why := fused.unsupported_reason(x, x.new_empty(1, 128, 128)):
         pytest.skip(f"NOT TESTED: the kernels do not run here: {why}")
     return place
 

@@ -11,7 +11,7 @@ from kha_megatron.heads import Gate, HeadFacts, HeadSizes
 def test_round_trip(name):
     kha = KHAConfig.from_preset(name, init="random", init_seed=5)
     assert KHAConfig.from_dict(kha.to_dict()) == kha
-    settings = kha.variants | {m.name: m.said() for m in kha.others}
+    settings = kha.variants | {m.name: m.non_defaults() for m in kha.other_mechanisms}
     assert settings == dict(PRESETS[name])
 
 
@@ -28,7 +28,7 @@ def test_parameters_of_latent_attention_follow_both_widths():
     sizes = HeadSizes(query_heads=8, kv_heads=8, head_dim=6, value_dim=5)
     assert kha.parameters(sizes) == 2 * 6**2 + 5**2
     assert kha.flops(sizes) == 2 * 8 * (2 * 6**2 + 5**2)
-    assert kha.saved(sizes) == 8 * (6 + 6 + 5)
+    assert kha.activations(sizes) == 8 * (6 + 6 + 5)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def test_parameters_of_latent_attention_follow_both_widths():
     ids=str,
 )
 def test_what_is_asked_for_in_its_own_words_is_the_same(kha):
-    asked = KHAConfig.asked(kha.asking())
+    asked = KHAConfig.from_options(kha.to_options())
     assert asked == kha
     assert asked.fold == kha.fold
 
 
 def test_a_command_line_may_name_each_setting_of_a_mechanism():
     heads = ["knock.value=mlp", "knock.init_seed=5", "knock.query=none"]
-    asked = KHAConfig.asked({"preset": "kha_linear", "heads": heads, "key": "none"})
+    asked = KHAConfig.from_options({"preset": "kha_linear", "heads": heads, "key": "none"})
     assert asked == KHAConfig(value="mlp", init_seed=5)
-    assert KHAConfig.asked({"heads": None, "init": "random", "query": None}) is None
+    assert KHAConfig.from_options({"heads": None, "init": "random", "query": None}) is None
 
 
 def test_each_tensor_is_described_once():
@@ -70,7 +70,7 @@ def test_the_kind_of_attention_goes_round_and_into_the_log():
     kha = KHAConfig(attention="gla", latent_heads=4, value="linear")
     assert KHAConfig.from_dict(kha.to_dict()) == kha
     entries = {f"kha_{name}": value for name, value in kha.to_dict().items()}
-    assert KHAConfig.recorded(entries) == kha
+    assert KHAConfig.from_entries(entries) == kha
     assert str(kha) == "value=linear in gla of 4"
     assert str(KHAConfig(attention="gta")) == "nothing (baseline) in gta"
 
@@ -81,7 +81,7 @@ def test_how_a_model_is_run_is_no_part_of_what_it_is():
     assert "fold" not in kha.to_dict()
     assert KHAConfig.from_dict(kha.to_dict() | {"fold": "never"}).fold == "never"
     entries = {"kha_value": "linear", "kha_fold": "always"}
-    assert KHAConfig.recorded(entries).fold == "auto"
+    assert KHAConfig.from_entries(entries).fold == "auto"
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_flops_follow_the_heads_of_each_tensor():
 
 def test_megatrons_arguments_name_a_preset_by_its_spec():
     spec = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
-    assert KHAConfig.recorded(spec) == KHAConfig(value="mlp")
-    assert KHAConfig.recorded(spec | {"kha_query": "gate"}) == KHAConfig(query="gate")
+    assert KHAConfig.from_entries(spec) == KHAConfig(value="mlp")
+    assert KHAConfig.from_entries(spec | {"kha_query": "gate"}) == KHAConfig(query="gate")
     for other in ({}, {"spec": None}, {"spec": ["local"]}, {"spec": ["other.specs", "kha_mlp"]}):
-        assert KHAConfig.recorded(other) is None
+        assert KHAConfig.from_entries(other) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_megatrons_arguments_name_a_preset_by_its_spec():
         (lambda: KHAConfig(fold="yes"), ["'yes'", "auto, always, never"]),
         (lambda: KHAConfig(value="mlp", fold="always"), ["fold=always", "value=mlp", "use auto"]),
         (lambda: KHAConfig.from_preset("kha"), ["'kha'", "kha_mlp"]),
-        (lambda: KHAConfig.asked({"value": "mpl"}), ["'mpl'", "or none"]),
+        (lambda: KHAConfig.from_options({"value": "mpl"}), ["'mpl'", "or none"]),
         (lambda: parse_heads(["knok.value=mlp"]), ["knok.value=mlp", "NAME.FIELD=VALUE", "knock"]),
         (lambda: parse_heads(["knock.values=mlp"]), ["knock.values=mlp", "value, init"]),
         (lambda: KHAConfig.from_dict({"values": "mlp"}), ["values", "another version"]),
@@ -154,7 +154,9 @@ def test_refusals_name_value_and_remedy(make, words):
 
 def test_numbers_of_gates_are_those_of_the_papers_text():
     """Values before G2, as its ranks of W_V W_O say; notes on it number otherwise."""
-    asked = KHAConfig.asked({"heads": ["gate.g1=element", "gate.g2=head", "gate.g5=element"]})
+    asked = KHAConfig.from_options(
+        {"heads": ["gate.g1=element", "gate.g2=head", "gate.g5=element"]}
+    )
     assert asked == KHAConfig(gate=Gate(output="element", value="head", dense="element"))
     assert str(asked) == "gate(output=element, value=head, dense=element)"
 
@@ -172,7 +174,7 @@ def test_numbers_of_gates_are_those_of_the_papers_text():
 )
 def test_unknown_words_of_gates_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
-        KHAConfig.asked({"heads": words})
+        KHAConfig.from_options({"heads": words})
 
 
 def test_megatrons_output_gate_is_one_of_ours():
@@ -183,11 +185,11 @@ def test_megatrons_output_gate_is_one_of_ours():
     assert both == KHAConfig(value="mlp", gate=Gate(output="element", key="head"))
     assert both.without_output_gate() == others
     assert KHAConfig(gate=stock).without_output_gate() == KHAConfig()
-    assert both.recording()["attention_output_gate"] is True
-    assert "attention_output_gate" not in both.recording(multi_latent=True)
-    assert KHAConfig.recorded(both.recording()) == both
-    assert KHAConfig.recorded({"attention_output_gate": True}) == KHAConfig(gate=stock)
-    assert KHAConfig.recorded({"attention_output_gate": False}) is None
+    assert both.to_entries()["attention_output_gate"] is True
+    assert "attention_output_gate" not in both.to_entries(multi_latent=True)
+    assert KHAConfig.from_entries(both.to_entries()) == both
+    assert KHAConfig.from_entries({"attention_output_gate": True}) == KHAConfig(gate=stock)
+    assert KHAConfig.from_entries({"attention_output_gate": False}) is None
     other = KHAConfig(gate=Gate(value="head", form="add"))
     with pytest.raises(ConfigError, match=r"gate\(value=head, form=add\) asks for another"):
         other.with_output_gate(True)

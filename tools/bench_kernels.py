@@ -122,7 +122,7 @@ def measure(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
     x, _, weight = case.tensors()
     ways: dict[str, Callable] = {"kernels": fused.knock, "eager": knocking.knock}
     skipped, errors = {}, None
-    if why := fused.refusal(x, weight):
+    if why := fused.unsupported_reason(x, weight):
         skipped["kernels"] = why
         del ways["kernels"]
     else:

@@ -251,7 +251,7 @@ def upcycle(
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --gate output=element
     """
-    kha = KHAConfig.asked(
+    kha = KHAConfig.from_options(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
         | {"heads": [*(heads or ()), *(f"gate.{word}" for word in gate or ())]}
     )
@@ -260,7 +260,7 @@ def upcycle(
             "Expected head mechanisms to add. Pass --kha-preset, --kha-query, --kha-key, "
             "--kha-value, --gate or --heads."
         )
-    if text is None and any(mechanism.drops_heads for mechanism in kha.mechanisms):
+    if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):
         announce(f"With {kha}, tokens lose heads and the loss changes. Pass --text to print it.")
     _check_version(verify)
     from kha_megatron.conversion import to_hf, to_megatron

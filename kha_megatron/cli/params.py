@@ -62,7 +62,7 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
         + (f"{more:+,} of them" if more else "none")
     )
     if kha.mechanisms:
-        linear = set(kha.variants.values()) == {"linear"} and not kha.others
+        linear = set(kha.variants.values()) == {"linear"} and not kha.other_mechanisms
         folding = ", none once `convert fold` has folded it away" if linear else ""
         console.out.print(f"work: KHA adds {share:.2%} to the layers{folding}")
     if chosen.note:

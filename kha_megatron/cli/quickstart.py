@@ -69,7 +69,7 @@ def quickstart(
     recipe = recipes.get_recipe("quickstart")
     if variant is not None:
         names = [name.strip() for name in variant.split(",") if name.strip()]
-        recipe = recipe.having(KHAConfig.combined(names))
+        recipe = recipe.having(KHAConfig.from_presets(names))
     check_output_folder(output, overwrite=True, mark=MARK, inside=True)
     require_matplotlib()
     if find_spec("nemo_run") is None:
@@ -89,7 +89,7 @@ def quickstart(
 
     _heading(4, f"pictures: {output / 'pictures'}")
     kha = recipe.run_for(megatron or []).kha
-    if kha.variants and not kha.others:
+    if kha.variants and not kha.other_mechanisms:
         inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
     else:  # other mechanisms have no matrices: inspect them on a file of the training text
         text = Path(argparse.__file__)

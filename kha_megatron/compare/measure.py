@@ -31,7 +31,7 @@ def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
         compute the variant, or is None.
     """
     model = replace(run, vocab_size=vocab_size).model
-    kernels = {"unfused": model and run.kha.unfused(model.head_sizes)}
+    kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
     try:
         model = counted(model)
     except ConfigError as error:

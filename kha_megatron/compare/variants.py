@@ -69,7 +69,7 @@ def _variant(word: str) -> Candidate:
             f"unknown variant {unknown[0]!r}: choose from {', '.join(PRESETS)}, {RANDOM_INIT}, "
             "join presets with +, or define one: NAME=--kha-key linear --kha-value mlp"
         )
-    return Candidate(name, KHAConfig.combined(presets))
+    return Candidate(name, KHAConfig.from_presets(presets))
 
 
 def _from_flags(name: str, flags: str) -> KHAConfig:

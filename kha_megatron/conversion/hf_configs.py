@@ -200,7 +200,7 @@ def _described(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig)
     if heads % groups:
         raise unsupported("num_key_value_heads", groups, f"not a divisor of {heads} heads")
     rope = _read_rope(family, config, latent)
-    kha = KHAConfig.recorded(raw) or KHAConfig()
+    kha = KHAConfig.from_entries(raw) or KHAConfig()
     return Architecture(
         **STYLE,
         **fields,
@@ -329,7 +329,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     if differing := model.differing(back):
         name, (ours, theirs) = next(iter(differing.items()))
         remedy = "Choose kha" if name.startswith("kha") else "Choose another --architecture"
-        if name.startswith("kha") and model.kha.mechanisms and model.kha.folds:
+        if name.startswith("kha") and model.kha.mechanisms and model.kha.is_foldable:
             remedy = "Fold the heads, or choose kha"
         raise CheckpointError(
             f"{model_type} cannot express {name}={ours!r}, it has {theirs!r}. {remedy}."

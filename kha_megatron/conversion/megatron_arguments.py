@@ -267,7 +267,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
         args.setdefault("rotary_scaling_factor", 1.0)
     own = model.kha.without_output_gate() if model.attention_output_gate else model.kha
     if own.mechanisms or own.attention is not None:
-        args |= model.kha.recording(multi_latent=model.multi_latent_attention)
+        args |= model.kha.to_entries(multi_latent=model.multi_latent_attention)
     back = from_arguments(args, model.kha, model.padded_vocab_size)
     if differing := model.differing(back):
         name, (ours, theirs) = next(iter(differing.items()))

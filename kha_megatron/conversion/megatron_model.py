@@ -171,7 +171,7 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
     args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
     if args.use_rope_scaling:
         args.rope_scaling_factor = rope_scaling_factor(checkpoint.args)
-    config = model_config(args, KHAConfig.recorded(checkpoint.args) or KHAConfig())
+    config = model_config(args, KHAConfig.from_entries(checkpoint.args) or KHAConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())

@@ -131,7 +131,7 @@ def _open_megatron(path: Path, tokenizer: Path | None, *, padded: bool, comparin
         companions = Companions({})
         entries = companions.vocabulary(args, rows)
     step = 2 if hybrid_layers(args) else 1
-    model = from_arguments(args, KHAConfig.recorded(args) or KHAConfig(), rows)
+    model = from_arguments(args, KHAConfig.from_entries(args) or KHAConfig(), rows)
     model = replace(model, vocab_size=entries)
     stored, unexpected, missing = locate(infos, model, step)
     wanted = {

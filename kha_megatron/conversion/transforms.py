@@ -32,7 +32,7 @@ _KNOCKED = {
 }
 """Projection that each Hugging Face module makes."""
 _DOUBLED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-"""Projection that a mechanism may need doubled (``Mechanism.doubled``), by Hugging Face module."""
+"""Projections that ``Mechanism.projections_to_double`` may return, by Hugging Face module."""
 
 
 def cast(source: Source, dtype: torch.dtype, *, allow_overflow: bool = False) -> Source:
@@ -89,7 +89,7 @@ def _fold_knock(source: Source) -> Source:
     """
     model = source.model
     knock = model.kha.knock
-    if not knock.folds:
+    if not knock.is_foldable:
         raise CheckpointError(
             f"{source.path} has {knock}, but only linear knocking heads can be folded. Export it "
             "as kha."
@@ -201,7 +201,7 @@ def upcycled(source: Source, kha: KHAConfig) -> Source:
     """Add head mechanisms so that no bit of the model's output changes.
 
     Matrices begin at the identity and projections of the input at zero. If a mechanism halves
-    something then, the projection before it is doubled (``Mechanism.doubled``).
+    something then, the projection before it is doubled (``Mechanism.projections_to_double``).
 
     Raises:
         ConfigError: Nothing would be added, a mechanism has no such start, or the model's attention
@@ -215,7 +215,7 @@ def upcycled(source: Source, kha: KHAConfig) -> Source:
             "--kha-key, --kha-value or --heads."
         )
     doubled: Counter[str] = Counter(
-        name for mechanism in kha.mechanisms for name in mechanism.doubled()
+        name for mechanism in kha.mechanisms for name in mechanism.projections_to_double()
     )
     if twice := [m for m in before.mechanisms if m.name in added]:
         raise CheckpointError(f"{source.path} has {twice[0]} already. Train it further instead.")
@@ -229,7 +229,7 @@ def upcycled(source: Source, kha: KHAConfig) -> Source:
                 f"{kha} needs the {name} projection doubled, but the trained {name}={variant} "
                 f"behind it is not linear. Leave gate.{name} out, or train with it from the start."
             )
-    old, model = source.model, replace(source.model, kha=before.joined(kha))
+    old, model = source.model, replace(source.model, kha=before.merge(kha))
     new = {head_row(t): t for t in model.head_tensors if t not in old.head_tensors}
 
     def read(place: Place, *, meta: bool = False) -> list[Tensor]:

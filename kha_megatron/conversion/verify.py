@@ -134,7 +134,7 @@ class Pair:
         # only one of them may know how much of its vocabulary is padding
         size = min(source.model.vocab_size for source in pair)
         pair = [s if is_hf_folder(s.path) else first_entries(s, size) for s in pair]
-        drops = [any(m.drops_heads for m in source.model.kha.mechanisms) for source in pair]
+        drops = [any(m.is_sparse for m in source.model.kha.mechanisms) for source in pair]
         pair, remark = _same_heads(pair)
         rounded = remark.endswith("folded")
         if all(source.model.num_experts for source in pair):
@@ -203,7 +203,7 @@ def _same_heads(pair: list[Source]) -> tuple[list[Source], str]:
     if not has[more] > has[less]:
         return pair, "as they are"
     kha, pair = pair[more].model.kha.without(*has[less]), list(pair)
-    if kha.folds:
+    if kha.is_foldable:
         pair[more] = folded(pair[more], kha)
         return pair, f"the {order[more]} folded"
     pair[less] = upcycled(pair[less], replace(kha, init="identity"))

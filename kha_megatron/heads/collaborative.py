@@ -43,7 +43,7 @@ class CollaborativeHeads(Mechanism):
 
     name: ClassVar[str] = "collaborative"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"collaborative": {}})
-    makes: ClassVar[tuple[Projection, ...]] = ("query", "key")
+    own_projections: ClassVar[tuple[Projection, ...]] = ("query", "key")
 
     dim: int = FUSED_DIM
     """Features of the shared query and key (the paper's ``D_k``)."""
@@ -91,12 +91,12 @@ class CollaborativeHeads(Mechanism):
         return {"query": tensors["query"] * weights["collaborative_mixing"]}
 
     @property
-    def made_dim(self) -> int:
+    def own_dim(self) -> int:
         """Width of the query and key."""
         return self.dim
 
     @property
-    def folds(self) -> bool:
+    def is_foldable(self) -> bool:
         """Mixing vectors fold into the query projection of each head."""
         return True
 
@@ -104,7 +104,7 @@ class CollaborativeHeads(Mechanism):
         """Count ``2 d dim`` for each of the two projections."""
         return 4 * sizes.hidden_size * self.dim
 
-    def saved(self, sizes: HeadSizes) -> int:
+    def activations(self, sizes: HeadSizes) -> int:
         """Count the shared query, and the extra width of the heads' queries."""
         return self.dim + sizes.query_heads * (self.dim - sizes.head_dim)
 
@@ -112,15 +112,15 @@ class CollaborativeHeads(Mechanism):
         """Count logits of ``dim`` features per head instead of ``D``."""
         return 2 * sizes.query_heads * (self.dim - sizes.head_dim)
 
-    def unfused(self, sizes: HeadSizes) -> str | None:
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Return why fused attention kernels cannot compute it, or None."""
         if self.dim <= FUSED_DIM:
             return None
         return f"its keys are {self.dim} features wide, and fused kernels take at most {FUSED_DIM}"
 
-    def refusal(self, facts: HeadFacts) -> str | None:
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
         """Refuse MLA, GTA and a ``dim`` that is too small or too wide for the model."""
-        if why := super().refusal(facts):
+        if why := super().unsupported_reason(facts):
             return why
         if facts.fused_attention and self.dim > FUSED_DIM:
             return (

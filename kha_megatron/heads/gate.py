@@ -188,7 +188,7 @@ class Gate(Mechanism):
         numbers = [row.size(sizes) for row in self.rows(sizes)]
         return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
 
-    def saved(self, sizes: HeadSizes) -> int:
+    def activations(self, sizes: HeadSizes) -> int:
         """Count the gated tensor, if multiplied, and its float32 score (two 16-bit elements).
 
         All activations but the sigmoid keep a second score.
@@ -201,7 +201,7 @@ class Gate(Mechanism):
                 kept += self._kept(heads * dim, score)
         return kept
 
-    def saved_between(self, sizes: HeadSizes) -> int:
+    def sharded_activations(self, sizes: HeadSizes) -> int:
         """Count the same for the ``dense`` gate."""
         return self._kept(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
 
@@ -210,7 +210,7 @@ class Gate(Mechanism):
         scores = 1 + (multiplied and self.activation != "sigmoid")
         return size * multiplied + 2 * score * scores
 
-    def doubled(self) -> tuple[Projection | Literal["output"], ...]:
+    def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
         """Return what precedes each multiplying sigmoid, which is one half at zero.
 
         Raises:
@@ -227,10 +227,10 @@ class Gate(Mechanism):
             "for bit: use a sigmoid that multiplies, or a silu that is added"
         )
 
-    def refusal(self, facts: HeadFacts) -> str | None:
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
         """Refuse all positions but ``output`` on MLA, and gates that QK-norm divides out."""
         if facts.attention:
-            return super().refusal(facts)
+            return super().unsupported_reason(facts)
         if facts.multi_latent and set(self.positions) != {"output"}:
             wrong = ", ".join(p for p in self.positions if p != "output")
             return (

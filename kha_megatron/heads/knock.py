@@ -146,22 +146,22 @@ class Knock(KnockSettings, Mechanism):
             for p, v in self.variants.items()
         )
 
-    def saved(self, sizes: HeadSizes) -> int:
+    def activations(self, sizes: HeadSizes) -> int:
         """Count what :func:`knock` keeps (:data:`SAVED`), without folding."""
         return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
 
     @property
-    def folds(self) -> bool:
+    def is_foldable(self) -> bool:
         """Whether all matrices are linear: QK-norm and RoPE come after the knock (eq. 8)."""
         return set(self.variants.values()) <= {"linear"}
 
-    def doubled(self) -> tuple[()]:
+    def projections_to_double(self) -> tuple[()]:
         """Return (): it starts as the identity. Raises ConfigError for a random start."""
         if self.init != "identity":
             raise ConfigError(f"KHA on {self} is no start for a trained model: leave init out")
         return ()
 
-    def refusal(self, facts: HeadFacts) -> str | None:
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
         """Refuse nonlinear variants and ``fold=always`` on MLA and GLA (section 4.2.3)."""
         if not facts.multi_latent:
             return None

@@ -160,7 +160,7 @@ class Mechanism(ABC):
     """Where :meth:`apply` is called: ``qkv`` between split and QK-norm, ``output`` on the core
     attention's output, ``dense`` on the output projection's output. ``core`` replaces the core
     attention."""
-    makes: ClassVar[tuple[Projection, ...]] = ()
+    own_projections: ClassVar[tuple[Projection, ...]] = ()
     """Projected tensors that it computes from the layer's input; ``linear_qkv`` has no rows for
     them."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -183,8 +183,8 @@ class Mechanism(ABC):
         return self
 
     @property
-    def made_dim(self) -> int | None:
-        """Features of each head of the projections in ``makes``."""
+    def own_dim(self) -> int | None:
+        """Features of each head of the projections in ``own_projections``."""
         return None
 
     def apply(
@@ -193,12 +193,12 @@ class Mechanism(ABC):
         """Compute the mechanism at one stage. By default, nothing changes.
 
         Args:
-            tensors: those of the stage: ``query``, ``key`` and ``value`` at ``qkv`` and ``output``
-                at ``output``, ``[..., heads, D]`` with this rank's heads; ``dense`` ``[...,
-                hidden]`` at ``dense``. A projection in ``makes`` has one head. At every stage also
-                the outputs of its ``rows`` ``[..., heads, features]``, of its tensors that read
-                the input (``[..., features]``, or ``[..., 1, features]`` if all heads use it), and
-                what earlier stages added.
+            tensors: ``query``, ``key`` and ``value`` at ``qkv`` and ``output`` at ``output``,
+                ``[..., heads, D]`` with this rank's heads (one head for ``own_projections``);
+                ``dense`` ``[..., hidden]`` at ``dense``. At every stage also the outputs of its
+                ``rows`` ``[..., heads, features]``, of its tensors that read the input (``[...,
+                features]``, or ``[..., 1, features]`` if all heads use it), and what earlier
+                stages added.
             weights: its other parameters by name, with this rank's part of those per head.
             ranks: communication with the ranks that have other heads and tokens.
 
@@ -232,7 +232,7 @@ class Mechanism(ABC):
         """Count extra FLOPs per query-key pair and layer over all heads, forward only."""
         return 0
 
-    def spared(self, sizes: HeadSizes) -> tuple[int, int]:
+    def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
         """Count FLOPs that kernels could save by skipping the heads it switches off; none do today.
 
         Returns:
@@ -240,23 +240,23 @@ class Mechanism(ABC):
         """
         return 0, 0
 
-    def pair_saved(self, sizes: HeadSizes) -> int:
+    def pair_activations(self, sizes: HeadSizes) -> int:
         """Count the elements per query-key pair and layer kept for backward."""
         return 0
 
-    def unfused(self, sizes: HeadSizes) -> str | None:
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Return why fused attention kernels cannot compute its layer, or None if they can."""
         return None
 
-    def saved(self, sizes: HeadSizes) -> int:
+    def activations(self, sizes: HeadSizes) -> int:
         """Count the elements per token and layer kept for backward, without recomputation."""
         return 0
 
-    def saved_between(self, sizes: HeadSizes) -> int:
+    def sharded_activations(self, sizes: HeadSizes) -> int:
         """Count the part of kept elements that sequence parallelism shards."""
         return 0
 
-    def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
         """Count bytes per token, forward and backward, that the TP ranks of a layer exchange.
 
         A rank sends ``(tp - 1) / tp`` of them. ``sizes`` are over all ranks; ``width`` is the
@@ -270,16 +270,16 @@ class Mechanism(ABC):
         return False
 
     @property
-    def folds(self) -> bool:
+    def is_foldable(self) -> bool:
         """Whether it can be folded into the projections of a stock model."""
         return False
 
     @property
-    def drops_heads(self) -> bool:
+    def is_sparse(self) -> bool:
         """Whether tokens lose heads, so that adding it to a trained model changes the outputs."""
         return False
 
-    def doubled(self) -> tuple[Projection | Literal["output"], ...]:
+    def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
         """Return the projections to double when it is added to a trained model, so that outputs
         stay.
 
@@ -299,13 +299,13 @@ class Mechanism(ABC):
         """Whether adding it with its own initial values preserves a model's outputs bit for bit."""
         sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
-            doubled = self.doubled()
+            doubled = self.projections_to_double()
         except ConfigError:
             return False
         drawn = any("normal" in tensor.starts for tensor in self.tensors(sizes))
         return not (doubled or drawn or self.rows(sizes))
 
-    def refusal(self, facts: HeadFacts) -> str | None:
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
         """Return why a model cannot have it, with a remedy, or None if it can.
 
         By default, mechanisms support MHA, MQA and GQA.
@@ -332,7 +332,7 @@ class Mechanism(ABC):
         assert is_dataclass(self)
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
-    def said(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults."""
         assert is_dataclass(self)
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
@@ -340,7 +340,7 @@ class Mechanism(ABC):
 
     def __str__(self) -> str:
         """Format for logs: ``name``, or ``name(setting=value)``."""
-        settings = ", ".join(f"{name}={value}" for name, value in self.said().items())
+        settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())
         return f"{self.name}({settings})" if settings else self.name
 
 

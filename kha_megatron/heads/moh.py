@@ -177,7 +177,7 @@ class MixtureOfHeads(Mechanism):
         """Count the FLOPs of the router."""
         return 2 * sum(tensor.size for tensor in self.tensors(sizes))
 
-    def spared(self, sizes: HeadSizes) -> tuple[int, int]:
+    def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
         """Count output projection, logits and values of idle heads, and queries if unused."""
         heads, hidden = sizes.query_heads, sizes.hidden_size
         idle = heads - self.shared_heads(heads) - self.active_heads(heads)
@@ -185,7 +185,7 @@ class MixtureOfHeads(Mechanism):
         projected = value + (query if self.router == "learned" else 0)
         return 2 * idle * hidden * projected, 2 * idle * (query + value)
 
-    def saved(self, sizes: HeadSizes) -> int:
+    def activations(self, sizes: HeadSizes) -> int:
         """Count the output, about four float32 weights per head, and float32 queries if routed by.
 
         One float32 counts as two 16-bit elements.
@@ -194,7 +194,7 @@ class MixtureOfHeads(Mechanism):
         queries = 2 * heads * sizes.dim("query") if self.router == "query_norm" else 0
         return heads * (sizes.dim("value") + 10) + queries
 
-    def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
         """Count float32 query norms sent to all ranks, and the weights' gradients sent back."""
         of_heads = 4 * sizes.query_heads
         return (of_heads if self.router == "query_norm" else 0), of_heads
@@ -219,11 +219,11 @@ class MixtureOfHeads(Mechanism):
         return values | {"active": list(self.active)} if isinstance(self.active, tuple) else values
 
     @property
-    def drops_heads(self) -> bool:
+    def is_sparse(self) -> bool:
         """Always True."""
         return True
 
-    def doubled(self) -> tuple[()]:
+    def projections_to_double(self) -> tuple[()]:
         """Return (): used heads have weight 1 (section 4.4). Raises ConfigError for a learned
         router."""
         if self.router == "learned" or not self.quantized:
@@ -233,9 +233,9 @@ class MixtureOfHeads(Mechanism):
             )
         return ()
 
-    def refusal(self, facts: HeadFacts) -> str | None:
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
         """Refuse MLA, GTA and numbers that do not fit the model's heads or layers."""
-        if why := super().refusal(facts):
+        if why := super().unsupported_reason(facts):
             return why
         layers, heads = facts.layers, facts.query_heads
         several = self.active if isinstance(self.active, tuple) else ()

@@ -126,13 +126,13 @@ class TalkingHeads(Mechanism):
         output = torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1))
         return output.unflatten(0, query.shape[:2]), scores
 
-    def doubled(self) -> tuple[()]:
+    def projections_to_double(self) -> tuple[()]:
         """Return (): both mixings start as the identity."""
         return ()
 
-    def refusal(self, facts: HeadFacts) -> str | None:
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
         """Refuse MLA, GTA and sequences longer than ``max_tokens``."""
-        return super().refusal(facts) or self.too_long(facts.tokens)
+        return super().unsupported_reason(facts) or self.too_long(facts.tokens)
 
     def too_long(self, tokens: int) -> str | None:
         """Return why a sequence of ``tokens`` is refused, with a remedy, or None."""
@@ -148,12 +148,12 @@ class TalkingHeads(Mechanism):
         """Count ``2 H^2`` per mixing."""
         return 2 * sizes.query_heads**2 * len(self.mixings)
 
-    def pair_saved(self, sizes: HeadSizes) -> int:
+    def pair_activations(self, sizes: HeadSizes) -> int:
         """Count 16-bit elements: the input of each mixing, the float32 softmax and the final
         weights."""
         return sizes.query_heads * (3 + len(self.mixings))
 
-    def sent(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
         """Count two all-to-alls of queries and outputs, and the gather of all keys and values.
 
         Ranks that share a KV head each send it.
@@ -163,7 +163,7 @@ class TalkingHeads(Mechanism):
         gathered = max(sizes.kv_heads, tp) * features
         return width * (turned + gathered), width * (turned + gathered)
 
-    def unfused(self, sizes: HeadSizes) -> str | None:
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Return why fused attention kernels cannot compute it."""
         return "heads mix their logits, of which fused kernels never hold more than one head's"
 

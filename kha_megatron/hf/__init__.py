@@ -24,7 +24,7 @@ def read_kha(config: KHAModelConfig) -> KHAConfig:
     Raises:
         ConfigError: if a ``kha_*`` field has an unknown value.
     """
-    return KHAConfig.recorded(vars(config)) or KHAConfig()
+    return KHAConfig.from_entries(vars(config)) or KHAConfig()
 
 
 __all__ = [

@@ -130,7 +130,7 @@ class KHAHeads(KHAModule):
             layers=config.num_hidden_layers,
         )
         mechanisms = mechanisms_of(config)
-        if reasons := [why for m in mechanisms if (why := m.refusal(facts))]:
+        if reasons := [why for m in mechanisms if (why := m.unsupported_reason(facts))]:
             raise ValueError(reasons[0])
         return "eager" if any(m.acts_at("core") for m in mechanisms) else None
 

@@ -66,7 +66,7 @@ class KnockedAttention(Attention):
         self.mechanisms: list[tuple[Mechanism, HeadWeights]] = []
         self.placed_hooks: list[PlacedHook] = []
         self.input_projections: list[str] = []
-        for mechanism in _left_to_us(kha, config).others:
+        for mechanism in _left_to_us(kha, config).other_mechanisms:
             tensors = mechanism.tensors(sizes)
             for tensor in tensors:
                 kind = InputProjection if tensor.reads_input else HeadWeight
@@ -83,7 +83,7 @@ class KnockedAttention(Attention):
             self.layer_number,
             self.pg_collection,
             is_training=lambda: self.training,
-            adds_loss=any(mechanism.adds_loss for mechanism in kha.others),
+            adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
         )
         self._kept: dict[str, Tensor] = {}  # from the input and each stage to the next
         if self.input_projections:
@@ -248,7 +248,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
     def _made(self, groups: int) -> dict[str, Tensor]:
         """Return projections that mechanisms compute: a query of one head, keys of ``groups``."""
         made: dict[str, Tensor] = {
-            p: self._kept[f"{m.name}_{p}"] for m, _ in self.mechanisms for p in m.makes
+            p: self._kept[f"{m.name}_{p}"] for m, _ in self.mechanisms for p in m.own_projections
         }
         if "key" in made:
             made["key"] = made["key"].expand(-1, -1, groups, -1)

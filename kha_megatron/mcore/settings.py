@@ -98,7 +98,7 @@ def publish(
         ConfigError: another rank has a different configuration.
     """
     _check_same_everywhere(name, kha)
-    for argument, value in kha.recording(multi_latent=multi_latent).items():
+    for argument, value in kha.to_entries(multi_latent=multi_latent).items():
         setattr(training_arguments(), argument, value)
     if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
         # Megatron trains plain attention if it cannot import a --spec, so a success is logged

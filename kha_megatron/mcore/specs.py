@@ -118,7 +118,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
     """Return the class that replaces an attention class; None if ``module`` is not replaced."""
     if module is SelfAttention and kha.attention != "gla":
-        if kha.makes:
+        if kha.own_projections:
             return KHACollaborativeAttention
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None

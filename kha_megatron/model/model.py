@@ -213,7 +213,7 @@ class Model:
     @property
     def normed_dim(self) -> int:
         """Features of a query or key head at QK-norm."""
-        made = (mechanism.made_dim for mechanism in self.kha.mechanisms)
+        made = (mechanism.own_dim for mechanism in self.kha.mechanisms)
         return next(filter(None, made), self.head_dim)
 
     @property
@@ -293,7 +293,7 @@ class Model:
             head_dim=self.head_dim,
             extra=self.kha.rows(self.head_sizes),
             tied=self.kha_attention == "gta",
-            elsewhere=self.kha.makes,
+            elsewhere=self.kha.own_projections,
         )
 
     def padded_vocab(self, tp: int) -> int:

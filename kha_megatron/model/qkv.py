@@ -56,7 +56,7 @@ class QKVLayout:
     tied: bool = False
     """True if keys have no rows (grouped-tied attention)."""
     elsewhere: tuple[Projection, ...] = ()
-    """Queries or keys that a mechanism makes itself (``Mechanism.makes``)."""
+    """Queries or keys that a mechanism makes itself (``Mechanism.own_projections``)."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:

@@ -55,8 +55,8 @@ def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
         ConfigError: the recorded configuration does not exist.
     """
     if isinstance(checkpoint, _HuggingFace):
-        return KHAConfig.recorded(checkpoint.config)
-    kha = KHAConfig.recorded(checkpoint.args)
+        return KHAConfig.from_entries(checkpoint.config)
+    kha = KHAConfig.from_entries(checkpoint.args)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
     latent = bool(checkpoint.args.get("multi_latent_attention"))
     if differences := _differences(shapes, kha or KHAConfig(), latent):

@@ -163,5 +163,5 @@ def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
         ConfigError: a name or a value is unknown.
     """
     names = {row.argument: row.argument.removeprefix("kha_") for row in OF_HEADS}
-    kha = KHAConfig.asked({setting: arguments.get(name) for name, setting in names.items()})
+    kha = KHAConfig.from_options({setting: arguments.get(name) for name, setting in names.items()})
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

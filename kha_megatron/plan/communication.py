@@ -11,7 +11,7 @@ reduce-scatter sends ``(n - 1) / n * S``, an all-reduce twice as much, an all-to
   queries and keys and, with sequence parallelism, of the other norms and the routers.
 - **KHA**: one all-reduce of the gradient for each head-shared matrix, layer and microbatch; for
   shared gates and routers also their results for each token; and what ranks exchange to mix, choose
-  and weigh heads (``Mechanism.sent``).
+  and weigh heads (``Mechanism.communication``).
 - **context**: keys and values pass round the ring once in forward, and they and their gradients in
   backward (Transformer Engine's ``p2p``).
 - **pipeline**: Narayanan et al. 2021, section 2.2: the activations of a stage's border for each
@@ -125,7 +125,7 @@ def _exchanged(rank: Rank) -> float:
     sizes = replace(model.head_sizes, head_dim=model.normed_dim, value_dim=model.head_dim)
     sent = 0
     for mechanism in rank.setup.kha.mechanisms:
-        forward, backward = mechanism.sent(sizes, tp, rank.width)
+        forward, backward = mechanism.communication(sizes, tp, rank.width)
         again = "core" in mechanism.stages and rank.setup.recompute == "selective"
         sent += forward * (rank.forwards + again) + backward
     return ring(tp) * rank.tokens * sent

@@ -59,7 +59,7 @@ def grouped(model: Model, kha: KHAConfig) -> Attention:
         tensor.heads: tensor.shape[0]
         for mechanism in kha.mechanisms
         for tensor in mechanism.tensors(sizes)
-        if tensor.reads_input and tensor.heads in mechanism.makes
+        if tensor.reads_input and tensor.heads in mechanism.own_projections
     }
     states = [p for p in PROJECTIONS if p not in made and not (tied and p == "key")]
     rows = head * sum(sizes.heads(projection) for projection in states)
@@ -299,7 +299,9 @@ def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
         router += model.experts
     sizes = model.head_sizes
     a_token = kha.flops(sizes) + 2 * hidden * filling_rows(model, kha)
-    spared = [m.for_layer(layer).spared(sizes) for m in kha.mechanisms for layer in range(layers)]
+    spared = [
+        m.for_layer(layer).skippable_flops(sizes) for m in kha.mechanisms for layer in range(layers)
+    ]
     return Flops(
         projections=2 * length * layers * attention.weights,
         scores=2 * length**2 * layers * attention.pair,

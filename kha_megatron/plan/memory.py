@@ -101,8 +101,8 @@ def _activations(rank: Rank) -> tuple[float, float]:
 def knocking_activations(rank: Rank) -> float:
     """Return the bytes that autograd keeps for KHA in one layer and microbatch."""
     kha, keys = rank.setup.kha, rank.setup.batch.seq_length
-    elements = kha.saved(rank.heads) + keys * kha.pair_saved(rank.heads)
-    between = rank.share * kha.saved_between(rank.heads)
+    elements = kha.activations(rank.heads) + keys * kha.pair_activations(rank.heads)
+    between = rank.share * kha.sharded_activations(rank.heads)
     return (rank.tokens * elements + between) * rank.width
 
 

@@ -43,7 +43,7 @@ class Recipe:
 
     def having(self, kha: KHAConfig) -> Self:
         """Replace the mechanisms, but not the kind of attention."""
-        asking = kha.asking()
+        asking = kha.to_options()
         return self.updated(**{name: asking[name.removeprefix("kha_")] for name in DECIDED})
 
     def run_for(

@@ -103,7 +103,7 @@ def run(program_start: float) -> None:
         announce(f"no hashes are written to or checked in the object store of {remote}")
         args.verify_integrity = False
     # the checkpoint's arguments record the resolved values
-    for name, value in kha.recording(multi_latent=args.multi_latent_attention).items():
+    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
 
     with refusals_of_megatron():

@@ -235,7 +235,7 @@ def _stored(
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format
             args = folder.read_object("args").state
             shapes = {key: tensor.shape for key, tensor in folder.tensors.items()}
-            return KHAConfig.recorded(args), shapes, args
+            return KHAConfig.from_entries(args), shapes, args
     checkpoint = MegatronCheckpoint.open(path)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
     return kha_of(checkpoint), shapes, checkpoint.args

@@ -56,14 +56,14 @@ def use_arguments(args: argparse.Namespace) -> None:
         )
     kha = kha_from_args(args)
     check_attention(vars(args), kha)
-    for name, value in kha.recording(multi_latent=args.multi_latent_attention).items():
+    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
     args.spec = SPEC
 
 
 def resolved(args: argparse.Namespace) -> KHAConfig:
     """Return the configuration that :func:`use_arguments` has stored."""
-    kha = KHAConfig.recorded(vars(args))
+    kha = KHAConfig.from_entries(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} without --kha-*: give --kha-preset NAME")
     return replace(kha, fold=args.kha_fold)
@@ -99,16 +99,16 @@ def parameters_per_layer(args: argparse.Namespace) -> int:
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Return the bytes of 16-bit activations that KHA keeps per layer, rank and microbatch."""
     kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
-    between = kha.saved_between(sizes)
+    between = kha.sharded_activations(sizes)
     if args.sequence_parallel:
         between //= args.tensor_model_parallel_size
-    elements = kha.saved(sizes) + between + args.seq_length * kha.pair_saved(sizes)
+    elements = kha.activations(sizes) + between + args.seq_length * kha.pair_activations(sizes)
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
     """Return the configuration without the output gate, which Megatron's reports count."""
-    return (KHAConfig.recorded(vars(args)) or KHAConfig()).without_output_gate()
+    return (KHAConfig.from_entries(vars(args)) or KHAConfig()).without_output_gate()
 
 
 def _sizes(args: argparse.Namespace) -> HeadSizes:

@@ -39,7 +39,7 @@ def test_examples_parse_and_fit_80_columns(name, monkeypatch):
         if variants := given.get("variants"):
             parse_variants(variants)
         if variant := given.get("variant"):
-            KHAConfig.combined(variant.split(","))
+            KHAConfig.from_presets(variant.split(","))
 
 
 @pytest.mark.parametrize(

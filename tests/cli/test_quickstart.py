@@ -93,7 +93,7 @@ def test_slow_the_whole_way(tmp_path, nemorun_home, variant, knocks):  # noqa: F
     assert bias == [4, 4]  # the experts' load moves them, gradients do not
     assert summary["parameters"] == sum(sizes.values()) - sum(bias)
     presets = variant[1].split(",") if variant else ["kha_mlp"]
-    run = get_recipe("quickstart").having(KHAConfig.combined(presets)).run_for(SMALL)
+    run = get_recipe("quickstart").having(KHAConfig.from_presets(presets)).run_for(SMALL)
     assert summary["parameters"] == count(run.model, run.kha).total
 
     files = ("data/corpus.bin", "data/tokenizer/tokenizer.json", "hf/config.json")

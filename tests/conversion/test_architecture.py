@@ -129,7 +129,7 @@ def test_rope_is_what_the_script_that_trained_it_computes(args, capsys, kha, spe
     given = {} if spec == "none recorded" else {"spec": spec}
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 4.0, "max_position_embeddings": 9000}
     saved = rest | scaled | kha | given
-    config = hf_config(saved, KHAConfig.recorded(saved) or KHAConfig(), 51)
+    config = hf_config(saved, KHAConfig.from_entries(saved) or KHAConfig(), 51)
     assert config.rope_parameters["factor"] == factor
     notice = "Reading --rope-scaling-factor 4 as 8"
     assert (notice in capsys.readouterr().err) == (factor == 8.0)

@@ -326,6 +326,6 @@ def test_what_no_stock_class_has_is_refused_by_name(stock):
         ),
     ):
         held = MegatronCheckpoint.open(stock[0]).args
-        model = from_arguments(held | args, KHAConfig.recorded(held), 56)
+        model = from_arguments(held | args, KHAConfig.from_entries(held), 56)
         with pytest.raises(CheckpointError, match=f"qwen3_next cannot express {message}"):
             to_hf_config(model, "qwen3_next")

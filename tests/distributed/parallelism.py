@@ -106,7 +106,7 @@ class Case:
             if f.name not in ("layout", "khas", "model", "steps") and value not in (f.default, {}):
                 words.append(f.name if value is True else f"{f.name}={value}")
         words = [word for word in words if "{" not in word]
-        words += sorted({mechanism.name for kha in self.khas for mechanism in kha.others})
+        words += sorted({mechanism.name for kha in self.khas for mechanism in kha.other_mechanisms})
         for options in (self.config, self.savings, self.ddp):
             words += [k if v is True else f"{k}={v}" for k, v in options.items()]
         return ", ".join(words)

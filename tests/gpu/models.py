@@ -190,7 +190,7 @@ def errors(
     if spoil is not None:
         spoil(ours)
     x = torch.empty(1, ours.config.kv_channels, dtype=dtype, device=device())
-    kernels = fused.refusal(x, x.expand(1, -1, -1)) is None
+    kernels = fused.unsupported_reason(x, x.expand(1, -1, -1)) is None
     with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "triton" if kernels else "torch"}):
         found = look(ours)
     return Errors(_relative(found, want), _relative(rival, want))

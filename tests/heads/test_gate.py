@@ -37,5 +37,5 @@ def test_saved_elements_are_those_of_the_function(gate, shape, score, activation
         gated(x, activate(scores, activation), form).sum()
     found = sum(tensor.nbytes for tensor in kept.values()) / 2
     mechanism = Gate(**gate, activation=activation, form=form)
-    assert found == tokens * (mechanism.saved(SIZES) + mechanism.saved_between(SIZES))
-    assert bool(mechanism.saved_between(SIZES)) == ("dense" in gate)
+    assert found == tokens * (mechanism.activations(SIZES) + mechanism.sharded_activations(SIZES))
+    assert bool(mechanism.sharded_activations(SIZES)) == ("dense" in gate)

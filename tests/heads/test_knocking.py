@@ -169,4 +169,4 @@ def test_flops_and_saved_elements_are_those_of_the_op(variant):
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     assert backward.get_total_flops() == 2 * expected
-    assert sum(saved.values()) == tokens * kha.saved(sizes)
+    assert sum(saved.values()) == tokens * kha.activations(sizes)

@@ -34,8 +34,10 @@ def test_each_layer_has_its_number():
     kha = KHAConfig(moh=MixtureOfHeads(shared=1, active=[2, 3]))
     assert [kha.moh.for_layer(layer).active_heads(8) for layer in (0, 1)] == [2, 3]
     assert kha.to_dict()["moh"]["active"] == [2, 3]
-    assert KHAConfig.from_dict(kha.to_dict()) == kha == KHAConfig.asked(kha.asking())
-    assert hash(kha) == hash(KHAConfig.asked({"heads": ["moh.shared=1", "moh.active=[2,3]"]}))
+    assert KHAConfig.from_dict(kha.to_dict()) == kha == KHAConfig.from_options(kha.to_options())
+    assert hash(kha) == hash(
+        KHAConfig.from_options({"heads": ["moh.shared=1", "moh.active=[2,3]"]})
+    )
 
 
 def test_what_the_router_costs():

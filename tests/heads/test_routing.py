@@ -98,4 +98,4 @@ def test_what_is_kept_for_the_backward_pass(router, choice):
             given |= moh.apply({"query": query}, {}, Ranks())
         moh.apply(given, {}, Ranks())
     found = sum(size for size, _ in kept.values()) / 2
-    assert found <= tokens * moh.saved(sizes) <= 1.125 * found
+    assert found <= tokens * moh.activations(sizes) <= 1.125 * found

@@ -9,7 +9,7 @@ from tests.kernels.interpreter import Interpreter
 @pytest.fixture(scope="session")
 def usable_triton():
     """Skip if the kernels cannot use the installed Triton."""
-    if why := fused.triton_refusal():
+    if why := fused.triton_reason():
         pytest.skip(f"NOT TESTED: {why}")
 
 

@@ -24,7 +24,7 @@ def fresh(monkeypatch):
     monkeypatch.delenv("KHA_KERNELS", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    refusals = fused._refusal
+    refusals = fused._reason
     announcements.forget()
     refusals.cache_clear()
     yield
@@ -79,15 +79,15 @@ def test_refuses_what_it_cannot_do(monkeypatch, choice, message):
     ],
 )
 def test_reasons_against_the_kernels(change, reason, monkeypatch):
-    monkeypatch.setattr(fused, "triton_refusal", lambda: None)
-    found = fused._refusal(*(change.get(i, word) for i, word in enumerate(HOPPER)))
+    monkeypatch.setattr(fused, "triton_reason", lambda: None)
+    found = fused._reason(*(change.get(i, word) for i, word in enumerate(HOPPER)))
     assert found == reason if reason is None else re.search(reason, found)
 
 
 def test_architectures_without_tilings_use_torch(monkeypatch):
-    monkeypatch.setattr(fused, "triton_refusal", lambda: None)
+    monkeypatch.setattr(fused, "triton_reason", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert fused._refusal(*HOPPER) == "the kernels support GPUs of sm_90, got sm_80"
+    assert fused._reason(*HOPPER) == "the kernels support GPUs of sm_90, got sm_80"
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,21 @@ def test_architectures_without_tilings_use_torch(monkeypatch):
 def test_an_old_triton_is_not_used(monkeypatch, release, is_old):
     monkeypatch.setattr(pytest.importorskip("triton"), "__version__", release)
     why = f"the kernels need Triton 3.5 (torch 2.9) or newer, got {release}"
-    assert fused._refusal(*HOPPER) == (why if is_old else None)
+    assert fused._reason(*HOPPER) == (why if is_old else None)
 
 
 def test_a_triton_that_cannot_be_imported_is_not_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert fused._refusal(*HOPPER).startswith("Triton cannot be imported (ModuleNotFoundError: ")
+    assert fused._reason(*HOPPER).startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
 def test_autocast_and_wrapper_tensors_use_torch(monkeypatch):
-    monkeypatch.setattr(fused, "_refusal", lambda *arguments: None)
+    monkeypatch.setattr(fused, "_reason", lambda *arguments: None)
     x, weight = inputs()
-    assert fused.refusal(x, torch.nn.Parameter(weight)) is None
-    assert "type TwoTensor" in fused.refusal(x, TwoTensor(weight, weight.clone()))
+    assert fused.unsupported_reason(x, torch.nn.Parameter(weight)) is None
+    assert "type TwoTensor" in fused.unsupported_reason(x, TwoTensor(weight, weight.clone()))
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast" in fused.refusal(x, weight)
+        assert "autocast" in fused.unsupported_reason(x, weight)
 
 
 def test_compiles_with_gradients_in_torch():

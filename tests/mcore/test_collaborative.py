@@ -161,8 +161,8 @@ def test_keys_too_wide_for_fused_kernels_are_refused_where_there_are_no_others()
     wide.check(HeadFacts())
     with pytest.raises(ConfigError, match=r"dim=512 .* at most 256 .*--attention-backend unfused"):
         wide.check(HeadFacts(fused_attention=True))
-    assert "512 features wide" in wide.collaborative.unfused(SIZES)
-    assert CollaborativeHeads().unfused(SIZES) is None
+    assert "512 features wide" in wide.collaborative.unfused_reason(SIZES)
+    assert CollaborativeHeads().unfused_reason(SIZES) is None
 
 
 @pytest.mark.parametrize(

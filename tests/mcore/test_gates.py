@@ -178,7 +178,7 @@ def wrong(kha, found, expected=reference):
 
 def normed_and_not(khas):
     """Those that QK-norm leaves something of, and those that it does not."""
-    refused = [bool(kha.gate.refusal(HeadFacts(qk_norm=True))) for kha in khas]
+    refused = [bool(kha.gate.unsupported_reason(HeadFacts(qk_norm=True))) for kha in khas]
     for normed in (True, False):
         yield (
             normed,

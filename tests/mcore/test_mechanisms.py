@@ -177,7 +177,7 @@ def test_factors_are_cut_with_their_heads_or_whole_where_ranks_share_one(ranks, 
 
 def test_what_is_no_grouped_query_attention_refuses_it():
     for facts in (HeadFacts(multi_latent=True), HeadFacts(attention="gta")):
-        assert "use MHA, MQA or GQA" in Scale().refusal(facts)
+        assert "use MHA, MQA or GQA" in Scale().unsupported_reason(facts)
     with pytest.raises(ConfigError, match=r"shared on gta"):
         Scaled(attention="gta", shared=Shared())
 
@@ -186,9 +186,9 @@ def test_its_settings_go_the_ways_of_the_others():
     assert BOTH.to_dict()["scale"] == {}
     assert Scaled.from_dict(BOTH.to_dict()) == BOTH
     entries = {f"kha_{name}": value for name, value in BOTH.to_dict().items()}
-    assert Scaled.recorded(entries) == BOTH
-    assert Scaled.recorded({"kha_scale": {}}) == Scaled(scale=Scale())
-    assert BOTH.asking()["heads"] == ("scale", "shared")
+    assert Scaled.from_entries(entries) == BOTH
+    assert Scaled.from_entries({"kha_scale": {}}) == Scaled(scale=Scale())
+    assert BOTH.to_options()["heads"] == ("scale", "shared")
     assert str(BOTH) == "value=mlp scale shared"
     with pytest.raises(ConfigError, match=r"unknown setting size of scale"):
         Scaled.from_dict({"scale": {"size": 3}})

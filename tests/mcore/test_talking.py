@@ -228,9 +228,9 @@ def test_longer_sequences_are_refused_before_anything_is_built():
     kha = KHAConfig(talking=TalkingHeads())
     with pytest.raises(ConfigError, match=r"4096 tokens, more than talking.max_tokens=2048"):
         kha.check(HeadFacts(tokens=4096))
-    asked = KHAConfig.asked({"heads": ["talking.max_tokens=4096"]})
+    asked = KHAConfig.from_options({"heads": ["talking.max_tokens=4096"]})
     asked.check(HeadFacts(tokens=4096))
-    assert KHAConfig.asked(asked.asking()).talking.max_tokens == 4096
+    assert KHAConfig.from_options(asked.to_options()).talking.max_tokens == 4096
     assert asked == kha  # how it is run, not what it is
 
 

@@ -12,7 +12,7 @@ from kha_megatron.model.model import Model
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 OTHERS = (
-    KHAConfig.combined(["kha_linear", "moh_75"]),
+    KHAConfig.from_presets(["kha_linear", "moh_75"]),
     KHAConfig.from_preset("talking"),
     KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=14)),
     KHAConfig.from_preset("gate_output"),

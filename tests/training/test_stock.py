@@ -208,7 +208,7 @@ def test_without_arguments_nothing_is_stored():
     args = arguments()
     stock.use_arguments(args)
     assert args.spec is None
-    assert KHAConfig.recorded(vars(args)) is None
+    assert KHAConfig.from_entries(vars(args)) is None
     args.spec = stock.SPEC  # as --use-checkpoint-args may set it
     with pytest.raises(ConfigError, match="without --kha-"):
         stock.resolved(args)

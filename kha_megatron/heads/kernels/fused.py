@@ -56,23 +56,23 @@ def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     return knocking.knock(x, weight, variant)
 
 
-def refusal(x: Tensor, weight: Tensor) -> str | None:
+def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
     """Return why the kernels cannot knock ``x`` with ``weight``, or None if they can."""
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is enabled"
     for tensor in (x, weight):
         if is_traceable_wrapper_subclass(tensor):
             return f"the kernels do not support tensors of type {type(tensor).__name__}"
-    return _refusal(x.device, x.dtype, weight.dtype, weight.shape[-1])
+    return _reason(x.device, x.dtype, weight.dtype, weight.shape[-1])
 
 
 @functools.cache
-def _refusal(
+def _reason(
     device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int
 ) -> str | None:
     if device.type != "cuda" and not _is_interpreting():
         return f"the kernels need a CUDA device and the tensors are on {device}"
-    if why := triton_refusal():
+    if why := triton_reason():
         return why
     if dtype != weight_dtype or dtype not in DTYPES:
         return f"the kernels do not support activations in {dtype} with matrices in {weight_dtype}"
@@ -85,7 +85,7 @@ def _refusal(
     return None
 
 
-def triton_refusal() -> str | None:
+def triton_reason() -> str | None:
     """Return why the kernels cannot use the installed Triton, or None if they can."""
     try:
         import triton
@@ -107,7 +107,7 @@ def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ConfigError(f"Expected {KERNELS_VARIABLE} to be auto, torch or triton, got {choice}.")
-    why = f"{KERNELS_VARIABLE}=torch" if choice == "torch" else refusal(x, weight)
+    why = f"{KERNELS_VARIABLE}=torch" if choice == "torch" else unsupported_reason(x, weight)
     if why and choice == "triton":
         raise ConfigError(
             f"{KERNELS_VARIABLE}=triton, but {why}. Unset {KERNELS_VARIABLE} to use torch."
