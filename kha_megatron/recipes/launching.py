@@ -22,7 +22,7 @@ from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job
-from kha_megatron.recipes.processes import MARK, guarded, interruptible, marked
+from kha_megatron.recipes.processes import MARK, find_processes, guarded, interruptible
 
 TASK = "train"
 """NeMo-Run's name of the task of an experiment, whose script is ``train.sh``."""
@@ -37,7 +37,7 @@ class Command:
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    """Variables set in addition to the caller's. PATH is prepended to the caller's."""
+    """Additional variables. PATH is prepended to the caller's."""
     folder: Path
     """Working directory."""
 
@@ -216,6 +216,6 @@ def _follow(experiment: Any, log: Path, mark: str, stop: threading.Event | None)
 def _status(experiment: Any, mark: str) -> str:
     """Return the task's state; UNKNOWN if NeMo-Run lost track of a run that is over."""
     state = experiment.status(return_dict=True)[TASK]["status"].name
-    if state not in (*_FINISHED, "RUNNING") and not marked(mark):
+    if state not in (*_FINISHED, "RUNNING") and not find_processes(mark):
         return "UNKNOWN"
     return state

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from kha_megatron.errors import DataError
 
 History = dict[str, list[tuple[int, float]]]
-"""Values by name, each with its training iteration, in order."""
+"""Pairs of iteration and value, in order, by name."""
 
 LOSS = "lm loss"
 VALIDATION_LOSS = "lm loss validation"
@@ -29,15 +29,13 @@ class Step:
     """One of Megatron's progress lines."""
 
     iteration: int
-    """Iterations done since the beginning of the training."""
     total: int
-    """Iterations of the whole training."""
     samples: int | None
     """Sequences consumed so far."""
     seconds: float | None
-    """Mean duration of an iteration since the line before."""
+    """Mean duration of an iteration since the previous line."""
     loss: float | None
-    """Mean language-model loss since the line before; None if every iteration was skipped."""
+    """Mean language-model loss since the previous line; None if every iteration was skipped."""
 
 
 def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
@@ -96,24 +94,20 @@ def new_lines(file: BinaryIO) -> Iterator[str]:
 def read_log(path: Path) -> History:
     """Read the history of a run from its log.
 
-    Of a repeated iteration the last line counts. The second line after a start is a mean over two
-    iterations; TensorBoard files have the exact values.
+    If an iteration is logged twice, the last line counts. The second line after a start is a mean
+    over two iterations; TensorBoard files have the exact values.
 
     Raises:
-        DataError: the file cannot be read, or holds no progress line.
+        OSError: the file cannot be read.
+        DataError: the file contains no progress line.
     """
     latest: dict[str, dict[int, float]] = {}
-    try:
-        with Path(path).open(encoding="utf-8", errors="replace") as stream:
-            for iteration, _, values in filter(None, map(parse_line, stream)):
-                for name, value in values.items():
-                    latest.setdefault(name, {})[iteration] = value
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with Path(path).open(encoding="utf-8", errors="replace") as stream:
+        for iteration, _, values in filter(None, map(parse_line, stream)):
+            for name, value in values.items():
+                latest.setdefault(name, {})[iteration] = value
     if not latest:
-        raise DataError(
-            f"{path} holds no line of Megatron's training log ('iteration 1/ 10 | ...')"
-        )
+        raise DataError(f"Expected lines such as 'iteration 1/ 10 | ...' in {path}, found none.")
     return {name: sorted(values.items()) for name, values in latest.items()}
 
 
@@ -121,20 +115,18 @@ def read_history(tensorboard_dir: Path) -> History:
     """Read all scalars of a ``--tensorboard-dir``, without the copies by samples.
 
     If several runs wrote a step (after a resume), the newest counts. If one run wrote a step twice,
-    the first counts: Megatron ends with the test loss under the name of the validation loss.
+    the first counts: Megatron finally writes the test loss under the name of the validation loss.
 
     Raises:
-        DataError: the directory holds no TensorBoard event file.
+        DataError: the directory contains no TensorBoard event file.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    files = sorted(
-        Path(tensorboard_dir).glob("events.out.tfevents.*")
-    )  # by the time of their start
+    files = sorted(Path(tensorboard_dir).glob("events.out.tfevents.*"))  # in order of their start
     if not files:
         raise DataError(
-            f"{tensorboard_dir} holds no TensorBoard file (events.out.tfevents.*): "
-            "train with --tensorboard-dir"
+            f"Expected TensorBoard files (events.out.tfevents.*) in {tensorboard_dir}, found none. "
+            "Train with --tensorboard-dir."
         )
     merged: dict[str, dict[int, float]] = {}
     for file in files:

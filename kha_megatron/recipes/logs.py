@@ -9,7 +9,6 @@ from pathlib import Path
 TAIL_LINES = 25
 """Lines of a failing rank's log that are shown."""
 
-_STREAMS = ("stderr.log", "stdout.log")
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?"
@@ -24,7 +23,7 @@ class Failure:
     """Which rank ended a run, and the end of its log."""
 
     rank: int | None
-    """Rank whose failure torchrun saw first; None if torchrun itself failed."""
+    """Rank whose failure torchrun observed first; None if torchrun itself failed."""
     exit_code: int | None
     """Exit code of that rank; the negative signal number if a signal killed it."""
     log: Path
@@ -48,28 +47,27 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
         launcher: directory with torchrun's own ``stdout.log`` and ``stderr.log``.
         ranks: torchrun's ``--log-dir``, with ``<run>/attempt_<n>/<local rank>/stderr.log``.
     """
-    cause = _root_cause(_last_lines(launcher / "stderr.log", 1000))
+    report = launcher / "stderr.log"
+    cause = _root_cause(_last_lines(report, 1000))
     if cause is None:
-        log = launcher / "stderr.log"
-        return Failure(None, None, log, _last_lines(log))
+        return Failure(None, None, report, _last_lines(report))
     rank, local_rank, exit_code = cause
     attempts = sorted(ranks.glob(f"*/attempt_*/{local_rank}"))
-    folder = attempts[-1] if attempts else launcher
-    logs = (p for n in _STREAMS if (p := folder / n).is_file() and p.stat().st_size)
-    log = next(logs, folder / _STREAMS[0])
-    lines = _last_lines(log)
-    return Failure(rank, exit_code, log, _complaint(lines) if exit_code == 2 else lines)
+    stderr, stdout = (
+        (attempts[-1] if attempts else launcher) / f"{name}.log" for name in ("stderr", "stdout")
+    )
+    log = stderr if _last_lines(stderr, 1) or not _last_lines(stdout, 1) else stdout
+    return Failure(rank, exit_code, log, _without_usage(_last_lines(log), exit_code))
 
 
 def failure_in(text: str, log: Path) -> Failure:
     """Find what ended a run in the end (``text``) of a log that torchrun and all ranks wrote."""
     lines = text.rstrip().splitlines()
     if (cause := _root_cause(lines)) is None:
-        return Failure(None, None, log, _plain(lines))
+        return Failure(None, None, log, _without_prefixes(lines))
     rank, local_rank, exit_code = cause
     own = [line for line in lines if line.startswith(f"[default{local_rank}]:")]
-    found = _plain(own or lines)
-    return Failure(rank, exit_code, log, _complaint(found) if exit_code == 2 else found)
+    return Failure(rank, exit_code, log, _without_usage(_without_prefixes(own or lines), exit_code))
 
 
 def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
@@ -82,22 +80,23 @@ def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
     return int(table["rank"]), int(table["local_rank"]), exit_code
 
 
-def _complaint(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Remove the usage text before an argparse error."""
+def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
+    """Remove the usage text before an argparse error, which exits with code 2."""
     found = [i for i, line in enumerate(lines) if "error: " in line]
-    return lines[found[-1] :] if found else lines
+    return lines[found[-1] :] if found and exit_code == 2 else lines
 
 
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
-    """Read the last lines without torchrun's ``[default0]:``; () if the file is missing."""
+    """Read the last lines; () if the file is missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 512 * count))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ()
-    return _plain(text.rstrip().splitlines(), count)
+    return _without_prefixes(text.rstrip().splitlines(), count)
 
 
-def _plain(lines: Sequence[str], count: int = TAIL_LINES) -> tuple[str, ...]:
+def _without_prefixes(lines: Sequence[str], count: int = TAIL_LINES) -> tuple[str, ...]:
+    """Return the last lines without torchrun's prefixes such as ``[default0]:``."""
     return tuple(_RANK_PREFIX.sub("", line.rstrip()) for line in lines[-count:])

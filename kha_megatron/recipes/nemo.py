@@ -18,7 +18,7 @@ from kha_megatron.recipes.launching import TASK
 
 
 def run_rank(command: list[str]) -> None:
-    """Replace this process by Python with the given arguments; what NeMo-Run calls on each rank."""
+    """Replace this process by Python with the given arguments. NeMo-Run calls this on each rank."""
     os.execv(sys.executable, [sys.executable, *command])
 
 
@@ -35,11 +35,11 @@ def partial(
 
     Args:
         recipe: a name of ``kha-megatron recipes list``.
-        executor: one of NeMo-Run's executors; it sets the number of ranks.
-        data: directory made by ``kha-megatron data prepare``, as the ranks see it.
-        output: directory for checkpoints and TensorBoard files; None uses ``runs/RECIPE``, which
-            only this machine's executor takes.
-        megatron: Megatron's and ``--kha-*`` arguments, as for a shell.
+        executor: one of NeMo-Run's executors; it determines the number of ranks.
+        data: directory made by ``kha-megatron data prepare``, with its path on the ranks.
+        output: directory for checkpoints and TensorBoard files. The default, ``runs/RECIPE``, is
+            only valid on this machine.
+        megatron: Megatron's and ``--kha-*`` arguments, quoted as for a shell.
         resume: continue from the last checkpoint in ``output``.
 
     Raises:
@@ -73,7 +73,7 @@ def train(
 ) -> None:
     """Train a recipe of kha-megatron on any of NeMo-Run's executors; see :func:`partial`.
 
-    Exits with code 1 if a rank fails, and with 2 if the input is refused.
+    Exits with code 1 if a rank fails, and with 2 for invalid input.
     """
     try:
         executor = ctx.executor or run.LocalExecutor(ntasks_per_node=get_recipe(recipe).ranks)

@@ -1,7 +1,8 @@
 """Find and end the processes of one launch by a mark in their environment.
 
 torchrun starts each rank in its own session, so no process group contains them all. Run as a
-script, this module is the guard that outlives a killed launch: it waits until stdin is closed.
+script, this module waits until stdin is closed, which happens even if the launcher is killed, and
+then ends the processes.
 """
 
 import os
@@ -11,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 MARK = "KHA_MEGATRON_LAUNCH"
 """Environment variable of every process of a launch; each launch has its own value."""
+
 _GRACE_SECONDS = 20.0
 """Time between SIGTERM and SIGKILL, for instance to write a checkpoint."""
 
@@ -38,16 +40,16 @@ def guarded(mark: str) -> Iterator[None]:
         try:
             guard.communicate()
         except KeyboardInterrupt:  # a second Ctrl-C: at once
-            end(mark, grace=0)
+            end_processes(mark, grace=0)
             raise
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Let SIGTERM and SIGHUP act like Ctrl-C in the block; yield the list of received signals.
+    """Handle SIGTERM and SIGHUP like Ctrl-C in the block; yield the list of received signals.
 
-    A second signal is ignored so that cleaning up can finish. Existing handlers, signals ignored by
-    nohup, and threads other than the main one are left alone.
+    A second signal is ignored so that cleanup can finish. Existing handlers, signals ignored by
+    nohup, and threads other than the main thread are not changed.
 
     Raises:
         KeyboardInterrupt: at the first signal.
@@ -71,38 +73,36 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def end(mark: str, grace: float = _GRACE_SECONDS) -> None:
+def end_processes(mark: str, grace: float = _GRACE_SECONDS) -> None:
     """Send SIGTERM to parents (torchrun forwards it), then SIGKILL to what is left."""
     deadline = time.monotonic() + grace
-    found = marked(mark)
-    _signal(pid for pid, parent in found.items() if parent not in found)
-    while marked(mark) and time.monotonic() < deadline:
+    found = find_processes(mark)
+    _signal((pid for pid, parent in found.items() if parent not in found), signal.SIGTERM)
+    while find_processes(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
-    _signal(marked(mark), signal.SIGKILL)
+    _signal(find_processes(mark), signal.SIGKILL)
 
 
-def marked(mark: str) -> dict[int, int]:
-    """Return the live processes with the mark, each with its parent."""
+def find_processes(mark: str) -> dict[int, int]:
+    """Return the process ids with the mark, each with its parent's."""
     wanted = f"{MARK}={mark}".encode()
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                found[int(folder.name)] = int(fields[1])
+            if wanted in (directory / "environ").read_bytes().split(b"\0"):
+                fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                found[int(directory.name)] = int(fields[1])
         except OSError:  # ended meanwhile, or another user's
             continue
     return found
 
 
-def _signal(pids: Iterable[int], number: signal.Signals = signal.SIGTERM) -> None:
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 if __name__ == "__main__":
     sys.stdin.read()
-    end(sys.argv[1])
+    end_processes(sys.argv[1])

@@ -11,7 +11,7 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
-"""Directories that a run writes in its output directory."""
+"""Names of the directories that a run writes in its output directory."""
 
 DECIDED = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
 """Arguments that select head mechanisms and their initial values."""
@@ -28,23 +28,23 @@ class Recipe:
     ranks: int
     """Default number of processes on one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the ranks. On this machine the user's own values are kept."""
+    """Environment variables of the ranks. On this machine the user's own values take precedence."""
     paper: Mapping[str, str | float] = field(default_factory=dict)
-    """What the paper prints: ``total`` and ``active`` parameters as text, without KHA's; the final
-    ``loss``; or the mean ``accuracy`` over its tasks in percent."""
+    """Printed numbers: ``total`` and ``active`` parameters as text, without KHA's; the final
+    ``loss``; or the mean ``accuracy`` over the paper's tasks in percent."""
     note: str = ""
-    """How the run differs from the recipes that it is compared with, besides its name."""
+    """Difference from the recipes that this one is compared with."""
     entry: str = "kha_megatron.training"
-    """What every rank runs: a module, or the path of a script that ends in ``.py``."""
+    """Entry point of the ranks: a module, or the path of a script that ends in ``.py``."""
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """Replace values; see :meth:`kha_megatron.model.run.Run.updated`."""
+        """Return the recipe with other values; see :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
 
     def having(self, kha: KHAConfig) -> Self:
-        """Replace the mechanisms, but not the kind of attention."""
-        asking = kha.to_options()
-        return self.updated(**{name: asking[name.removeprefix("kha_")] for name in DECIDED})
+        """Return the recipe with other mechanisms and the same kind of attention."""
+        options = kha.to_options()
+        return self.updated(**{name: options[name.removeprefix("kha_")] for name in DECIDED})
 
     def run_for(
         self,
@@ -54,7 +54,7 @@ class Recipe:
         output: Path | None = None,
         **values: Any,
     ) -> Run:
-        """Return the run with its paths. ``words`` replace ``values`` and paths.
+        """Return the run with its paths. ``words`` override ``values`` and paths.
 
         Args:
             words: a user's arguments in Megatron's syntax.
@@ -63,7 +63,7 @@ class Recipe:
             values: other values by the names of Megatron's arguments.
 
         Raises:
-            ConfigError: a word belongs to no flag, or is no value of its flag.
+            ConfigError: a word follows no flag, or cannot be parsed.
         """
         paths: dict[str, Any] = {}
         if data is not None:

@@ -76,8 +76,8 @@ def test_what_cannot_be_looked_at_is_refused(run, log, tmp_path):
         ([log, "--name", "mtp loss"], "has no 'mtp loss'; choose from"),
         ([log, "--window", "2"], "expected a window of 4 or more"),
         ([log, "--window", "2000"], "the first 500 are not judged: choose a smaller --window"),
-        ([tmp_path / "missing"], "missing cannot be read"),
-        ([tmp_path], "holds no TensorBoard file"),
+        ([tmp_path / "missing"], "missing: No such file"),
+        ([tmp_path], "Expected TensorBoard files"),
     ):
         code, out, err = run(*words)
         assert (code, out) == (2, "")
