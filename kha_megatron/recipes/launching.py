@@ -55,9 +55,8 @@ class LaunchResult:
     rank_logs: Path
     """Directory with ``stdout.log`` and ``stderr.log`` of each rank."""
     last_step: Step | None
-    """The last progress line that Megatron logged."""
     failure: Failure | None
-    """Which rank ended the run and why; None if it succeeded."""
+    """None if the run succeeded."""
 
     @property
     def succeeded(self) -> bool:
@@ -66,20 +65,12 @@ class LaunchResult:
 
 
 def dry_run(job: Job) -> Command:
-    """Return the torchrun command that :func:`launch` would start.
-
-    NeMo-Run passes torchrun a script that only executes ``job.command``. That script is gone after
-    a dry run, so its command replaces it here.
-
-    Raises:
-        MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: torchrun cannot be found, or NeMo-Run cannot use its home directory.
-    """
+    """Return the torchrun command that :func:`launch` would start; raise the same errors."""
     with experiment_of(job, _executor(job, mark="dry-run")) as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
     (replica,) = request.role_params[TASK]
-    *torchrun, _script = replica.args
+    *torchrun, _script = replica.args  # a script, gone by now, that executes job.command
     return Command(
         words=(*torchrun, *job.command),
         environment={k: v for k, v in replica.env.items() if k != MARK},
@@ -96,7 +87,6 @@ def launch(
     """Run a job on this machine to its end. Several threads may do so at the same time.
 
     Args:
-        job: from :func:`~kha_megatron.recipes.prepare.prepare`.
         on_step: called in this thread with each progress line that Megatron logs.
         stop: ends the job like Ctrl-C, which only the main thread receives.
 

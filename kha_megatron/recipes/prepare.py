@@ -38,9 +38,9 @@ class Slurm:
     """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before it."""
     nodes: int = 1
     gpus: int = 8
-    """Ranks per node, one per GPU."""
+    """Ranks per node."""
     image: str | None = None
-    """Container image of the ranks. None runs this machine's environment from a shared disk."""
+    """Container image. None uses this machine's environment from a shared disk."""
     mounts: tuple[str, ...] = ()
     """``HOST_PATH:CONTAINER_PATH``."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -53,11 +53,6 @@ class Slurm:
     """Jobs in a row; each continues from the checkpoint of the one before."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Fields of NeMo-Run's ``SlurmExecutor``, as text or JSON."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks on all nodes."""
-        return self.nodes * self.gpus
 
     def arguments(self) -> dict[str, Any]:
         """Return the Megatron arguments that make the run save and exit before the time limit.
@@ -93,7 +88,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What a progress report calls the job."""
+        """Title of the progress report."""
         return f"{self.recipe.name} on {self.ranks} ranks"
 
     @property
@@ -117,15 +112,13 @@ def prepare(
     """Build and check a job without starting anything.
 
     Args:
-        recipe: what to train.
         data: directory made by ``kha-megatron data prepare``.
         output: directory for checkpoints and TensorBoard files; empty or new unless ``resume``.
         overrides: Megatron arguments that replace the recipe's.
-        ranks: processes on this machine; None uses the recipe's number. ``slurm`` has its own.
-        device: ``cuda`` or ``cpu``; None uses the recipe's.
+        ranks: processes on this machine. ``slurm`` has its own number.
+        device: ``cuda`` or ``cpu``.
         resume: continue from the last checkpoint in ``output``.
-        slurm: run on Slurm. A restarted job loads its own last checkpoint.
-        remote: run on machines with other files, such as a container. A restarted job loads its own
+        remote: run on machines with other files. As with ``slurm``, a restarted job loads its own
             last checkpoint.
 
     Raises:
@@ -138,7 +131,7 @@ def prepare(
     restarts = remote or slurm is not None
     if slurm is not None:
         values |= slurm.arguments()
-        ranks, remote = slurm.ranks, slurm.image is not None
+        ranks, remote = slurm.nodes * slurm.gpus, slurm.image is not None
     ranks = recipe.ranks if ranks is None else ranks
     for name, path in {"data": data, "output": output}.items():
         if remote and path is not None and not path.is_absolute():

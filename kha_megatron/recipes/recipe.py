@@ -54,13 +54,11 @@ class Recipe:
         output: Path | None = None,
         **values: Any,
     ) -> Run:
-        """Return the run with its paths. ``words`` override ``values`` and paths.
+        """Return the run with its paths, with ``values`` and with a user's ``words``.
 
         Args:
-            words: a user's arguments in Megatron's syntax.
             data: directory made by ``kha-megatron data prepare``.
             output: directory for checkpoints and TensorBoard files.
-            values: other values by the names of Megatron's arguments.
 
         Raises:
             ConfigError: a word follows no flag, or cannot be parsed.

@@ -35,9 +35,9 @@ class Submission:
     """What NeMo-Run would submit."""
 
     requests: tuple[str, ...]
-    """One batch script for each job of the chain."""
+    """One batch script per job of the chain."""
     script: str
-    """The command of every rank. NeMo-Run copies it to ``scripts/train.sh``."""
+    """Command of every rank, which NeMo-Run copies to ``scripts/train.sh``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,7 @@ class SubmitResult:
 
 
 def dry_submission(job: Job) -> Submission:
-    """Return what :func:`submit` would submit.
-
-    Raises:
-        MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: NeMo-Run cannot create the executor or use its home directory.
-    """
+    """Return what :func:`submit` would submit; raise the same errors."""
     with _experiment(job) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         requests = tuple(f"{item._dryrun_info!r}".strip() + "\n" for item in experiment.jobs)
@@ -82,9 +77,7 @@ def submit(
 ) -> SubmitResult:
     """Submit the chain of jobs, and wait for its end unless ``detach`` is set.
 
-    Args:
-        job: from :func:`~kha_megatron.recipes.prepare.prepare`.
-        on_step: called with each progress line that Megatron logs.
+    ``on_step`` is called with each progress line that Megatron logs.
 
     Raises:
         MissingDependencyError: NeMo-Run is not installed.
@@ -138,15 +131,7 @@ def _experiment(job: Job) -> Iterator[Any]:
 
 
 def _executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
-    """Create NeMo-Run's ``SlurmExecutor``.
-
-    Args:
-        environment: the recipe's variables. Those of ``slurm`` override them.
-        device: ``cuda`` or ``cpu``. No GPUs are requested for ``cpu``.
-
-    Raises:
-        ConfigError: NeMo-Run refuses a setting.
-    """
+    """Create NeMo-Run's ``SlurmExecutor``. The variables of ``slurm`` override ``environment``."""
     run, variables = import_nemo_run(), {**environment, **slurm.environment}
     values: dict[str, Any] = {
         "account": slurm.account,
