@@ -1,4 +1,4 @@
-"""``kha-megatron launch`` as a user types it: what it prints, and the exit code."""
+"""Output and exit codes of ``kha-megatron launch``."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from kha_megatron import recipes
 from kha_megatron.cli import app
 from kha_megatron.errors import ConfigError, DataError
-from tests.recipes.conftest import data, nemorun_home, scripted  # noqa: F401
+from kha_megatron.recipes import Failure, LaunchResult, Step
+from tests.recipes.conftest import data, nemorun_home  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--dry-run"]
 SLURM = [*LAUNCH, "--executor", "slurm", "--time", "04:00:00"]
@@ -26,20 +28,13 @@ def run(*words: str, code: int = 0):
 def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "an output"
     words = ["--data", str(data), "--output", str(output), "--nproc", "4", "--device", "cpu"]
-    extra = [
-        "--",
-        "--global-batch-size",
-        "32",
-        "--moe-layer-freq",
-        "([0]*1+[1]*3)",
-        "--lr=-1e-3",
-        "--swiglu",
-    ]
+    extra = ["--", "--global-batch-size", "32", "--moe-layer-freq", "([0]*1+[1]*3)"]
+    extra += ["--lr=-1e-3", "--swiglu"]
     text = run(*LAUNCH, *words, *extra).stdout
     as_json = json.loads(run(*LAUNCH, *words, "--json", *extra).stdout)
 
-    stand_in = 'torchrun() { printf "%s\\0" "$PWD" "$OMP_NUM_THREADS" "${PATH%%:*}" "$@"; }'
-    done = subprocess.run(["bash", "-c", f"{stand_in}\n{text}"], capture_output=True, check=True)
+    fake = 'torchrun() { printf "%s\\0" "$PWD" "$OMP_NUM_THREADS" "${PATH%%:*}" "$@"; }'
+    done = subprocess.run(["bash", "-c", f"{fake}\n{text}"], capture_output=True, check=True)
     folder, threads, path, *command = done.stdout.decode().split("\0")[:-1]
     training = command.index("kha_megatron.training")
     assert (folder, threads) == (os.getcwd(), "1")
@@ -108,14 +103,14 @@ def test_heads_too_wide_for_fused_kernels_are_refused_before_submission(nemorun_
     run(*words, "--attention-backend", "unfused")
 
 
-def test_an_upcycled_run_finds_itself_when_it_is_started_again(tmp_path, nemorun_home):  # noqa: F811
+def test_upcycled_run_loads_its_own_directory_after_a_restart(tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "run"
     words = ["--json", "--output", str(output), "--", "--mock-data", "--kha-upcycle"]
     command = json.loads(run(*LAUNCH, *words).stdout)["words"]
     assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
 
-def test_slurm_needs_no_account_and_no_whole_node(nemorun_home, tmp_path):  # noqa: F811
+def test_slurm_without_account_and_with_part_of_a_node(nemorun_home, tmp_path):  # noqa: F811
     words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
     words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]
     batch = ["--global-batch-size", "510"]
@@ -125,7 +120,7 @@ def test_slurm_needs_no_account_and_no_whole_node(nemorun_home, tmp_path):  # no
     assert "account" not in request
 
 
-def test_job_that_no_scheduler_takes_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
+def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]
     result = run(*words, code=1)
@@ -133,44 +128,29 @@ def test_job_that_no_scheduler_takes_exits_with_1(nemorun_home, tmp_path):  # no
     assert json.loads(result.stdout)["succeeded"] is False
 
 
-def test_a_megatron_argument_before_the_dashes_is_refused():
+def test_megatron_argument_before_the_dashes_is_refused():
     assert "--lr" in run("launch", "quickstart", "--lr", "1", code=2).stderr
 
 
-FAILING = """
-import os, sys, time
-print(" iteration        5/     100 | lm loss: 7.25E+00 |", flush=True)
-if os.environ["RANK"] == "1":
-    raise RuntimeError("the disk [red]is full")
-time.sleep(100)
-"""
-
-AS_RECIPE = """
-import sys
-from dataclasses import replace
-from kha_megatron import cli, recipes
-recipe = replace(recipes.get_recipe("quickstart"), name="failing", entry=sys.argv.pop(1))
-recipes.RECIPES = {"failing": recipe}
-cli.main()
-"""
-
-
-def test_a_failing_rank_makes_the_command_fail_and_is_quoted(tmp_path, nemorun_home):  # noqa: F811
-    script = tmp_path / "rank.py"
-    script.write_text(FAILING)
-    words = ["launch", "failing", "--output", str(tmp_path / "out"), "--json", "--", "--mock-data"]
-    done = subprocess.run(
-        [sys.executable, "-c", AS_RECIPE, str(script), *words],
-        capture_output=True,
-        text=True,
-        check=False,
+@pytest.mark.parametrize(("exit_code", "code"), [(1, 1), (2, 2)])
+def test_failed_rank_is_quoted_and_sets_the_exit_code(exit_code, code, tmp_path, monkeypatch):
+    failure = Failure(1, exit_code, tmp_path / "log", ("RuntimeError: the disk [red]is full",))
+    step = Step(5, 100, None, None, 7.25)
+    result = LaunchResult(
+        status="failed",
+        seconds=1.0,
+        log=tmp_path / "all",
+        rank_logs=tmp_path,
+        last_step=step,
+        failure=failure,
     )
-    assert done.returncode == 1, done.stderr
+    monkeypatch.setattr(recipes, "launch", lambda job, *, on_step: on_step(step) or result)
+    words = ["--output", str(tmp_path / "out"), "--json", "--", "--mock-data"]
+    done = run("launch", "quickstart", *words, code=code)
     assert "RuntimeError: the disk [red]is full" in done.stderr
-    assert "rank 1 failed with exit code 1" in done.stderr
+    assert f"rank 1 failed with exit code {exit_code}" in done.stderr
     assert "iteration 5/100 loss 7.2500" in done.stderr
-    result = json.loads(done.stdout)
-    assert result["succeeded"] is False
-    assert result["failure"]["rank"] == 1
-    assert result["last_step"]["loss"] == 7.25
-    assert os.path.exists(result["log"])
+    printed = json.loads(done.stdout)
+    assert printed["succeeded"] is False
+    assert printed["failure"]["rank"] == 1
+    assert printed["last_step"]["loss"] == 7.25

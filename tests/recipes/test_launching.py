@@ -1,4 +1,4 @@
-"""Runs under the real NeMo-Run: what ranks receive, how a run ends, and that none survives."""
+"""Launches with the real NeMo-Run: arguments of the ranks, how a run ends, and no survivors."""
 
 import argparse
 import json
@@ -17,35 +17,44 @@ from kha_megatron.recipes.launching import dry_run
 
 ODD = ["a b", "$HOME", "it's", "~", "([0]*1+[1]*3)", "-1e-3", "", "a\nb", "*", '"', "\\"]
 
-ECHO = """
-import json, os, subprocess, sys
-rank = int(os.environ["RANK"])
-folder = os.path.dirname(os.path.abspath(__file__))
+RANK = """
+import json, os, subprocess, sys, time
+rank = os.environ["RANK"]
 facts = {"argv": sys.argv[1:], "omp": os.environ["OMP_NUM_THREADS"], "cwd": os.getcwd(),
          "python": sys.executable, "world": os.environ["WORLD_SIZE"],
          "helper": subprocess.Popen(["sleep", "3000"]).pid}
-with open(os.path.join(folder, f"rank{rank}.json"), "w") as file:
+path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"rank{rank}")
+with open(path + ".part", "w") as file:
     json.dump(facts, file)
-if rank == 1:
+os.rename(path + ".part", path + ".json")
+if rank == "1":
     for i in (3, 7):
         print(f" iteration  {i}/  7 | consumed samples:  {i * 8} | lm loss: {9 - i}.5E+00 |")
+    while not os.path.exists(path[:-1] + "0.json"):  # a rank that fails ends the others
+        time.sleep(0.01)
+    sys.exit("the disk [red]is full" if "--fail" in sys.argv else 0)
 """
 
 
+@pytest.mark.parametrize("fail", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_ranks_receive_every_argument_unchanged(
-    scripted, tmp_path, nemorun_home, monkeypatch, capsys
+    fail, scripted, tmp_path, nemorun_home, monkeypatch, capsys
 ):
+    monkeypatch.setattr("kha_megatron.recipes.launching._POLL_SECONDS", 0.1)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    words = [f"--odd{i}={value}" for i, value in enumerate(ODD)]
+    words = ["--mock-data", *(f"--odd{i}={value}" for i, value in enumerate(ODD))]
     before = signal.getsignal(signal.SIGTERM)
-    job = prepare(scripted(ECHO), overrides=["--mock-data", *words], output=tmp_path / "out put")
+    job = prepare(
+        scripted(RANK), overrides=[*words, *["--fail"] * fail], output=tmp_path / "out put"
+    )
     steps = []
     result = launch(job, on_step=steps.append)
 
-    assert result.succeeded, result.failure
-    assert result.failure is None
-    said = capsys.readouterr().err  # from the start, for who wants to follow it
-    assert f"{job.output}: log of all ranks: {result.log}\n" in said
+    assert result.succeeded is not fail
+    if fail:
+        assert (result.failure.rank, result.failure.exit_code) == (1, 1)
+        assert "the disk [red]is full" in result.failure.lines
+    assert f"{job.output}: log of all ranks: {result.log}\n" in capsys.readouterr().err
     assert [(s.iteration, s.total, s.samples, s.loss) for s in steps] == [
         (3, 7, 24, 6.5),
         (7, 7, 56, 2.5),
@@ -54,30 +63,24 @@ def test_ranks_receive_every_argument_unchanged(
     assert "iteration  7/  7" in result.log.read_text()
     assert result.log.is_relative_to(nemorun_home)
     assert signal.getsignal(signal.SIGTERM) is before
-    for rank in (0, 1):
-        facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert facts["argv"] == list(job.command[job.command.index(job.recipe.entry) + 1 :])
-        assert _values(facts["argv"]) == ODD
-        assert (facts["omp"], facts["world"]) == ("5", "2")
-        assert (facts["cwd"], facts["python"]) == (os.getcwd(), sys.executable)
-        assert not _alive(facts["helper"])  # which its rank has left behind
-
-
-def _values(words: list[str]) -> list[str]:
-    """What argparse makes of ``--odd0 ... --odd10``."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for i in range(len(ODD)):
         parser.add_argument(f"--odd{i}")
-    return list(vars(parser.parse_known_args(words)[0]).values())
+    for rank in (0, 1):
+        facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert facts["argv"] == list(job.command[job.command.index(job.recipe.entry) + 1 :])
+        assert list(vars(parser.parse_known_args(facts["argv"])[0]).values()) == ODD
+        assert (facts["omp"], facts["world"]) == ("5", "2")
+        assert (facts["cwd"], facts["python"]) == (os.getcwd(), sys.executable)
+        assert not _alive(facts["helper"])
 
 
 SLEEP = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3000)"])
-pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}.part").write_text(
-    f"{os.getpid()} {child.pid}")
-os.rename(pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}.part"),
-          pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}"))
+path = pathlib.Path(__file__).with_name(f"pids{os.environ['RANK']}")
+path.with_suffix(".part").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".part").rename(path)
 time.sleep(3000)
 """
 
@@ -97,7 +100,6 @@ except KeyboardInterrupt:
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)]
 )
 def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_home):
-    """SIGTERM becomes the KeyboardInterrupt that Ctrl-C is; of SIGKILL nobody here hears."""
     script = tmp_path / "rank.py"
     script.write_text(SLEEP)
     files = [tmp_path / "pids0", tmp_path / "pids1"]
@@ -113,7 +115,7 @@ def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_ho
         driver.send_signal(number)
         output, _ = driver.communicate(timeout=180)
         assert output == ("interrupted\n" if number == signal.SIGTERM else "")
-        if number == signal.SIGKILL:  # its guard needs a moment, and grants the ranks another
+        if number == signal.SIGKILL:  # the guard ends the ranks a moment later
             _wait_until(lambda: not any(map(_alive, pids)))
         assert not any(map(_alive, pids))
     finally:
@@ -141,13 +143,13 @@ def job():
     return prepare(get_recipe("quickstart"), overrides=["--mock-data"])
 
 
-def test_without_nemo_run(job, monkeypatch):
+def test_missing_nemo_run_is_refused(job, monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_run", None)
     with pytest.raises(MissingDependencyError, match=r"kha-megatron\[launch\]"):
         dry_run(job)
 
 
-def test_nemo_run_that_cannot_be_imported_is_not_called_missing(job, monkeypatch, tmp_path):
+def test_broken_nemo_run_is_refused_with_its_reason(job, monkeypatch, tmp_path):
     (tmp_path / "nemo_run.py").write_text("import leptonai_of_another_version\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nemo_run", raising=False)
@@ -155,7 +157,7 @@ def test_nemo_run_that_cannot_be_imported_is_not_called_missing(job, monkeypatch
         launch(job)
 
 
-def test_without_torchrun(job, monkeypatch, tmp_path):
+def test_missing_torchrun_is_refused(job, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="torchrun is neither in"):

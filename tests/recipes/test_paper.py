@@ -30,7 +30,7 @@ def _different():
 
 MODEL_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups")
 MODEL_FLAGS += ("--multi-latent-attention",)
-QUICK = {"table3/mla-linear", "attention/gla-linear"}
+QUICK = {"table3/mla-linear"}
 DIFFERENT = _different()
 
 
