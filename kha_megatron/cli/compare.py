@@ -31,8 +31,7 @@ from kha_megatron.errors import ConfigError, KHAError
 
 REPORT, NUMBERS = "report.html", "report.json"
 _POLL_SECONDS = 1.0
-"""How long the main thread waits at most: only it handles signals, and a signal that the system
-delivers to another thread does not wake it."""
+"""Only the main thread handles signals, and a signal to another thread does not wake it."""
 
 
 def compare(
@@ -43,8 +42,8 @@ def compare(
     variants: Annotated[
         str,
         typer.Option(
-            help="Comma-separated presets (join with +), random-init or NAME=--kha-key linear ...; "
-            "the first is the reference.",
+            help="Comma-separated presets (join with +), random-init or NAME=--kha-key linear ... "
+            "The first is the reference.",
             autocompletion=preset_names,
         ),
     ] = "baseline,kha_mlp",
@@ -54,36 +53,38 @@ def compare(
         typer.Option(
             "--null",
             help="Also train the reference from weights that differ by rounding alone, to measure "
-            "how far its loss moves.",
+            "the noise of its loss.",
         ),
     ] = False,
     held_out: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Evaluate on N validation sequences at the end of each run."
+            min=0, metavar="N", help="Evaluate each run on N validation sequences at its end."
         ),
     ] = 0,
     data: DataFolder = None,
-    output: Annotated[Path | None, typer.Option(help="Directory. Default: compare/RECIPE.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Output directory. Default: compare/RECIPE.")
+    ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a run. Default: the recipe's.")
+        int | None, typer.Option(min=1, help="Ranks per run. Default: the recipe's.")
     ] = None,
     device: TrainingDevice = None,
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1000, help="Parallel runs. Default: one per CPU core and rank, 1 on GPUs."
+            min=1, max=1000, help="Parallel runs. Default: one per CPU core and rank; 1 on GPUs."
         ),
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Train variants of a recipe on the same data in the same order, and write a report.
+    """Train variants of a recipe on the same data and write a report.
 
     Updates report.html and report.json after each run. To continue after an interruption, run the
-    same command again: finished runs are kept, and an unfinished run resumes from its last
-    checkpoint. Seeds, variants and null runs can be added later.
+    same command again: unfinished runs resume from their last checkpoint. Seeds, variants and null
+    runs can be added later.
 
-    Exit codes: 0 all runs trained, 1 a run failed, 2 bad input, 130 interrupted.
+    Exits with code 1 if a run failed and 2 after bad input.
 
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python
@@ -108,19 +109,19 @@ def compare(
         null=null,
         held_out=held_out,
     )
-    on_gpus = planned.runs[0].asked.training.device != "cpu"
+    on_gpus = planned.runs[0].config.training.device != "cpu"
     if on_gpus and jobs not in (None, 1):
         raise ConfigError(
-            f"--jobs {jobs}: expected 1 on GPUs, because every run uses the first GPUs of this "
-            "machine; remove --jobs or add --device cpu"
+            f"Expected --jobs 1 on GPUs, got {jobs}, because every run uses the first GPUs of this "
+            "machine. Remove --jobs or add --device cpu."
         )
     cores = len(os.sched_getaffinity(0))
     parallel = jobs or (1 if on_gpus else max(1, cores // (nproc or chosen.ranks)))
     try:
-        with runs.locked(planned.folder):
+        with runs.lock_directory(planned.folder):
             failures = _train_all(planned, parallel)
     except KeyboardInterrupt:
-        console.log.print("stopped; run the same command again to continue")
+        console.log.print("Stopped. Run the same command again to continue.")
         raise
     page = planned.folder / REPORT
     finished = any(run.result for run in planned.runs)
@@ -136,10 +137,9 @@ def compare(
 
 
 def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
-    """Train the runs that have not finished and rewrite the report after each.
+    """Train the unfinished runs, rewrite the report after each, and return failures by run name.
 
-    Returns:
-        The reason of each failure by run name. If the first run fails, no other is started.
+    Starts no further run after a failure while no run has finished.
     """
     failures: dict[str, str] = {}
     _write(planned, failures)
@@ -159,22 +159,24 @@ def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
                     if not _write(planned, failures):
                         waiting.clear()
         except BaseException:
-            stop.set()  # the threads stop their ranks, and the pool waits for the threads
+            stop.set()  # each thread stops its ranks, and the pool waits for its threads
             raise
     return failures
 
 
 def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
-    """Train one run to its end. Return the reason if it failed."""
+    """Train one run. Return the reason if it fails."""
     job, start = runs.begin(run)
-    _log(run, f"resumes from {start}" if start else "starting")
-    last = time.monotonic()
+    state = f"resumes from iteration {start}" if start else "starting"
+    console.log.print(f"{run.name}: {state}", markup=False)
+    printed = time.monotonic()
 
     def on_step(step: recipes.Step) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 10 or step.iteration == step.total:
-            last = time.monotonic()
-            _log(run, f"iteration {step.iteration}/{step.total} {loss_words(step)}")
+        nonlocal printed
+        if time.monotonic() - printed >= 10 or step.iteration == step.total:
+            printed = time.monotonic()
+            line = f"{run.name}: iteration {step.iteration}/{step.total} {loss_words(step)}"
+            console.log.print(line, markup=False)
 
     result = recipes.launch(job, on_step=on_step, stop=stop)
     if not result.succeeded:
@@ -186,10 +188,6 @@ def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
         console.error(str(error))
         return str(error)
     return None
-
-
-def _log(run: comparing.Trial, text: str) -> None:
-    console.log.print(f"{run.name}: {text}", markup=False)
 
 
 def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
@@ -210,5 +208,5 @@ def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
     }
     write_json(planned.folder / NUMBERS, numbers)
     with staged_file(planned.folder / REPORT) as staged:
-        staged.write_text(comparing.page(numbers, pictures), encoding="utf-8")
+        staged.write_text(comparing.render_page(numbers, pictures), encoding="utf-8")
     return True

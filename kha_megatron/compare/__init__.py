@@ -1,8 +1,8 @@
-"""Variants of a recipe trained side by side, what their differences mean, and the report."""
+"""Train variants of a recipe side by side and report their differences."""
 
-from kha_megatron.compare.page import page
+from kha_megatron.compare.page import render_page
 from kha_megatron.compare.report import summarise
 from kha_megatron.compare.runs import Comparison, Trial, plan
-from kha_megatron.compare.variants import Candidate, parse_variants
+from kha_megatron.compare.variants import parse_variants
 
-__all__ = ["Candidate", "Comparison", "Trial", "page", "parse_variants", "plan", "summarise"]
+__all__ = ["Comparison", "Trial", "parse_variants", "plan", "render_page", "summarise"]

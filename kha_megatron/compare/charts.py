@@ -8,18 +8,17 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import MissingDependencyError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.knock import MATRICES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def require_matplotlib() -> Any:
-    """Return matplotlib's ``Figure`` class, which needs no display.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Return matplotlib's ``Figure`` class. Raise MissingDependencyError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -45,7 +44,7 @@ def line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = 
     very high. Bands widen the range by at most its own height on each side.
 
     Args:
-        lines: at least one, with at least one point.
+        lines: at least one.
         title: label for screen readers; unique in a page.
         y_label: label of the y axis.
         zero: also draw a line at y = 0.
@@ -62,15 +61,14 @@ def line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = 
         for line in lines:
             xs, ys, halves = zip(*line.points, strict=True)
             axis.plot(xs, ys, color=line.colour, label=line.name)
-            bands = [(y, half or 0.0) for y, half in zip(ys, halves, strict=True)]
-            if any(half for _, half in bands):
-                low, high = [y - half for y, half in bands], [y + half for y, half in bands]
+            if any(halves):
+                low = [y - (half or 0) for y, half in zip(ys, halves, strict=True)]
+                high = [y + (half or 0) for y, half in zip(ys, halves, strict=True)]
                 axis.fill_between(xs, low, high, color=line.colour, alpha=0.2, linewidth=0)
         axis.set_ylim(*_y_range([point for line in lines for point in line.points], zero))
         axis.legend(frameon=False)
         file = io.StringIO()
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=metadata)
+        figure.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue().partition("<svg")[2]
     return f'<svg role="img" aria-label="{escape(title)}"{svg}'
 
@@ -88,6 +86,26 @@ def _y_range(
     return low - 0.05 * span, high + 0.05 * span
 
 
+def draw_matrices(
+    weights: "Mapping[tuple[int, Projection], Tensor]", kha: KHAConfig, folder: Path
+) -> None:
+    """Write one PNG per projection and matrix into ``folder``, such as ``value_up.png``.
+
+    Args:
+        weights: ``[matrices, D, D]`` by layer and projection.
+        kha: the variant of each projection.
+        folder: an existing directory.
+    """
+    for projection, variant in kha.variants.items():
+        for i, matrix in enumerate(MATRICES[variant]):
+            matrix_grid(
+                {layer: w[i] for (layer, name), w in weights.items() if name == projection},
+                folder / f"{projection}_{matrix}.png",
+                title=f"{matrix} matrix on {projection} heads ({variant})",
+                diverging=matrix == "gate",
+            )
+
+
 def matrix_grid(
     matrices: "Mapping[int, Tensor]", out_png: Path, *, title: str, diverging: bool = False
 ) -> None:
@@ -96,15 +114,14 @@ def matrix_grid(
     Args:
         matrices: by layer, for ``x @ M``: rows are input features.
         out_png: file to write.
-        title: above the grid; may contain matplotlib's mathtext.
+        title: above the grid.
         diverging: show all values with colours that diverge from 0 (gates) instead of clipping to
-            0..1. NaN and infinity are magenta in both cases.
+            0..1. NaN and infinity are magenta.
     """
     columns = min(len(matrices), 6)
     rows = math.ceil(len(matrices) / columns)
-    figure = require_matplotlib()(
-        figsize=(1.35 * columns + 1.6, 1.45 * rows + 0.9), layout="constrained"
-    )
+    size = (1.35 * columns + 1.6, 1.45 * rows + 0.9)
+    figure = require_matplotlib()(figsize=size, layout="constrained")
     from matplotlib import colormaps
 
     finite = [m[m.isfinite()].abs().max().item() for m in matrices.values() if m.isfinite().any()]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.compare.charts import matrix_grid
+from kha_megatron.compare.charts import draw_matrices
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.diagnostics import diagnose
 from kha_megatron.heads.knock import MATRICES
@@ -18,17 +18,17 @@ from kha_megatron.plan.counts import count, counted, flops
 
 
 def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
-    """Return parameters and training FLOPs per token in closed form.
+    """Return parameters and training FLOPs (forward and backward) per token in closed form.
 
     Args:
         run: with the variant's KHA settings.
         vocab_size: rows of the embedding.
 
     Returns:
-        ``total``, ``active`` and ``kha`` parameters; ``flops`` (forward and backward) and
-        ``kha_flops`` of one token; ``spared_flops``, which kernels that skip unselected heads would
-        save; or ``uncounted`` with the reason. ``unfused`` says why fused attention kernels cannot
-        compute the variant, or is None.
+        ``total``, ``active`` and ``kha`` parameters; ``flops`` and ``kha_flops`` of one token; and
+        ``spared_flops``, which kernels that skip unselected heads would save. Otherwise
+        ``uncounted`` with the reason. ``unfused`` is the reason why fused attention kernels cannot
+        compute the variant, or None.
     """
     model = replace(run, vocab_size=vocab_size).model
     kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
@@ -49,7 +49,7 @@ def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
 
 
 def device(run: Run) -> str:
-    """Name the hardware of a run, because step times of different hardware do not compare."""
+    """Return the name of the hardware of a run."""
     if run.training.device == "cpu" or not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
@@ -60,25 +60,22 @@ def matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any
 
     Returns:
         One entry per projection and matrix with ``projection``, ``variant``, ``matrix``,
-        ``picture`` (file name) and ``layers`` (the diagnostics of each layer). Empty without KHA.
+        ``picture`` (file name) and ``layers`` (the diagnostics of each layer).
     """
     kha = kha_of(checkpoint)
     if kha is None or not kha.variants:
         return []
     weights = knock_weights(checkpoint)
+    draw_matrices(weights, kha, folder)
     found = []
     for projection, variant in kha.variants.items():
-        stacks = {layer: w.float() for (layer, p), w in sorted(weights.items()) if p == projection}
-        numbers = {layer: list(diagnose(stack, variant)) for layer, stack in stacks.items()}
+        numbers = {
+            layer: list(diagnose(weight, variant))
+            for (layer, name), weight in sorted(weights.items())
+            if name == projection
+        }
         for i, matrix in enumerate(MATRICES[variant]):
-            name = f"{projection}_{matrix}.png"
-            matrix_grid(
-                {layer: stack[i] for layer, stack in stacks.items()},
-                folder / name,
-                title=f"{projection} {matrix} ({variant})",
-                diverging=matrix == "gate",
-            )
-            layers = [{"layer": n} | asdict(values[i]) for n, values in numbers.items()]
+            layers = [{"layer": layer} | asdict(values[i]) for layer, values in numbers.items()]
             entry = {"projection": projection, "variant": variant, "matrix": matrix}
-            found.append(entry | {"picture": name, "layers": layers})
+            found.append(entry | {"picture": f"{projection}_{matrix}.png", "layers": layers})
     return found

@@ -10,21 +10,19 @@ from kha_megatron.compare.charts import Line, line_chart
 from kha_megatron.compare.statistics import LAST_SHARE
 
 
-def page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """Return the HTML document. The template escapes every string of the report.
+def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    """Return the HTML document with every string of the report escaped.
 
     Args:
         report: result of :func:`kha_megatron.compare.report.summarise`.
-        pictures: PNG files of the matrices by ``RUN/FILE``, as named in the report.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
+        pictures: PNG files of the matrices by ``RUN/FILE``.
     """
     from jinja2 import Environment
     from markupsafe import Markup
 
     environment = Environment(autoescape=True)
-    environment.filters |= {"estimate": _estimate, "mean": _mean, "number": _number}
+    environment.filters |= {"estimate": _estimate, "mean": _mean}
+    environment.filters["number"] = lambda x, form: "–" if x is None else f"{x:{form}}"
     colours = {v["name"]: f"C{i % 10}" for i, v in enumerate(report["variants"])}
     trained = [variant for variant in report["variants"] if variant["seeds"]]
 
@@ -55,16 +53,12 @@ def page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _estimate(found: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
-    """Format a mean with its half width; a dash if there is none."""
+    """Format a mean and its half width, or a dash for None."""
     if found is None:
         return "–"
     half = found["half_width"]
     text = f"{found['mean']:{sign}.{digits}f}"
     return text if half is None else f"{text} ± {half:.{digits}f}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else f"{value:{form}}"
 
 
 def _mean(layers: list[Mapping[str, float | None]], key: str) -> str:

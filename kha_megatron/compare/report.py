@@ -2,78 +2,94 @@
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
 
 from kha_megatron.compare.runs import Comparison
 from kha_megatron.compare.spikes import Spike, find_spikes
-from kha_megatron.compare.statistics import (
-    Estimate,
-    Floor,
-    Losses,
-    binned,
-    estimate,
-    final_loss,
-    floor,
-)
+from kha_megatron.compare.statistics import Estimate, Floor, Losses, binned, estimate, final_loss
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
 
-Results = Mapping[tuple[str, int], dict[str, Any]]
-"""``result.json`` of the finished runs by variant and seed."""
-
-_JUDGED = {
+_METRICS = {
     "loss": ("delta", lambda result: final_loss(result["losses"])),
     "held_out": ("held_out_delta", lambda result: result.get("held_out")),
 }
-"""By report key: the key of its difference, and how to read the value from a result."""
+"""By report key: the key of the difference, and how to read the value from a result."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Content of ``result.json`` of the finished runs by variant and seed."""
+
+    by_run: Mapping[tuple[str, int], dict[str, Any]]
+    reference: str
+    seeds: Sequence[int]
+
+    def pairs(
+        self, name: str, seeds: Sequence[int] | None = None
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the results of a variant and of the reference, by seeds that both have.
+
+        Empty for the reference itself.
+        """
+        found = [
+            (self.by_run.get((name, s)), self.by_run.get((self.reference, s)))
+            for s in seeds or self.seeds
+        ]
+        return [(own, base) for own, base in found if name != self.reference and own and base]
+
+    def differences(self, key: str, name: str, seeds: Sequence[int] | None = None) -> list[float]:
+        """Return variant minus reference for each seed for which both values are known."""
+        read = _METRICS[key][1]
+        values = [(read(own), read(base)) for own, base in self.pairs(name, seeds)]
+        return [own - base for own, base in values if own is not None and base is not None]
 
 
 def summarise(
     comparison: Comparison,
-    results: Results,
+    results: Mapping[tuple[str, int], dict[str, Any]],
     *,
     failures: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the report. A variant is paired with the reference over the seeds that both have.
-
-    ``floor`` says how far the null runs moved from the reference, in training loss (``loss``) and
-    in held-out loss (``held_out``).
+    """Return the report, in which each variant is paired with the reference by seed.
 
     Args:
         comparison: the planned runs.
-        results: at least one.
+        results: ``result.json`` of at least one finished run, by variant and seed.
         failures: why runs failed, by run name.
         command: command line that repeats the comparison.
     """
-    seeds, reference = comparison.seeds, comparison.variants[0].name
-    moved = {key: _differences(key, NULL, reference, seeds, results) for key in _JUDGED}
-    floors = {key: floor(differences) for key, differences in moved.items() if differences}
+    found = _Results(results, comparison.variants[0].name, comparison.seeds)
+    null = {key: found.differences(key, NULL) for key in _METRICS}
+    floors = {key: Floor.of(moved) for key, moved in null.items() if moved}
     runs = []
     for run in comparison.runs:
         entry = {"variant": run.variant.name, "seed": run.seed}
-        state = (failures or {}).get(run.name, "not trained yet")
-        result = results.get((run.variant.name, run.seed))
-        finished = _finished(run.variant.name, result, reference, results) if result else {}
-        runs.append(entry | {"state": state} | finished)
-    versions = {package: found for package in _PACKAGES if (found := version_of(package))}
+        if result := results.get((run.variant.name, run.seed)):
+            entry |= _finished_run(run.variant.name, result, found)
+        else:
+            entry["state"] = (failures or {}).get(run.name, "not trained yet")
+        runs.append(entry)
+    versions = {package: number for package in _PACKAGES if (number := version_of(package))}
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,
         "note": comparison.recipe.note,
-        "reference": reference,
-        "seeds": list(seeds),
+        "reference": found.reference,
+        "seeds": list(comparison.seeds),
         "iterations": comparison.runs[0].iterations,
-        "floor": {key: asdict(found) for key, found in floors.items()},
+        "floor": {key: asdict(floor) for key, floor in floors.items()},
         "finished": len(results),
         "planned": len(comparison.runs),
         "variants": [
-            _variant(variant.name, str(variant.kha), reference, seeds, results, floors)
+            {"name": variant.name, "knocks": str(variant.kha)}
+            | _variant(variant.name, found, floors)
             for variant in comparison.variants
         ],
         "runs": runs,
@@ -84,14 +100,11 @@ def summarise(
     }
 
 
-def _finished(
-    variant: str, result: dict[str, Any], reference: str, results: Results
-) -> dict[str, Any]:
-    """Return the report's entries of one finished run."""
+def _finished_run(name: str, result: dict[str, Any], found: _Results) -> dict[str, Any]:
     numbers: dict[str, float | None] = {}
-    for key, (difference, value_of) in _JUDGED.items():
-        own = _differences(key, variant, reference, [result["seed"]], results)
-        numbers |= {key: value_of(result), difference: own[0] if own else None}
+    for key, (difference, read) in _METRICS.items():
+        own = found.differences(key, name, [result["seed"]])
+        numbers |= {key: read(result), difference: own[0] if own else None}
     lost = result["losses"].count(None)
     return numbers | {
         "state": f"finished; {lost} losses were lost" if lost else "finished",
@@ -101,33 +114,10 @@ def _finished(
     }
 
 
-def _differences(
-    key: str, name: str, reference: str, seeds: Sequence[int], results: Results
-) -> list[float]:
-    """Return variant minus reference for each seed for which both values are known.
-
-    Empty for the reference itself.
-    """
-    value_of = _JUDGED[key][1]
-    pairs = [
-        (value_of(results[name, seed]), value_of(results[reference, seed]))
-        for seed in seeds
-        if name != reference and (name, seed) in results and (reference, seed) in results
-    ]
-    return [mine - base for mine, base in pairs if mine is not None and base is not None]
-
-
-def _variant(
-    name: str,
-    knocks: str,
-    reference: str,
-    seeds: Sequence[int],
-    results: Results,
-    floors: Mapping[str, Floor],
-) -> dict[str, Any]:
-    """Return a variant's table entries and curves; only its name if no run has finished."""
-    own = [results[name, seed] for seed in seeds if (name, seed) in results]
-    entry: dict[str, Any] = {"name": name, "knocks": knocks, "seeds": len(own)}
+def _variant(name: str, found: _Results, floors: Mapping[str, Floor]) -> dict[str, Any]:
+    """Return a variant's table entries and curves; only ``seeds`` if no run has finished."""
+    own = [found.by_run[name, seed] for seed in found.seeds if (name, seed) in found.by_run]
+    entry: dict[str, Any] = {"seeds": len(own)}
     if not own:
         return entry
     times = [result["seconds_per_step"] for result in own if result["seconds_per_step"]]
@@ -141,23 +131,19 @@ def _variant(
         "matrices": own[0]["matrices"],
         "matrices_of": f"{name}-seed{own[0]['seed']}",
     }
-    for key, (difference, value_of) in _JUDGED.items():
-        known = [value for result in own if (value := value_of(result)) is not None]
-        if known:
+    for key, (difference, read) in _METRICS.items():
+        if known := [value for result in own if (value := read(result)) is not None]:
             entry[key] = asdict(estimate(known))
-        if differences := _differences(key, name, reference, seeds, results):
+        if differences := found.differences(key, name):
             delta = estimate(differences)
             entry[difference] = asdict(delta) | {"verdict": _verdict(name, delta, floors.get(key))}
-    if "delta" in entry:
-        both = [s for s in seeds if (name, s) in results and (reference, s) in results]
+    if pairs := found.pairs(name):
         histories = [
             [
                 None if a is None or b is None else a - b
-                for a, b in zip(
-                    results[name, s]["losses"], results[reference, s]["losses"], strict=True
-                )
+                for a, b in zip(mine["losses"], base["losses"], strict=True)
             ]
-            for s in both
+            for mine, base in pairs
         ]
         entry["delta_curve"] = _curve([binned(history) for history in histories])
     return entry

@@ -1,15 +1,6 @@
-"""Find loss spikes. The paper shows spikes (Figures 1 and 2) but does not define them; we do:
+"""Find loss spikes. ``kha-megatron spikes --help`` defines a spike, its height and its recovery.
 
-- The *level* at a value is the median of the last ``window`` values outside of spikes. The *noise*
-  is their median absolute deviation times 1.4826, the standard deviation of normal noise.
-- A *spike* starts at a value that is not finite, or that exceeds the level by more than the
-  *threshold*: ``deviations`` times the noise, and at least ``margin``.
-- It ends at the first value less than half of the threshold above the level at its start.
-- Its *height* is its highest value minus the level. Its *recovery* is the number of iterations from
-  its start to its end. A loss that stays high is one spike without recovery.
-- The first quarter of ``window`` values are not judged.
-
-Megatron's log lines hold means over ``--log-interval`` iterations, in which short spikes are lower.
+The paper shows spikes (Figures 1 and 2) but does not define them.
 """
 
 import math
@@ -23,30 +14,26 @@ from kha_megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """Parameters of a spike; see the module.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Parameters of a spike. Raises ConfigError if a value is out of range."""
 
     window: int = 64
-    """Logged values, at least 4."""
+    """Number of logged values outside of spikes whose median is the level; at least 4."""
     deviations: float = 6.0
-    """In units of the noise."""
+    """Threshold above the level in units of the noise."""
     margin: float = 0.1
-    """In units of the loss, nats per token."""
+    """Least threshold in nats per token."""
 
     def __post_init__(self) -> None:
-        finite = all(0 <= value < math.inf for value in (self.deviations, self.margin))
+        finite = all(0 <= x < math.inf for x in (self.deviations, self.margin))
         if self.window < 4 or not finite:
             raise ConfigError(
-                f"expected a window of 4 or more, and deviations and a margin of 0 or more; "
-                f"got {self}"
+                "Expected a window of 4 or more, and finite deviations and margin of 0 or more, "
+                f"got {self}."
             )
 
     @property
     def first_judged(self) -> int:
-        """Number of values before the first one that can be a spike."""
+        """Index of the first value that can be a spike."""
         return self.window // 4
 
 
@@ -77,7 +64,7 @@ def find_spikes(
 
     Args:
         history: iteration and loss, by increasing iteration. NaN and infinity are allowed.
-        definition: None for the default :class:`Definition`.
+        definition: defaults to ``Definition()``.
     """
     definition = definition or Definition()
     recent: deque[float] = deque(maxlen=definition.window)
@@ -86,7 +73,8 @@ def find_spikes(
         level = median(recent) if len(recent) >= definition.first_judged else math.inf
         height = loss - level if math.isfinite(loss) else math.inf
         threshold = definition.margin
-        if height > threshold and level < math.inf:  # the noise takes time to compute
+        if height > threshold and level < math.inf:  # the noise is slow to compute
+            # 1.4826 times the median absolute deviation is the standard deviation of normal noise
             noise = 1.4826 * median(abs(value - level) for value in recent)
             threshold = max(threshold, definition.deviations * noise)
         if height <= threshold or level == math.inf:

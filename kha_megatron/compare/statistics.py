@@ -46,10 +46,11 @@ class Floor:
     largest: float
     seeds: int
 
-
-def floor(moved: Sequence[float]) -> Floor:
-    """Summarise the differences between null runs and the reference, one per seed."""
-    return Floor(math.sqrt(fmean(d * d for d in moved)), max(map(abs, moved)), len(moved))
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> "Floor":
+        """Summarise the differences between null runs and the reference, one per seed."""
+        rms = math.sqrt(fmean(d * d for d in differences))
+        return cls(rms, max(map(abs, differences)), len(differences))
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:

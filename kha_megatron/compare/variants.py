@@ -1,4 +1,4 @@
-"""Parse the variants of a comparison, which differ only in their KHA settings."""
+"""Parse the variants of a comparison."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ SETTINGS = tuple(row.flag for row in OF_HEADS if row.argument in DECIDED)
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ModelVariant:
     """KHA settings and a name that is also a directory name."""
 
     name: str
@@ -26,13 +26,13 @@ class Candidate:
     """Whether this is the reference with weights that differ by rounding alone."""
 
 
-def with_null(variants: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+def with_null(variants: tuple[ModelVariant, ...]) -> tuple[ModelVariant, ...]:
     """Insert the null run of the first variant, which shows how far rounding moves its loss."""
     reference, *others = variants
-    return reference, Candidate(NULL, reference.kha, perturbs=True), *others
+    return reference, ModelVariant(NULL, reference.kha, perturbs=True), *others
 
 
-def parse_variants(text: str) -> tuple[Candidate, ...]:
+def parse_variants(text: str) -> tuple[ModelVariant, ...]:
     """Parse ``baseline,kha_mlp+gate_output,random-init,mine=--kha-key linear --kha-value mlp``.
 
     A plus joins presets. ``random-init`` is ``kha_mlp`` with ``--kha-init random``, the paper's
@@ -41,42 +41,41 @@ def parse_variants(text: str) -> tuple[Candidate, ...]:
     Raises:
         ConfigError: an unknown or repeated name, or fewer than two variants.
     """
-    variants = tuple(_variant(word.strip()) for word in text.split(",") if word.strip())
-    names = [variant.name for variant in variants]
-    if len(variants) < 2 or len(set(names)) < len(names):
+    variants = tuple(_parse_variant(word.strip()) for word in text.split(",") if word.strip())
+    if len({variant.name for variant in variants}) < max(2, len(variants)):
         raise ConfigError(
-            f"--variants: expected two or more different variants such as baseline,kha_mlp, "
-            f"got {text!r}"
+            f"Expected --variants to be two or more different variants such as baseline,kha_mlp, "
+            f"got {text!r}."
         )
     return variants
 
 
-def _variant(word: str) -> Candidate:
+def _parse_variant(word: str) -> ModelVariant:
     name, equals, flags = word.partition("=")
     name = name.strip()
     if equals:
         if not _NAME.fullmatch(name) or name in (*PRESETS, RANDOM_INIT, NULL):
             raise ConfigError(
-                f"variant name {name!r}: expected up to 40 letters, digits, dots, dashes and "
-                "underscores, and no preset's name"
+                "Expected a variant name of up to 40 letters, digits, dots, dashes and "
+                f"underscores that is not the name of a preset, got {name!r}."
             )
-        return Candidate(name, _from_flags(name, flags))
+        return ModelVariant(name, _parse_flags(name, flags))
     if name == RANDOM_INIT:
-        return Candidate(name, KHAConfig.from_preset("kha_mlp", init="random"))
+        return ModelVariant(name, KHAConfig.from_preset("kha_mlp", init="random"))
     presets = name.split("+")
     if unknown := [preset for preset in presets if preset not in PRESETS]:
         raise ConfigError(
-            f"unknown variant {unknown[0]!r}: choose from {', '.join(PRESETS)}, {RANDOM_INIT}, "
-            "join presets with +, or define one: NAME=--kha-key linear --kha-value mlp"
+            f"Unknown variant {unknown[0]!r}. Choose from {', '.join(PRESETS)}, {RANDOM_INIT}, "
+            "join presets with +, or define one with NAME=--kha-key linear --kha-value mlp."
         )
-    return Candidate(name, KHAConfig.from_presets(presets))
+    return ModelVariant(name, KHAConfig.from_presets(presets))
 
 
-def _from_flags(name: str, flags: str) -> KHAConfig:
+def _parse_flags(name: str, flags: str) -> KHAConfig:
     try:
         given = Run.of().updated(shlex.split(flags))
         if not given.flags or set(given.flags) - set(SETTINGS):
-            raise ConfigError(f"expected flags among {', '.join(SETTINGS)}, got {flags!r}")
+            raise ConfigError(f"Expected flags among {', '.join(SETTINGS)}, got {flags!r}.")
         return given.kha
     except ValueError as error:  # ConfigError, or an open quotation from shlex
-        raise ConfigError(f"variant {name}: {error}") from error
+        raise ConfigError(f"ModelVariant {name}: {error}") from error

@@ -37,7 +37,7 @@ VARIANTS = "baseline,kv=--kha-key linear --kha-value mlp"
         (
             ["--device", "cuda", "--jobs", "2", "--", "--mock-data"],
             ConfigError,
-            "expected 1 on GPUs",
+            "Expected --jobs 1 on GPUs",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_killed_comparison_resumes_bit_for_bit(
         _command(data, output, seeds), capture_output=True, text=True, check=False, timeout=600
     )
     assert second.returncode == 0, second.stderr[-4000:]
-    assert f"{killed.folder.name}: resumes from {saved}\n" in second.stderr
+    assert f"{killed.folder.name}: resumes from iteration {saved}\n" in second.stderr
     assert "baseline-seed1" not in second.stderr
     assert second.stdout == f"{output / 'report.html'}\n"
     assert [(run.folder / "result.json").read_bytes() for run in planned.runs[:at]] == kept
@@ -121,7 +121,7 @@ def test_a_killed_comparison_resumes_bit_for_bit(
     assert [r["starts"] for r in results] == [1 + (i == at) for i in range(2 * seeds)]
 
     # as one run that nothing happened to, of another command, to the last bit
-    alone = start([*killed.asked.words(), "--tensorboard-dir", str(tmp_path / "alone")])
+    alone = start([*killed.config.words(), "--tensorboard-dir", str(tmp_path / "alone")])
     assert alone.codes == [0], alone.output[-4000:]
     expected = losses(tmp_path / "alone")
     assert results[at]["losses"] == [expected[i] for i in range(1, ITERATIONS + 1)]

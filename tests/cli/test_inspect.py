@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from kha_megatron import cli
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.compare import charts
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import knock_weights
@@ -142,7 +143,7 @@ def test_an_interrupted_run_leaves_what_was_there(run, model, tmp_path, monkeypa
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["kha_megatron.cli.inspect"], "matrix_grid", stop_at_the_second)
+    monkeypatch.setattr(charts, "matrix_grid", stop_at_the_second)
     assert run(model, out, "--overwrite")[0] == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert [file.name for file in out.iterdir()] == ["old.png"]

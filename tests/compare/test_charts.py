@@ -1,4 +1,4 @@
-"""Charts and matrix pictures show their numbers."""
+"""Charts and matrix pictures against their numbers."""
 
 import re
 import xml.etree.ElementTree as ElementTree

@@ -6,13 +6,11 @@ from kha_megatron.config import PRESETS
 from kha_megatron.recipes import get_recipe
 
 
-def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():
-    """Hand values: 4 layers of D = 32 with 4 query and 2 key/value heads."""
+def test_costs_differ_by_the_matrices_and_follow_the_overrides():
+    """4 layers of D = 32 with 4 query and 2 key/value heads."""
     recipe = get_recipe("quickstart")
     variants = {v.name: v for v in parse_variants(",".join(PRESETS))}
-    found = {}
-    for name, variant in variants.items():
-        found[name] = cost(recipe.having(variant.kha).run, 512)
+    found = {name: cost(recipe.having(v.kha).run, 512) for name, v in variants.items()}
     base = found["baseline"]
     assert (base["kha"], base["kha_flops"]) == (0, 0)
     for name, matrices, heads in (
@@ -31,7 +29,7 @@ def test_costs_differ_by_what_is_knocked_and_follow_the_overrides():
     assert cost(run, 512)["kha"] == 2 * 3 * 32**2
 
 
-def test_table_6_says_what_kernels_compute_and_what_skipped_heads_would_save():
+def test_costs_list_unfused_variants_and_the_savings_of_skipped_heads():
     recipe = get_recipe("quickstart")
     text = "baseline,gate_output,moh_75,talking,collaborative,kha_mlp+talking"
     found = {v.name: cost(recipe.having(v.kha).run, 512) for v in parse_variants(text)}
@@ -43,7 +41,7 @@ def test_table_6_says_what_kernels_compute_and_what_skipped_heads_would_save():
     assert found["talking"]["kha_flops"] == 3 * 4 * 256 * 2 * 2 * 4**2
 
 
-def test_what_cannot_be_counted_says_why():
+def test_a_model_that_cannot_be_counted_has_a_reason():
     recipe = get_recipe("quickstart")
     biased = recipe.run.updated(add_bias_linear=True)
     assert "linear layers with biases" in cost(biased, 512)["uncounted"]
