@@ -1,11 +1,11 @@
 """``kha-megatron doctor``: compare installed versions with the supported ones.
 
-Reads metadata and looks for files; imports none of the packages, because they may be broken.
+Reads metadata and looks for files. Imports none of the packages, because they may be broken.
 """
 
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,10 +44,10 @@ class Finding:
 
 REQUIRED = {
     "torch": "everything",
-    "megatron-core": "training and verification",
-    "transformers": "Hugging Face models and tokenizers",
-    "tokenizers": "kha-megatron data prepare",
-    "safetensors": "Hugging Face checkpoints",
+    "megatron-core": "training, verification",
+    "transformers": "Hugging Face models",
+    "tokenizers": "data prepare",
+    "safetensors": "Hugging Face models",
     "numpy": "datasets",
     "psutil": "checkpoints",
     "tensorboard": "loss history",
@@ -55,11 +55,11 @@ REQUIRED = {
 """What each required package is needed for."""
 
 OPTIONAL = {
-    "nemo-run": ("launch, compare and quickstart", "no launch; use torchrun", "launch"),
+    "nemo-run": ("launch, compare", "no launch; use torchrun", "launch"),
     "leptonai": ("imported by NeMo-Run", "import nemo_run fails", "launch"),
-    "matplotlib": ("inspect, compare and quickstart", "no inspect, compare, quickstart", "plots"),
+    "matplotlib": ("inspect, compare", "no inspect, compare", "plots"),
     "triton": ("fused KHA kernels", "KHA runs in torch", None),
-    "flash-attn": ("attention backend of Transformer Engine", "not needed to train", None),
+    "flash-attn": ("attention in TE", "not needed to train", None),
 }
 """Effect if present, effect if absent, and the extra that installs the package."""
 
@@ -67,7 +67,7 @@ TE_INSTALL = "pip install --no-build-isolation 'kha-megatron[te]'"
 
 
 def doctor(as_json: AsJSON = False) -> None:
-    """Compare installed versions with the supported ones.
+    """Check the installed packages against the supported versions.
 
     Exits with code 1 if a component that training needs is missing or unsupported.
 
@@ -82,11 +82,11 @@ def doctor(as_json: AsJSON = False) -> None:
     else:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for heading in ("component", "installed", "supported", "effect"):
-            table.add_column(heading, overflow="fold")
+            table.add_column(heading, no_wrap=heading != "effect", overflow="fold")
         colours = {"ok": "green", "missing": "yellow", "wrong": "red"}
         for x in findings:
             colour = "red" if x.blocks else colours[x.status]
-            table.add_row(x.name, f"[{colour}]{escape(x.found)}[/]", x.supported, escape(x.effect))
+            table.add_row(x.name, f"[{colour}]{escape(x.found)}[/]", x.supported, x.effect)
         console.out.print(table)
         for x in findings:
             if x.blocks or x.status == "wrong":
@@ -100,13 +100,12 @@ def examine() -> list[Finding]:
     supported = _supported()
     findings = []
     for name, use in REQUIRED.items():
-        finding = _package(name, supported.get(name, ""), use, f"needed for {use}")
-        findings.append(_blocking(finding))
-    findings += [find_devices(), find_transformer_engine(supported.get("transformer-engine", ""))]
-    findings += _impostor_of_apex()
+        finding = _package(name, supported, use, f"needed for {use}")
+        findings.append(replace(finding, blocks=finding.status != "ok"))
+    findings += [find_devices(), find_transformer_engine(supported), *_find_wrong_apex()]
     for name, (present, absent, extra) in OPTIONAL.items():
         install = f"pip install 'kha-megatron[{extra}]'" if extra else f"pip install {name}"
-        findings.append(_package(name, supported.get(name, ""), present, absent, install))
+        findings.append(_package(name, supported, present, absent, install))
     return findings
 
 
@@ -121,30 +120,26 @@ def _supported() -> dict[str, str]:
 
 
 def _package(
-    name: str, supported: str, present: str, absent: str, install: str | None = None
+    name: str, supported: dict[str, str], present: str, absent: str, install: str | None = None
 ) -> Finding:
-    remedy = install or f"pip install '{name}{supported}'"
+    versions = supported.get(name, "")
     try:  # Megatron may come from a source tree that hides the installed distribution
         found = installed_version() if name == "megatron-core" else version_of(name)
     except VersionError:
         found = None
-    status: Literal["ok", "missing", "wrong"] = "missing"
-    if found:
-        # NVIDIA's containers call builds after torch 2.6 "2.7.0a0+..."
-        inside = SpecifierSet(supported).contains(Version(found).base_version)
-        status = "ok" if inside else "wrong"
+    # NVIDIA's containers call builds after torch 2.6 "2.7.0a0+..."
+    if found and SpecifierSet(versions).contains(Version(found).base_version):
+        return Finding(
+            name=name, status="ok", found=found, supported=versions or "any", effect=present
+        )
     return Finding(
         name=name,
-        status=status,
+        status="wrong" if found else "missing",
         found=found or "-",
-        supported=supported or "any",
-        effect=present if status == "ok" else absent,
-        remedy="" if status == "ok" else remedy,
+        supported=versions or "any",
+        effect=absent,
+        remedy=install or f"pip install '{name}{versions}'",
     )
-
-
-def _blocking(finding: Finding) -> Finding:
-    return Finding(**asdict(finding) | {"blocks": finding.status != "ok"})
 
 
 def find_devices() -> Finding:
@@ -156,30 +151,24 @@ def find_devices() -> Finding:
     except (OSError, subprocess.SubprocessError):
         names = []
     if not names:
-        effect = "training needs --device cpu and is slow"
-        return Finding(name="CUDA device", status="missing", effect=effect)
+        return Finding(name="CUDA device", status="missing", effect="train with --device cpu")
     found = f"{len(names)} x {names[0]}"
-    return Finding(name="CUDA device", status="ok", found=found, effect="training (--device cuda)")
+    return Finding(name="CUDA device", status="ok", found=found, effect="training")
 
 
-def find_transformer_engine(supported: str) -> Finding:
+def find_transformer_engine(supported: dict[str, str]) -> Finding:
     """Look for Transformer Engine and its compiled extension."""
-    finding = _package(
-        "transformer-engine",
-        supported,
-        "fused layers and FP8",
-        "no fused layers and no FP8 (--transformer-impl local)",
-        TE_INSTALL,
-    )
+    absent = "no FP8 and no fused layers"
+    name = "transformer-engine"
+    finding = _package(name, supported, "fused layers, FP8", absent, TE_INSTALL)
     if finding.found == "-" or not lacks_te_extension():
         return finding
     effect = "no compiled extension: import megatron.core fails without kha_megatron"
-    wrong = {"status": "wrong", "effect": effect, "remedy": TE_INSTALL}
-    return Finding(**asdict(finding) | wrong)
+    return replace(finding, status="wrong", effect=effect, remedy=TE_INSTALL)
 
 
-def _impostor_of_apex() -> Iterator[Finding]:
-    """Yield a finding if ``import apex`` would not import NVIDIA's: PyPI's is a web toolkit."""
+def _find_wrong_apex() -> Iterator[Finding]:
+    """Yield a finding if ``import apex`` does not import NVIDIA's package, but the one on PyPI."""
     spec = find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     if folders and not (Path(folders[0]) / "optimizers").is_dir():
@@ -188,7 +177,7 @@ def _impostor_of_apex() -> Iterator[Finding]:
             status="wrong",
             found=version_of("apex") or "a directory",
             supported="NVIDIA's",
-            effect=f"Megatron imports {folders[0]} and fails",
-            remedy=f"run `pip uninstall apex`, or remove {folders[0]}",
+            effect="import megatron.core fails",
+            remedy=f"run `pip uninstall apex` or remove {folders[0]}",
             blocks=True,
         )
