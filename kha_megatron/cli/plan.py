@@ -1,6 +1,5 @@
-"""``kha-megatron plan``: legal layouts of a recipe on a number of GPUs, with estimated cost."""
+"""``kha-megatron plan``: list parallel layouts of a recipe with their estimated cost."""
 
-import re
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -9,8 +8,6 @@ import typer
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, GPUMemory, RecipeName, parse_size
-from kha_megatron.errors import ConfigError
-from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.run import as_arguments
 from kha_megatron.plan import search as planner
@@ -18,19 +15,17 @@ from kha_megatron.plan.counts import count
 from kha_megatron.plan.rank import Setup
 
 _ASSUMED = (
-    "arithmetic, not measured: Transformer Engine with flash attention, no dropout, even experts; "
-    f"fits means at most {planner.USABLE:.0%} of the GPU's memory; "
-    "order: fits, idle in steps of 5 %, bytes sent"
+    "Calculated, not measured, for Transformer Engine with flash attention, no dropout and evenly "
+    f"loaded experts. A layout fits if it uses at most {planner.USABLE:.0%} of the GPU's memory. "
+    "Order: fits, idle time in steps of 5 %, bytes sent."
 )
-
-
 Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Instead of the recipe's.")]
 Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="List only this size.")]
 
 
 def plan(
     recipe: RecipeName,
-    gpus: Annotated[int, typer.Option(help=f"GPUs in all, 1 to {planner.MOST_GPUS}.")],
+    gpus: Annotated[int, typer.Option(help=f"Number of GPUs, up to {planner.MOST_GPUS}.")],
     gpu_memory: GPUMemory = "80GB",
     seq_length: Size = None,
     micro_batch_size: Size = None,
@@ -50,13 +45,12 @@ def plan(
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="Layouts to list.")] = 15,
     as_json: AsJSON = False,
 ) -> None:
-    """List the legal layouts of a recipe on a number of GPUs, with memory and communication.
+    """List the valid parallel layouts of a recipe with estimated memory and communication.
 
-    All numbers are calculated from the model's sizes; nothing is measured or
-    started. Memory is that of the fullest rank: weights, gradients, optimizer
-    and activations. "Sent" is what a rank sends in one step. KHA's share is
-    listed separately. pp4x2 means four pipeline ranks with two virtual stages
-    each. The last line are the arguments of the first layout, for `launch`.
+    All numbers are calculated from the sizes of the model; nothing is measured. Memory is that of
+    the fullest rank: weights, gradients, optimizer and activations. Communication is what a rank
+    sends in one step. KHA is listed separately. pp4x2 means four pipeline ranks with two virtual
+    stages each. The last line lists the arguments of the first layout for `launch`.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
@@ -72,10 +66,7 @@ def plan(
     )
     capacity = parse_size("--gpu-memory", gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
-    try:
-        plans = planner.plan_layouts(setup, gpus, capacity, fixed)
-    except ConfigError as error:
-        raise ConfigError(_as_typed(str(error))) from error
+    plans = planner.plan_layouts(setup, gpus, capacity, fixed)
     whole = count(setup.model, setup.kha)
     counts = {"total": whole.total, "active": whole.active, "kha": whole.kha}
     fitting = sum(planner.fits(p, capacity) for p in plans)
@@ -102,19 +93,11 @@ def plan(
     )
     _print(plans[:limit], capacity)
     console.out.print(
-        f"{len(plans)} legal layouts on {gpus} GPUs, {fitting} fit into {gpu_memory}"
-        + (f"; the first {limit} are shown (--limit)" if len(plans) > limit else "")
+        f"{len(plans)} valid layouts on {gpus} GPUs, {fitting} fit into {gpu_memory}"
+        + (f"; the first {limit} are listed (--limit)" if len(plans) > limit else "")
     )
     console.out.print(_ASSUMED)
-    console.out.print(f"arguments of the first layout: {_arguments(plans[0], setup)}")
-
-
-def _as_typed(text: str) -> str:
-    """Replace Megatron's options in an error message by those of this command."""
-    for row in rows(Layout):
-        if row.field in planner.SIZES:
-            text = text.replace(row.flag, f"--{row.field}")
-    return re.sub(r"^(\d+) (ranks|GPUs)", r"--gpus \1", text)
+    console.out.print(f"Arguments of the first layout: {_arguments(plans[0], setup)}")
 
 
 def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict[str, Any]:
@@ -159,10 +142,10 @@ def _name(layout: Layout) -> str:
     """Format the sizes that are not 1 and the data-parallel size."""
     stages = f"{layout.pp}x{layout.vpp}" if layout.vpp else layout.pp
     sizes = {"tp": layout.tp, "pp": stages, "cp": layout.cp, "ep": layout.ep}
-    words = [f"{name}{size}" for name, size in sizes.items() if size != 1]
+    names = [f"{name}{size}" for name, size in sizes.items() if size != 1]
     if layout.expert_tp != layout.tp:
-        words.append(f"etp{layout.expert_tp}")
-    return " ".join([*words, f"dp{layout.dp}"])
+        names.append(f"etp{layout.expert_tp}")
+    return " ".join([*names, f"dp{layout.dp}"])
 
 
 def _gigabytes(count: float) -> str:

@@ -20,8 +20,8 @@ def run(*words, code=0):
 def test_the_table_says_what_fits_and_what_is_assumed():
     text = run(*PLAN, "--ep", "8", "--limit", "3").stdout
     assert "6,614,249,472 parameters, 881,160,192 active, 884,736 of KHA on value=mlp" in text
-    assert "legal layouts on 64 GPUs" in text
-    assert "arithmetic, not measured" in text
+    assert "valid layouts on 64 GPUs" in text
+    assert "Calculated, not measured" in text
     rows = [line.split() for line in text.splitlines() if " dp" in line]
     assert len(rows) == 6
     assert {row[-1] for row in rows[:3]} == {"yes"}
@@ -49,10 +49,10 @@ def test_json_adds_up():
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ([*PLAN, "--tp", "3"], "choose --tp from"),
-        ([*PLAN, "--tp", "4", "--cp", "3"], "--gpus 64 cannot be divided by tensor 4"),
+        ([*PLAN, "--tp", "3"], "--tensor-model-parallel-size"),
+        ([*PLAN, "--tp", "4", "--cp", "3"], "cannot be divided by tensor 4"),
         ([*PLAN, "--gpu-memory", "80 apples"], "80 apples"),
-        (["plan", "quickstart", "--gpus", "131073"], "--gpus 131073"),
+        (["plan", "quickstart", "--gpus", "131073"], "131073 GPUs"),
     ],
 )
 def test_bad_input_is_refused(words, match):
