@@ -1,7 +1,5 @@
-"""Attention statistics of ``kha-megatron inspect --text``: sinks, activations, gates, head load.
-
-See arXiv 2505.06708, section 4, and arXiv 2410.11842, figure 3.
-"""
+"""Attention statistics of ``kha-megatron inspect --text`` (arXiv 2505.06708, section 4; arXiv
+2410.11842, figure 3)."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,15 +22,9 @@ TOKENS = 512
 def attention_figures(
     checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
 ) -> "tuple[int, list[LayerFigures]]":
-    """Run a model on the beginning of a text and return the token count and figures per layer.
+    """Run a model on the first tokens of a text and return their number and figures per layer.
 
-    Args:
-        checkpoint: Hugging Face directory, or a Megatron checkpoint, which is converted into a
-            temporary directory.
-        text: text to tokenize.
-        tokens: 2 or more; None for :data:`TOKENS`, or the model's positions if they are fewer.
-        tokenizer: tokenizer directory for a Megatron checkpoint that records none.
-        device: as on the command line.
+    Converts a Megatron checkpoint to Hugging Face in a temporary directory first.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded or has no tokenizer.
@@ -50,16 +42,16 @@ def attention_figures(
             plan = to_hf.plan(checkpoint, tokenizer=tokenizer)
             if plan.source.companions.origin is None:
                 raise CheckpointError(
-                    f"{checkpoint} records no Hugging Face tokenizer: add --tokenizer DIRECTORY"
+                    f"{checkpoint} records no Hugging Face tokenizer. Add --tokenizer DIRECTORY."
                 )
             folder = Path(scratch) / "model"
             with console.log.status(f"Converting {checkpoint}"):
                 plan.write(folder)
-        words, model = load(folder, target)
+        encode, model = load(folder, target)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    ids = words(text, return_tensors="pt").input_ids[:, : tokens or min(TOKENS, limit)]
+    ids = encode(text, return_tensors="pt").input_ids[:, : tokens or min(TOKENS, limit)]
     if ids.shape[1] < 2:
-        raise DataError(f"expected a text of 2 or more tokens, got {ids.shape[1]}")
+        raise DataError(f"Expected a text of 2 or more tokens, got {ids.shape[1]}.")
     check_tokens(ids, model)
     return ids.shape[1], measure(model, ids.to(target))
 
@@ -76,16 +68,14 @@ def tables(layers: "Sequence[LayerFigures]", tokens: int) -> Iterator[Table]:
         peak = [f"{x.peak:.3g}", str(x.peak_feature), str(x.peak_token), f"{x.median:.3g}"]
         shown.add_row(str(x.layer), *sinks, *peak)
     yield shown
-    gates = list(dict.fromkeys(name for x in layers for name in x.gates))
-    routed = any(x.load for x in layers)
-    if not gates and not routed:
-        return
-    loads = ["least load", "most load"] if routed else []
-    heads = [name.replace("/", "\n") for name in gates]
-    shown = console.numbers("layer", *heads, *loads, title="gates and heads", names=0)
-    for x in layers:
-        cells = [f"{x.gates[name]:.3f}" if name in x.gates else "" for name in gates]
-        if routed:
-            cells += [f"{min(x.load):.3f}", f"{max(x.load):.3f}"] if x.load else ["", ""]
-        shown.add_row(str(x.layer), *cells)
-    yield shown
+    rows = [
+        x.gates | ({"least load": min(x.load), "most load": max(x.load)} if x.load else {})
+        for x in layers
+    ]
+    if names := list(dict.fromkeys(name for row in rows for name in row)):
+        heads = [name.replace("/", "\n") for name in names]
+        shown = console.numbers("layer", *heads, title="gates and heads", names=0)
+        for x, row in zip(layers, rows, strict=True):
+            cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
+            shown.add_row(str(x.layer), *cells)
+        yield shown

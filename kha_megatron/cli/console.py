@@ -1,4 +1,4 @@
-"""Consoles of the commands: results go to stdout, progress and errors to stderr."""
+"""Print results to stdout, and progress and errors to stderr."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
 
 
 def error(message: str) -> None:
-    """Print one error line on stderr."""
+    """Print an error message as one line on stderr."""
     line = " ".join(message.splitlines()).translate(VISIBLE)
     log.print(f"[bold red]error:[/] {escape(line)}", emoji=False)
 
@@ -35,8 +35,8 @@ def numbers(*columns: str, title: str | None = None, names: int = 1) -> Table:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < names else "right", no_wrap=True)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < names else "right", no_wrap=True)
     return table
 
 

@@ -1,4 +1,4 @@
-"""``kha-megatron generate``: stream text from a Hugging Face model directory."""
+"""``kha-megatron generate``: generate text with a Hugging Face model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ def generate(
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Continue PROMPT with the model in HF_DIR, a kha model or a stock architecture.
+    """Generate text with a Hugging Face model, which may be a kha model or any other.
 
     For other sampling settings use transformers or vLLM.
 
@@ -37,11 +37,11 @@ def generate(
     tokenizer, model = load(hf_dir, parse_device(device))
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     check_tokens(inputs.input_ids, model, max_new_tokens)
-    pieces: list[str] = []
+    chunks: list[str] = []
 
-    class Pieces(TextStreamer):
+    class Streamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            pieces.append(text) if as_json else _write(text)
+            chunks.append(text) if as_json else _write(text)
 
     end = model.generation_config.eos_token_id
     end = tokenizer.eos_token_id if end is None else end
@@ -61,17 +61,17 @@ def generate(
     output = model.generate(
         **inputs,
         generation_config=config,
-        streamer=Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     if as_json:
         tokens = output.shape[1] - inputs.input_ids.shape[1]
-        console.print_json({"prompt": prompt, "text": "".join(pieces), "tokens": tokens})
+        console.print_json({"prompt": prompt, "text": "".join(chunks), "tokens": tokens})
     else:
         _write("\n")
 
 
 def load(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
-    """Load tokenizer and model in evaluation mode. Never runs code of the directory.
+    """Load tokenizer and model in evaluation mode without running code from the directory.
 
     Raises:
         CheckpointError: transformers cannot load the directory, or weights do not match the config.
@@ -99,13 +99,13 @@ def load(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
             )
     except Exception as error:  # transformers raises many types
         raise CheckpointError(
-            f"{hf_dir} cannot be loaded ({type(error).__name__}): {in_one_line(error)}"
+            f"transformers cannot load {hf_dir}: {type(error).__name__}: {in_one_line(error)}"
         ) from error
     for problem in ("missing", "unexpected", "mismatched"):
         if names := [str(key) for key in info[f"{problem}_keys"]]:
             raise CheckpointError(
-                f"{hf_dir}: {len(names)} {problem} weights, such as {min(names)}: config.json and "
-                "the safetensors files do not belong together"
+                f"{hf_dir} has {len(names)} {problem} weights, such as {min(names)}. Its "
+                "safetensors files do not match its config.json."
             )
     return tokenizer, model.to(device).eval()
 
@@ -123,7 +123,7 @@ def parse_device(name: str) -> "torch.device":
         return torch.device("cuda" if count else "cpu")
     if name not in ("cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))):
         raise ConfigError(
-            f"--device: expected auto, cpu or one of {count} CUDA devices, got {name!r}"
+            f"Expected --device to be auto, cpu or one of {count} CUDA devices, got {name!r}."
         )
     return torch.device(name)
 
@@ -132,25 +132,25 @@ def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
     """Check token ids, ``[1, T]``, against the vocabulary and the positions of a model.
 
     Raises:
-        ConfigError: too many tokens for the model, or none.
-        CheckpointError: the tokenizer belongs to another model.
+        ConfigError: there are no tokens, or more than the model has positions.
+        CheckpointError: a token is not in the vocabulary.
     """
     config = model.config.get_text_config()
     if ids.numel() and ids.max() >= config.vocab_size:
         raise CheckpointError(
-            f"the tokenizer produced token {int(ids.max())}, and the model has "
-            f"{config.vocab_size}: the tokenizer belongs to another model"
+            f"The tokenizer produced token {int(ids.max())}, but the model has only "
+            f"{config.vocab_size}. Use the tokenizer of this model."
         )
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     if not 0 < ids.shape[1] <= limit - new_tokens:
         raise ConfigError(
-            f"expected 1 to {limit - new_tokens} tokens, got {ids.shape[1]}: the model was trained "
-            f"on {limit} positions"
+            f"Expected 1 to {limit - new_tokens} tokens, got {ids.shape[1]}. The model has {limit} "
+            "positions."
         )
 
 
 def _write(text: str) -> None:
-    """Write text to stdout; on a terminal, with control characters replaced."""
+    """Write text to stdout. Replace control characters on a terminal."""
     stream = console.out.file
     stream.write(text.translate(console.VISIBLE) if stream.isatty() else text)
     stream.flush()

@@ -32,9 +32,7 @@ def megatron_flags() -> list[str]:
 
 RecipeName = Annotated[
     str,
-    typer.Argument(
-        help="Recipe name; see `kha-megatron recipes list`.", autocompletion=recipe_names
-    ),
+    typer.Argument(help="Recipe from `kha-megatron recipes list`.", autocompletion=recipe_names),
 ]
 Preset = Annotated[
     str | None,
@@ -44,7 +42,7 @@ MegatronArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[-- MEGATRON ARGS]",
-        help="Megatron and --kha-* arguments. They override the recipe.",
+        help="Megatron and --kha-* arguments, which override the recipe.",
         autocompletion=megatron_flags,
     ),
 ]
@@ -76,5 +74,7 @@ def parse_size(flag: str, text: str) -> int:
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)", text.strip().upper(), re.ASCII)
     size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if size < 1:
-        raise ConfigError(f"{flag}: expected a size such as 1000, 64KiB or 5GB, got {text[:40]!r}")
+        raise ConfigError(
+            f"Expected {flag} to be a size such as 1000, 64KiB or 5GB, got {text[:40]!r}."
+        )
     return size

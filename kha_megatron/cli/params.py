@@ -1,4 +1,4 @@
-"""``kha-megatron params`` and ``kha-megatron flops``: count parameters and FLOPs of a recipe."""
+"""``kha-megatron params`` and ``flops``: count the parameters and FLOPs of a recipe."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -14,12 +14,11 @@ from kha_megatron.plan.counts import as_printed, count, counted, flops
 
 
 def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
-    """Count a recipe's parameters: all, active, KHA's own; and the cache of one token.
+    """Count the parameters of a recipe and the size of its KV cache.
 
-    Active parameters exclude the experts that a token is not routed to and count
-    the tied embedding once. "KHA's own" counts all head mechanisms. The KHA paper
-    prints its counts without the matrices of KHA. KHA's share of the work is that
-    of one forward pass at the recipe's sequence length (equations 10 to 12).
+    Active parameters exclude the experts that a token is not routed to and count the tied embedding
+    once. "KHA's own" counts all head mechanisms. The paper's counts exclude the KHA matrices. The
+    share of work is KHA's share of the FLOPs of one forward pass (equations 10 to 12).
 
     Examples:
       kha-megatron params moe-a0.8b-6.6b
@@ -76,11 +75,11 @@ def count_flops(
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Count the FLOPs of one sequence, forward and backward, and KHA's share.
+    """Count the FLOPs of one sequence and the share of KHA.
 
-    Counts matrix multiplications by the paper's equations 10 to 12, with scores for
-    all pairs of positions. Backward is twice forward. "On paper" is what kernels
-    could save that skip the unselected heads of a mixture of heads.
+    Counts matrix multiplications by the paper's equations 10 to 12, with scores for all pairs of
+    positions. Backward is twice forward. The column "on paper" lists what kernels could save by
+    skipping the unselected heads of a mixture of heads.
 
     Examples:
       kha-megatron flops moe-a0.8b-6.6b --seq 4096
@@ -91,7 +90,7 @@ def count_flops(
     length = seq or chosen.run.arguments["seq_length"]
     result = flops(model, kha, length)
     shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
-    spared = {"projections": result.spared_projections, "scores": result.spared_scores}
+    saved = {"projections": result.spared_projections, "scores": result.spared_scores}
     if as_json:
         parts = {name: n for name, n in asdict(result).items() if not name.startswith("spared_")}
         data = {
@@ -101,27 +100,26 @@ def count_flops(
             "backward": {"total": 2 * result.forward, "kha": 2 * result.kha},
             "training": {"total": 3 * result.forward, "kha": 3 * result.kha},
             "kha_share_of": shares,
-            "spared_on_paper": {"forward": spared},
+            "spared_on_paper": {"forward": saved},
         }
         console.print_json(data)
         return
-    saves = any(spared.values())
-    columns = ("forward", "backward", "training", *(["on paper"] if saves else []))
+    columns = ("forward", "backward", "training", *(["on paper"] if any(saved.values()) else []))
     table = console.numbers(f"TFLOPs of {length:,} tokens", *columns)
     named = {
-        "attention projections": (result.projections, spared["projections"]),
-        "attention scores": (result.scores, spared["scores"]),
+        "attention projections": (result.projections, saved["projections"]),
+        "attention scores": (result.scores, saved["scores"]),
         "MLP or routed experts": (result.mlp, 0),
         "router": (result.router, 0),
         "KHA": (result.kha, 0),
         "output layer": (result.logits, 0),
-        "all": (result.forward, sum(spared.values())),
+        "all": (result.forward, sum(saved.values())),
     }
     for name, (forward, less) in named.items():
         if forward:
             row = [f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)]
-            row += [f"-{less / 1e12:,.4f}" if less else "-"] if saves else []
-            table.add_row(name, *row)
+            row.append(f"-{less / 1e12:,.4f}" if less else "-")
+            table.add_row(name, *row[: len(columns)])
     console.out.print(f"{chosen.name}: {chosen.description}; knocks {kha}", markup=False)
     console.out.print(table)
     console.out.print(

@@ -47,18 +47,13 @@ def attention(layers: Sequence["LayerFigures"], out_png: Path, *, title: str) ->
 
 
 def loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path) -> None:
-    """Plot training and validation loss over iterations.
-
-    Args:
-        history: scalars by name, from TensorBoard or a log.
-        out_png: file to write.
+    """Plot training and validation loss of a TensorBoard or log history over iterations.
 
     Raises:
         DataError: ``history`` has no finite training loss.
-        MissingDependencyError: matplotlib is not installed.
     """
     if not any(math.isfinite(value) for _, value in history.get(LOSS, ())):
-        raise DataError(f"expected a finite {LOSS!r} to plot, got {', '.join(history) or 'none'}")
+        raise DataError(f"Expected a finite {LOSS!r} to plot, got {', '.join(history) or 'none'}.")
     figure = require_matplotlib()(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for name, label in ((LOSS, "training"), (VALIDATION_LOSS, "validation")):

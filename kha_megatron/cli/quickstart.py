@@ -2,11 +2,9 @@
 
 import argparse
 import itertools
-import json
 import shlex
 import shutil
 import sys
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +25,7 @@ from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import MegatronArguments, preset_names
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import DataError, MissingDependencyError
+from kha_megatron.errors import DataError
 from kha_megatron.recipes.log_lines import LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
@@ -38,8 +36,7 @@ if TYPE_CHECKING:
 
 MARK = "quickstart.json"
 LAST = 10
-"""Iterations averaged for the last loss, because a single batch varies by 0.2."""
-
+"""Number of iterations averaged for the last loss, because a single batch varies by 0.2."""
 PROMPT = "def main("
 
 
@@ -48,18 +45,19 @@ def quickstart(
     variant: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated presets to combine. Default: the recipe's.",
+            help="Comma-separated presets to combine. Default: kha_mlp.",
             autocompletion=preset_names,
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Output directory.")] = Path("quickstart"),
 ) -> None:
-    """Prepare text, train a small model, convert it and inspect it on this machine's CPU.
+    """Train, convert and inspect a small model on this machine's CPU.
 
     Tokenizes the source of Python's standard library, trains a small mixture of experts with
     KHA-MLP on Megatron-Core (two tensor-parallel ranks, started by NeMo-Run), converts it to
     Hugging Face, verifies the logits, plots the learnt matrices and the loss, and generates text. A
-    second run reuses the text, keeps the earlier training as run-1 and trains anew.
+    second run reuses the text, renames the directory of the earlier training to run-1 and trains
+    again.
 
     Examples:
       kha-megatron quickstart
@@ -72,8 +70,6 @@ def quickstart(
         recipe = recipe.having(KHAConfig.from_presets(names))
     check_output_folder(output, overwrite=True, mark=MARK, inside=True)
     require_matplotlib()
-    if find_spec("nemo_run") is None:
-        raise MissingDependencyError("nemo-run", "launching a recipe", "launch")
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / MARK, {"finished": False})
 
@@ -88,15 +84,16 @@ def quickstart(
     written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
-    kha = recipe.run_for(megatron or []).kha
-    if kha.variants and not kha.other_mechanisms:
+    run = recipe.run_for(megatron or [])
+    if run.kha.variants and not run.kha.other_mechanisms:
         inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
-    else:  # other mechanisms have no matrices: inspect them on a file of the training text
+    else:  # other mechanisms have no matrices, so inspect them on a file of the training text
         text = Path(argparse.__file__)
         inspect(output / "hf", output / "pictures", text=text, overwrite=True)
     plots.loss_curve(history, output / "pictures" / "loss.png")
 
-    summary = _summary(output, history, trained, written, verification)
+    speed = _tokens_per_second(trained.log, run.arguments["seq_length"])
+    summary = _summary(output, history, trained, speed, written, verification)
     write_json(output / MARK, summary)
     console.print_facts(_facts(summary), title="quickstart")
     console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
@@ -110,7 +107,7 @@ def _prepare(folder: Path, vocab_size: int | None) -> None:
 
     try:
         if verify(folder).vocab_size_asked == vocab_size:
-            console.log.print("reusing the text of an earlier run")
+            console.log.print("Reusing the text of an earlier run.")
             return
     except DataError:
         pass  # missing or damaged
@@ -119,19 +116,19 @@ def _prepare(folder: Path, vocab_size: int | None) -> None:
         prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
 
 
-def make_room(run: Path) -> None:
+def move_earlier_run(run: Path) -> None:
     """Rename an earlier run that has a complete checkpoint; remove one that has none."""
     if newest(run / CHECKPOINTS) is None:
         shutil.rmtree(run, ignore_errors=True)
         return
-    kept = next(p for n in itertools.count(1) if not (p := run.with_name(f"run-{n}")).exists())
-    run.rename(kept)
-    console.log.print(f"the earlier training is kept in {kept}", markup=False)
+    backup = next(p for n in itertools.count(1) if not (p := run.with_name(f"run-{n}")).exists())
+    run.rename(backup)
+    console.log.print(f"Moved the earlier training to {backup}.", markup=False)
 
 
 def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "LaunchResult":
     run = output / "run"
-    make_room(run)
+    move_earlier_run(run)
     job = recipes.prepare(recipe, data=output / "data", output=run, overrides=overrides)
     with training_progress(job.title) as on_step:
         result = recipes.launch(job, on_step=on_step)
@@ -145,19 +142,19 @@ def _summary(
     output: Path,
     history: History,
     trained: "LaunchResult",
+    speed: float | None,
     written: "Conversion",
     verification: "Verification",
 ) -> dict[str, Any]:
     losses = history[LOSS]
     agreement = verification.logits
-    config = json.loads((output / "hf" / "config.json").read_text())
     return {
         "finished": True,
         "iterations": losses[-1][0],
         "first_loss": losses[0][1],
         "last_loss": fmean(loss for _, loss in losses[-LAST:]),
         "training_seconds": trained.seconds,
-        "tokens_per_second": _tokens_per_second(trained.log, config["max_position_embeddings"]),
+        "tokens_per_second": speed,
         "parameters": written.parameters,
         "largest_logit_difference": agreement and agreement.max_difference,
         "argmax_agreement": agreement and agreement.argmax,
@@ -171,12 +168,12 @@ def _summary(
 
 
 def _tokens_per_second(log: Path, sequence: int) -> float | None:
-    """Return the throughput after the first log line, or None without a second line."""
+    """Return the throughput after the first logged step, or None if only one was logged."""
     steps = [s for s in recipes.read_steps(log) if s.samples is not None and s.seconds]
-    pairs = list(pairwise(steps))
-    samples = sum((b.samples or 0) - (a.samples or 0) for a, b in pairs)
-    seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairs)
-    return samples * sequence / seconds if seconds else None
+    seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairwise(steps))
+    if not seconds:
+        return None
+    return ((steps[-1].samples or 0) - (steps[0].samples or 0)) * sequence / seconds
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:

@@ -22,15 +22,15 @@ from kha_megatron.recipes.processes import interruptible
 
 
 class Commands(typer.Typer):
-    """A group of commands whose help prints the examples of the docstring unchanged."""
+    """A command group whose ``--help`` prints the examples of the docstring unchanged."""
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
-        """Register a command, as ``typer.Typer.command`` does."""
+        """Register a command."""
         return super().command(*args, cls=_Command, **settings)
 
 
 class _Command(TyperCommand):
-    """Prints the docstring's examples itself, because rich would reflow their lines."""
+    """A command that prints its examples itself, because rich would reflow their lines."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -79,7 +79,7 @@ def _report(error: Exception) -> int:
         file.write(f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n")
         traceback.print_exception(error, file=file)
     console.error(
-        f"{type(error).__name__}: {in_one_line(error)[:200]}: this is a bug in kha-megatron; "
-        f"please report it with {file.name}"
+        f"{type(error).__name__}: {in_one_line(error)[:200]}. This is a bug in kha-megatron. "
+        f"Please report it with {file.name}"
     )
     return 1

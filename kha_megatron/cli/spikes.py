@@ -1,4 +1,4 @@
-"""``kha-megatron spikes``: count loss spikes of a run."""
+"""``kha-megatron spikes``: find the loss spikes of a run."""
 
 import math
 from dataclasses import asdict
@@ -19,32 +19,30 @@ def spikes(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="LOG_OR_TENSORBOARD",
-            help="Megatron's log file or its --tensorboard-dir.",
+            metavar="LOG_OR_TENSORBOARD", help="Megatron's log file or its --tensorboard-dir."
         ),
     ],
-    name: Annotated[str, typer.Option("--name", help="Scalar to examine.")] = LOSS,
+    name: Annotated[str, typer.Option(help="Scalar to examine.")] = LOSS,
     window: Annotated[
-        int, typer.Option("--window", max=10**6, help="Logged values.")
+        int, typer.Option(max=10**6, help="Logged values that define the level.")
     ] = Definition.window,
     deviations: Annotated[
-        float, typer.Option("--deviations", help="Threshold in units of the noise.")
+        float, typer.Option(help="Threshold in units of the noise.")
     ] = Definition.deviations,
-    margin: Annotated[
-        float, typer.Option("--margin", help="Least threshold in nats.")
-    ] = Definition.margin,
+    margin: Annotated[float, typer.Option(help="Minimum threshold in nats.")] = Definition.margin,
     as_json: AsJSON = False,
 ) -> None:
-    """Count the loss spikes of a Megatron run, with their height and recovery time.
+    """Find the loss spikes of a Megatron run with their height and recovery time.
 
-    A spike starts at a value that is not finite, or that is above the level (the median of the last
-    --window values outside of spikes) by more than --deviations times the noise (1.4826 times the
-    median absolute deviation) and by more than --margin. It ends at the first value less than half
-    of that threshold above the level. Height is the highest value minus the level; recovery is the
-    number of iterations from start to end. The first quarter of --window values is not judged.
+    The level is the median of the last --window values outside of spikes, and the noise is 1.4826
+    times their median absolute deviation. A spike starts at a value that is not finite, or that
+    exceeds the level by more than --deviations times the noise and more than --margin. It ends at
+    the first value less than half of that threshold above the level. Its height is its highest
+    value minus the level, its recovery the number of iterations from start to end. The first
+    quarter of --window values cannot start a spike.
 
-    A log holds means over --log-interval iterations, in which short spikes are lower. Prefer the
-    TensorBoard directory.
+    Prefer the TensorBoard directory: a log holds means over --log-interval iterations, which hide
+    short spikes.
 
     Examples:
       kha-megatron spikes quickstart/run/tensorboard
@@ -53,12 +51,12 @@ def spikes(
     definition = Definition(window=window, deviations=deviations, margin=margin)
     history = read_history(run) if run.is_dir() else read_log(run)
     if name not in history:
-        raise DataError(f"{run} has no {name!r}; choose from {', '.join(sorted(history))}")
+        raise DataError(f"{run} has no {name!r}. Choose from {', '.join(sorted(history))}.")
     values = history[name]
     if len(values) <= definition.first_judged:
         raise DataError(
-            f"{run} has {len(values)} values of {name!r}, and the first {definition.first_judged} "
-            "are not judged: choose a smaller --window"
+            f"Expected more than {definition.first_judged} values of {name!r} in {run}, got "
+            f"{len(values)}. Choose a smaller --window."
         )
     found = find_spikes(values, definition)
     first, last = values[0][0], values[-1][0]

@@ -18,16 +18,18 @@ _PROBLEMS = ("missing", "unexpected", "mismatched", "different")
 
 
 def verify(
-    one: Annotated[Path, typer.Argument(help="A Megatron checkpoint or a Hugging Face model.")],
-    other: Annotated[Path, typer.Argument(help="Another one of either kind.")],
-    logits: Annotated[bool, typer.Option(help="Run both models, if they fit into memory.")] = True,
+    one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
+    other: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
+    logits: Annotated[
+        bool, typer.Option(help="Compare logits if both models fit into memory.")
+    ] = True,
     workers: Workers = None,
     as_json: AsJSON = False,
 ) -> None:
     """Compare two checkpoints: tensor names and shapes, config fields, and logits.
 
-    A model with linear knocking heads or collaborative heads equals its folded form. An upcycled
-    model equals the one that it was made from. Exits with 1 if the two differ.
+    A model equals its folded form, and an upcycled model equals the one it was made from. Exits
+    with code 1 if the two models differ.
 
     Examples:
       kha-megatron verify ckpt/iter_0001000 my-model
@@ -42,7 +44,7 @@ def verify(
 
 
 def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) -> "Verification":
-    """Compare two checkpoints and show a status on stderr meanwhile."""
+    """Compare two checkpoints while showing a status on stderr."""
     from kha_megatron.conversion import verify as comparison
 
     with console.log.status("Verifying: comparing every tensor, then running both models"):
@@ -56,13 +58,13 @@ def conclude(
     facts: Mapping[str, str] = MappingProxyType({}),
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Print the result, and exit with 1 if the two models differ by more than rounding.
+    """Print the result, and exit with code 1 if the two models differ by more than rounding.
 
     Args:
         verification: None if the user asked for none.
-        as_json: Print JSON instead of two columns.
-        facts: Further rows for the columns.
-        values: Further values for the JSON, of which the verification is then one.
+        as_json: Print JSON instead of a table.
+        facts: Further rows of the table.
+        values: Further JSON keys. The verification is then nested under ``verification``.
     """
     found = verification and asdict(verification) | {"agrees": verification.agrees}
     rows = {**facts, **_facts(verification)}

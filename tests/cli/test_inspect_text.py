@@ -102,8 +102,8 @@ def test_bad_input_is_refused_before_anything_is_written(run, words, text, tmp_p
     for given, message in (
         (["--text", tmp_path / "nowhere"], "cannot read"),
         (["--text", blank], "contains no text"),
-        (["--text", text, "--tokens", 200], "expected 1 to 128 tokens, got 200"),
-        (["--text", text, "--device", "gpu"], "--device: expected auto, cpu"),
+        (["--text", text, "--tokens", 200], "Expected 1 to 128 tokens, got 200"),
+        (["--text", text, "--device", "gpu"], "Expected --device to be auto, cpu"),
     ):
         code, stdout, stderr = run(folder, out, *given)
         assert (code, stdout) == (2, ""), given

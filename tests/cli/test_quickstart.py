@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
-from kha_megatron.cli.quickstart import _next_steps, make_room
+from kha_megatron.cli.quickstart import _next_steps, move_earlier_run
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import OutputError
 from kha_megatron.plan.counts import count
@@ -46,11 +46,11 @@ def test_an_earlier_training_is_kept_if_it_saved_anything(tmp_path, dense):
     run = tmp_path / "run"
     for n in (1, 2):
         shutil.copytree(dense[0], run / "checkpoints")
-        make_room(run)
+        move_earlier_run(run)
         assert not run.exists()
         assert newest(tmp_path / f"run-{n}" / "checkpoints").is_dir()
     (run / "checkpoints" / "iter_0000005").mkdir(parents=True)  # cut short
-    make_room(run)
+    move_earlier_run(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2"]
 
 

@@ -73,9 +73,9 @@ def test_a_tensorboard_folder_as_a_table(run, tmp_path):
 
 def test_what_cannot_be_looked_at_is_refused(run, log, tmp_path):
     for words, complaint in (
-        ([log, "--name", "mtp loss"], "has no 'mtp loss'; choose from"),
-        ([log, "--window", "2"], "expected a window of 4 or more"),
-        ([log, "--window", "2000"], "the first 500 are not judged: choose a smaller --window"),
+        ([log, "--name", "mtp loss"], "has no 'mtp loss'. Choose from"),
+        ([log, "--window", "2"], "Expected a window of 4 or more"),
+        ([log, "--window", "2000"], "got 400. Choose a smaller --window"),
         ([tmp_path / "missing"], "missing: No such file"),
         ([tmp_path], "Expected TensorBoard files"),
     ):
