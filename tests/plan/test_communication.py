@@ -15,7 +15,7 @@ from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, Talking
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.communication import communication
 from kha_megatron.plan.rank import Rank, Setup
-from tests.recipes.built import EXPERTS, MIXED, built
+from tests.plan.built import EXPERTS, MIXED, built
 
 FACTORS = {
     "allreduce_": 2,

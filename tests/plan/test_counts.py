@@ -12,7 +12,7 @@ from kha_megatron.model.model import Model
 from kha_megatron.plan.counts import as_printed, attention_of, count, flops, latent
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
-from tests.recipes.built import EXPERTS, MIXED, OTHERS
+from tests.plan.built import EXPERTS, MIXED, OTHERS
 
 
 def test_the_papers_worked_example():

@@ -19,7 +19,7 @@ from kha_megatron.model.model import Model
 from kha_megatron.plan.counts import active_parameters, parameters
 from kha_megatron.plan.memory import knocking_activations, memory, passes_in_flight
 from kha_megatron.plan.rank import Rank, Setup
-from tests.recipes.built import EXPERTS, MIXED, OTHERS, built
+from tests.plan.built import EXPERTS, MIXED, OTHERS, built
 
 MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
 

@@ -1,4 +1,4 @@
-"""What the tests of recipes and of ``kha-megatron launch`` share."""
+"""Fixtures for tests of recipes and of ``kha-megatron launch``."""
 
 import struct
 from dataclasses import replace
@@ -11,7 +11,7 @@ from kha_megatron.recipes import Recipe, get_recipe
 
 @pytest.fixture
 def nemorun_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:
-    """NeMo-Run's home during a test, for this process and for the commands that it starts."""
+    """Return a new home of NeMo-Run for this process and its children."""
     home = tmp_path_factory.mktemp("nemorun")
     monkeypatch.setenv("NEMORUN_HOME", str(home))  # read once, at import
     config = pytest.importorskip("nemo_run.config", reason="needs the launch extra")
@@ -21,19 +21,19 @@ def nemorun_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A folder that looks like one made by ``data prepare``, in a path with a space."""
+    """Return a fake directory of ``data prepare``, in a path with a space."""
     folder = tmp_path / "my data"
     (folder / "tokenizer").mkdir(parents=True)
     for name in ("corpus.bin", "tokenizer/tokenizer.json"):
         (folder / name).write_text("something")
-    index = struct.pack("<9sQBQ", b"MMIDIDX\0\0", 1, 4, 1000)  # of 1000 documents
+    index = struct.pack("<9sQBQ", b"MMIDIDX\0\0", 1, 4, 1000)  # 1000 documents
     (folder / "corpus.idx").write_bytes(index)
     return folder
 
 
 @pytest.fixture
 def scripted(tmp_path: Path):
-    """Make a recipe whose ranks run the given Python source instead of training."""
+    """Return a function that makes a recipe whose ranks run the given Python source."""
 
     def make(source: str, **changes) -> Recipe:
         script = tmp_path / "rank.py"

@@ -1,4 +1,4 @@
-"""Progress and failures are read from the very lines that Megatron and torchrun write."""
+"""Progress and failures from log lines of Megatron and torchrun."""
 
 import math
 
@@ -19,7 +19,7 @@ LINE = (
     ("line", "step"),
     [
         (LINE, Step(10, 300, 80, 0.8841, 8.221897)),
-        (  # an interval of which no iteration counted: Megatron prints its sum
+        (  # all iterations were skipped
             LINE.replace("8.221897E+00", "0.000000E+00").replace(
                 "iterations:   0", "iterations:   1"
             ),
@@ -38,17 +38,17 @@ def test_parse_step(line, step):
     assert parse_step(line) == step
 
 
-def test_a_loss_that_is_no_number_is_read_though_megatron_leaves_it_out(tmp_path):
+def test_loss_that_megatron_omits_is_nan(tmp_path):
     log = tmp_path / "log"
     log.write_text(
         f"{LINE}\n{LINE.replace(' lm loss: 8.221897E+00 |', '')}\n".replace("10/", "9/", 1)
     )
-    (_, number), (iteration, none) = read_log(log)["lm loss"]
-    assert (number, iteration) == (8.221897, 10)
-    assert math.isnan(none)
+    first, second = read_log(log)["lm loss"]
+    assert first == (9, 8.221897)
+    assert second == (10, pytest.approx(math.nan, nan_ok=True))
 
 
-def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
+def test_incomplete_line_is_read_after_its_end(tmp_path):
     log = tmp_path / "log"
     with log.open("wb", buffering=0) as writer, log.open("rb") as reader:
         writer.write(LINE.encode() + b"\nhalf")
@@ -59,7 +59,7 @@ def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
     assert [step.loss for step in read_steps(log)] == [8.221897]
 
 
-TABLE = """\
+REPORT = """\
 E1121 07:15:03 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: {code})
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
@@ -81,63 +81,61 @@ Root Cause (first observed failure):
   error_file: <N/A>
 ============================================================
 """
+USAGE = "usage: x\n  [--many]\n"
+ERROR = "x: error: unrecognized arguments: --lrr 3"
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Log folders as NeMo-Run and torchrun lay them out; returns ``(launcher, ranks)``."""
-    launcher, ranks = tmp_path / "train" / "0", tmp_path / "torchelastic"
-    launcher.mkdir(parents=True)
-    for rank in (0, 1):
-        folder = ranks / "77_abc" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        (folder / "stdout.log").write_text(f"rank {rank} says\n")
-        (folder / "stderr.log").write_text("")
-    return launcher, ranks
+def logs(tmp_path):
+    """Write logs as NeMo-Run and torchrun do; return the directories of launcher and ranks."""
+
+    def write(report: str, *errors: str):
+        launcher, ranks = tmp_path / "train" / "0", tmp_path / "torchelastic"
+        launcher.mkdir(parents=True)
+        (launcher / "stderr.log").write_text(report)
+        for rank, text in enumerate(errors):
+            directory = ranks / "77_abc" / "attempt_0" / str(rank)
+            directory.mkdir(parents=True)
+            (directory / "stdout.log").write_text(f"output of rank {rank}\n")
+            (directory / "stderr.log").write_text(text)
+        return launcher, ranks
+
+    return write
 
 
-def write_stderr(run, rank: int, text: str) -> None:
-    (run[1] / "77_abc" / "attempt_0" / str(rank) / "stderr.log").write_text(text)
+@pytest.mark.parametrize(
+    ("report", "errors", "lines", "text"),
+    [
+        (
+            REPORT.format(code=1),
+            ("terminated\n", "x\n" * 100 + "RuntimeError: boom\n\n"),
+            ("x",) * (TAIL_LINES - 1) + ("RuntimeError: boom",),
+            "rank 1 failed with exit code 1",
+        ),
+        (  # stdout of a rank without stderr
+            REPORT.format(code=-9),
+            ("", ""),
+            ("output of rank 1",),
+            "rank 1 was killed by SIGKILL (out of memory?)",
+        ),
+        (  # bad input: argparse's error of rank 0, without the usage text
+            REPORT.format(code=2),
+            (f"{USAGE}{ERROR}\n", "a warning\n"),
+            (ERROR,),
+            "rank 0 failed with exit code 2",
+        ),
+        ("torchrun: error: x\n", (), ("torchrun: error: x",), "torchrun failed before"),
+    ],
+)
+def test_failure_is_that_of_the_first_rank_that_failed(report, errors, lines, text, logs):
+    failure = find_failure(*logs(report, *errors))
+    assert failure.lines == lines
+    assert str(failure).startswith(text)
 
 
-def test_the_rank_that_failed_first_is_shown_not_the_one_that_was_stopped(run):
-    (run[0] / "stderr.log").write_text(TABLE.format(code=1))
-    write_stderr(run, 0, "terminated\n")
-    write_stderr(run, 1, "\n".join(f"line {i}" for i in range(100)) + "\nRuntimeError: boom\n\n")
-    failure = find_failure(*run)
-    assert (failure.rank, failure.exit_code) == (1, 1)
-    assert failure.lines[-1] == "RuntimeError: boom"
-    assert len(failure.lines) == TAIL_LINES
-    assert str(failure) == "rank 1 failed with exit code 1"
-
-
-def test_a_silent_rank_shows_its_output(run):
-    (run[0] / "stderr.log").write_text(TABLE.format(code=-9))
-    failure = find_failure(*run)
-    assert failure.lines == ("rank 1 says",)
-    assert str(failure) == "rank 1 was killed by SIGKILL (out of memory?)"
-
-
-def test_bad_input_is_explained_by_rank_0_without_the_usage(run):
-    (run[0] / "stderr.log").write_text(TABLE.format(code=2))
-    write_stderr(run, 0, "usage: x\n  [--many]\nx: error: unrecognized arguments: --lrr 3\n")
-    write_stderr(run, 1, "a warning\n")
-    failure = find_failure(*run)
-    assert failure.lines == ("x: error: unrecognized arguments: --lrr 3",)
-
-
-def test_torchrun_that_fails_itself(run):
-    (run[0] / "stderr.log").write_text("torchrun: error: unknown option\n")
-    failure = find_failure(*run)
-    assert failure.rank is None
-    assert failure.lines == ("torchrun: error: unknown option",)
-    assert "torchrun failed" in str(failure)
-
-
-def test_a_log_of_gigabytes_is_not_read_whole(run, monkeypatch):
-    (run[0] / "stderr.log").write_text(TABLE.format(code=1))
-    big = run[1] / "77_abc/attempt_0/1/stderr.log"
-    with big.open("wb") as file:
-        file.seek(1 << 32)  # sparse: takes no room
+def test_only_the_end_of_a_huge_log_is_read(logs):
+    launcher, ranks = logs(REPORT.format(code=1), "", "")
+    with (ranks / "77_abc/attempt_0/1/stderr.log").open("wb") as file:
+        file.seek(1 << 32)  # sparse
         file.write(b"\nlast words\n")
-    assert find_failure(*run).lines[-1] == "last words"
+    assert find_failure(launcher, ranks).lines[-1] == "last words"

@@ -1,4 +1,4 @@
-"""The paper's models: their parameter counts, by formula and as built, and their arguments."""
+"""Parameter counts of the papers' models, by formula and as built by Megatron."""
 
 import os
 import sys
@@ -19,8 +19,12 @@ from kha_megatron.recipes.tables import TABLES
 NAMES = [recipe.name for recipe in PAPER]
 
 
+MODEL_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups")
+MODEL_FLAGS += ("--multi-latent-attention",)
+
+
 def _different():
-    """Of all recipes of tables, one for each model that Megatron builds differently."""
+    """Return the names of one recipe for each model that Megatron builds differently."""
     seen = {}
     for recipe in (*TABLES, *INTERACTIVE, *MOH, *GATED):
         sizes = [recipe.run.flags.get(flag) for flag in MODEL_FLAGS]
@@ -28,59 +32,47 @@ def _different():
     return [*NAMES, *seen.values()]
 
 
-MODEL_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups")
-MODEL_FLAGS += ("--multi-latent-attention",)
-QUICK = {"table3/mla-linear"}
 DIFFERENT = _different()
-
-
-def by_hand(layers, hidden, ffn, experts=0, active=0):
-    """Total and active parameters without KHA: 32 query heads and 4 KV heads of 128, tied."""
-    attention = (32 + 2 * 4) * 128 * hidden + 32 * 128 * hidden + 2 * 128
-    layer = attention + 2 * hidden
-    ends = 157184 * hidden + hidden
-    if not experts:
-        total = ends + layers * (layer + 3 * hidden * ffn)
-        return total, total
-    router = experts * hidden
-    return tuple(ends + layers * (layer + router + n * 3 * hidden * ffn) for n in (experts, active))
-
-
-SHAPES = {
+QUICK = {"table3/mla-linear"}
+SIZES = {
     "moe-a0.44b-2.3b": (12, 1152, 768, 64, 4),
     "moe-a0.8b-6.6b": (18, 1536, 1152, 64, 4),
     "moe-a1.6b-14.6b": (23, 2048, 1536, 64, 4),
-    "dense-0.6b": (24, 1024, 3072),
-    "dense-1.7b": (24, 2048, 6144),
-    "dense-3.9b": (36, 2560, 9728),
+    "dense-0.6b": (24, 1024, 3072, 0, 1),
+    "dense-1.7b": (24, 2048, 6144, 0, 1),
+    "dense-3.9b": (36, 2560, 9728, 0, 1),
     "moe-a1b-6.1b": (18, 2048, 384, 128, 8),
 }
+"""Layers, hidden size, FFN size, experts and active experts."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_the_papers(name):
     setup = setup_of(get_recipe(name).run)
+    layers, hidden, ffn, experts, active = SIZES[name]
+    # 32 query heads and 4 KV heads of 128, QK-norms, two norms, a router; tied embeddings
+    attention = (32 + 2 * 4) * 128 * hidden + 32 * 128 * hidden + 2 * 128
+    layer = attention + 2 * hidden + experts * hidden
+    ends = 157184 * hidden + hidden
+    counts = [ends + layers * (layer + n * 3 * hidden * ffn) for n in (experts or 1, active)]
     total = parameters(setup.model, KHAConfig(), Layout()).total
-    active = active_parameters(setup.model, KHAConfig())
-    assert (total, active) == by_hand(*SHAPES[name])
-    for number, printed in zip((total, active), PRINTED[name].values(), strict=True):
+    assert [total, active_parameters(setup.model, KHAConfig())] == counts
+    for number, printed in zip(counts, PRINTED[name].values(), strict=True):
         assert as_printed(number, printed)[0] == printed
     knocked = parameters(setup.model, setup.kha, Layout()).total
-    assert knocked - total == setup.model.num_layers * 3 * 128**2
+    assert knocked - total == layers * 3 * 128**2
 
 
 class OnMeta(TorchFunctionMode):
-    """Nothing is allocated, whatever device is asked for: these models do not fit here."""
+    """Create all tensors on the meta device: these models do not fit in memory."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+        return func(*args, **kwargs | ({"device": "meta"} if "device" in kwargs else {}))
 
 
 def built_count(words, vocab_size):
-    """Parameters of the model that Megatron builds on no device from the recipe's arguments."""
+    """Return the parameters of the model that Megatron builds from a recipe's arguments."""
     from megatron.core.models.gpt import GPTModel
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
@@ -121,8 +113,7 @@ def built_count(words, vocab_size):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.whole) for n in DIFFERENT]
 )
-def test_megatron_takes_the_arguments_and_builds_as_many(name, ranks):
-    """Its own parser and validation, as rank 0 of 8."""
+def test_megatron_parses_the_arguments_and_builds_the_counted_model(name, ranks):
     recipe = get_recipe(name)
     words = recipe.run_for(["--device", "cpu"]).words()
     built, kha = ranks(built_count, 1, words, recipe.run.vocab_size, timeout=500)[0]
@@ -154,7 +145,6 @@ def test_counts_of_other_papers(name, total, active):
 
 
 def test_moh_counts_are_the_papers_digits():
-    """Table A rounds the routers' 0.66M up to the next million."""
     for recipe in MOH:
         counts = counted(recipe.name)
         for name in {"total", "active"} & recipe.paper.keys():
@@ -163,7 +153,7 @@ def test_moh_counts_are_the_papers_digits():
 
 
 def test_flops_that_skipped_heads_would_save():
-    """LLM-B skips 4 of 16 heads: a quarter of the scores, and of W_Q and W_O, half the weights."""
+    """LLM-B skips 4 of 16 heads: 1/4 of the scores and of W_Q and W_O (half of the weights)."""
     run = get_recipe("moh/table4-b-75").run
     work = flops(run.model, run.kha, 2048)
     assert work.spared_scores == work.scores / 4
@@ -183,7 +173,7 @@ def test_flops_that_skipped_heads_would_save():
     ],
 )
 def test_gate_counts_of_the_15b_model(gate, millions, filled):
-    """24 layers of 2048 with 32 query and 4 KV heads of 128; ``filled`` rows to 16 a KV head."""
+    """``filled`` rows pad each of 4 KV heads to 16 rows, in 24 layers of width 2048."""
     own = counted(f"gated/15b-{gate}").mechanisms
     assert as_printed(own["gate"], f"{millions}M")[0] == f"{millions}M"
     assert own.get("filling", 0) == 24 * 4 * filled * 2048

@@ -1,4 +1,4 @@
-"""``prepare`` refuses bad input before anything starts, and passes what the ranks need."""
+"""Recipes with a user's arguments, and the checks of ``prepare``."""
 
 import os
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
+from kha_megatron.model.words import parse
 from kha_megatron.recipes import get_recipe, prepare
 from tests.checkpoint.saved import save
 
@@ -33,6 +34,26 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
 )
 def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):
     refused(ConfigError, match, words, data=data, ranks=ranks)
+
+
+def test_arguments_replace_those_of_the_recipe():
+    one = ["--tensor-model-parallel-size", "1"]
+    assert "--sequence-parallel" not in QUICKSTART.run_for(one).flags
+    asked = QUICKSTART.run_for([*one, "--sequence-parallel"]).flags
+    assert "--sequence-parallel" in asked  # refused later, because the user gave it
+    words = QUICKSTART.run_for(
+        ["--kha-preset", "kha_linear", "--device=cuda", "--swiglu", "--num-layers", "7"]
+    ).words()
+    merged = parse(words)
+    assert len(merged) == sum(word.startswith("--") for word in words)  # no flag twice
+    given = {"--kha-preset": ("kha_linear",), "--device": ("cuda",), "--num-layers": ("7",)}
+    assert merged.items() >= given.items()
+    assert "--save" not in merged
+
+
+def test_unknown_recipe_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="unknown recipe 'quikstart': did you mean quickstart"):
+        get_recipe("quikstart")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Recipes train: the whole command line of each, at a small width, on two tensor-parallel ranks."""
+"""Train the whole command line of recipes, at a small width, on two tensor-parallel ranks."""
 
 import re
 
