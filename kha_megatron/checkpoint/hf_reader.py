@@ -25,9 +25,9 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""If peft is installed, transformers applies the adapter that this file describes to the model."""
+"""If peft is installed, transformers applies the adapter that this file describes."""
 
-_REMEDY = f"copy it again, or delete {MANIFEST} if you changed the model on purpose"
+_REMEDY = f"Copy the model again, or delete {MANIFEST} if you changed the model on purpose."
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -36,12 +36,7 @@ def is_hf_folder(path: Path) -> bool:
 
 
 class HFCheckpoint:
-    """A model directory, opened for reading with :meth:`open`.
-
-    Attributes:
-        path: The directory.
-        config: The content of ``config.json``.
-    """
+    """A model directory opened for reading. ``config`` is the content of ``config.json``."""
 
     def __init__(
         self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, TensorEntry]]
@@ -49,11 +44,11 @@ class HFCheckpoint:
         self.path = path
         self.config = config
         self._tensors = tensors
-        self._digests = _check_manifest(path, tensors)
+        self._digests = _read_digests(path, tensors)
 
     @classmethod
     def open(cls, path: str | Path) -> "HFCheckpoint":
-        """Open a directory and read the headers of its safetensors files, but no tensor.
+        """Open a directory and read the headers of its safetensors files.
 
         Raises:
             CheckpointError: A file is missing or damaged, an index or a link leads out of the
@@ -61,27 +56,27 @@ class HFCheckpoint:
         """
         path = Path(path)
         if not is_hf_folder(path):
-            raise CheckpointError(f"{path} has no {CONFIG}: name a Hugging Face model folder")
+            raise CheckpointError(
+                f"{path} has no {CONFIG}. Expected a Hugging Face model directory."
+            )
         if (path / ADAPTER).is_file():
             raise CheckpointError(
-                f"{path} has {ADAPTER}, so transformers may load another model than its weights: "
-                "merge the adapter (peft's merge_and_unload), or move the file away"
+                f"{path} has an adapter ({ADAPTER}), which is not converted. Merge the adapter "
+                "with peft's merge_and_unload, or move the file away."
             )
         config, weight_map = json_object(path / CONFIG), _weight_map(path)
         headers = {}
         for name in dict.fromkeys(weight_map.values()) or (WEIGHTS,):
             if not has_file(path, name):
-                raise CheckpointError(f"{path / name} is missing: copy the model again")
+                raise CheckpointError(f"{path / name} is missing. Copy the model again.")
             headers[name] = read_header(path / name)
-        for key, name in weight_map.items():
-            if key not in headers[name]:
-                raise CheckpointError(f"{path / name} does not hold {key}, which {INDEX} lists")
-        # transformers also loads tensors that the index does not list
-        files = {key: name for name, held in headers.items() for key in held} | weight_map
+        # like transformers, read also tensors that the index does not list
+        files = {key: name for name, held in headers.items() for key in held}
+        files |= {key: name for key, name in weight_map.items() if key in headers[name]}
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
-        """Return the source of a conversion, with the hash of ``config.json`` and the index."""
+        """Return the source of a conversion, with a hash of ``config.json`` and the index."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes())
         if (self.path / INDEX).is_file():
             digest.update((self.path / INDEX).read_bytes())
@@ -97,60 +92,49 @@ class HFCheckpoint:
         return {key: entry for key, (_, entry) in sorted(self._tensors.items())}
 
     def tensor(self, key: str) -> Tensor:
-        """Return one tensor on the CPU in its stored dtype. Several threads may call this.
-
-        If the directory has a ``manifest.json``, the hash of the tensor is checked.
+        """Return one tensor on the CPU in its stored dtype. Thread-safe.
 
         Raises:
-            CheckpointError: There is no such tensor, or it is damaged.
+            CheckpointError: There is no such tensor, or its hash differs from ``manifest.json``.
         """
         if key not in self._tensors:
-            raise CheckpointError(f"{self.path} holds no tensor {key}")
+            raise CheckpointError(f"{self.path} has no tensor {key}.")
         file, _ = self._tensors[key]
         tensor = read_tensor(file, key)
-        if self._digests and (
-            (found := hashlib.sha256(bytes_of(tensor)).hexdigest())
-            != (expected := self._digests[key])
-        ):
-            raise CheckpointError(
-                f"{file}: {key} is damaged or was changed: its SHA-256 begins with "
-                f"{found[:12]}, {MANIFEST} says {expected[:12]}: {_REMEDY}"
-            )
+        if self._digests:
+            found = hashlib.sha256(bytes_of(tensor)).hexdigest()
+            if found != (expected := self._digests[key]):
+                raise CheckpointError(
+                    f"{file}: {key} is damaged or was changed. Expected SHA-256 {expected[:12]}... "
+                    f"as in {MANIFEST}, got {found[:12]}... {_REMEDY}"
+                )
         return tensor
 
     def linears(self, keys: Sequence[str]) -> Tensor:
-        """Return the weights of square ``torch.nn.Linear`` layers, ``[n, in, out]``."""
+        """Return the transposed weights of ``torch.nn.Linear`` layers, ``[n, in, out]``."""
         return torch.stack([self.tensor(key).T for key in keys])
 
 
 def json_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raise CheckpointError if it cannot be read."""
     try:
-        value = read_json(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is no readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__} instead of an object")
-    return value
+        return {**read_json(file)}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read as a JSON object: {error}.") from error
 
 
-def _check_manifest(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> dict[str, str]:
+def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> dict[str, str]:
     """Return the SHA-256 of each tensor from the manifest, which must list the same tensors."""
-    listed = read_manifest(path)
-    if listed is None:
-        return {}
-    for key in sorted(listed.keys() | tensors.keys()):
-        if key not in tensors:
-            raise CheckpointError(f"{path} lacks {key}, which {MANIFEST} lists: {_REMEDY}")
-        entry = tensors[key][1]
-        found = NAMES[entry.dtype], list(entry.shape)
-        expected = tuple(listed.get(key, {}).get(name) for name in ("dtype", "shape"))
-        if found != expected:
+    manifest = read_manifest(path)
+    expected = {key: (dtype, shape) for key, (dtype, shape, _) in manifest.items()}
+    found = {key: (NAMES[entry.dtype], list(entry.shape)) for key, (_, entry) in tensors.items()}
+    for key in sorted(expected.keys() | found.keys()) if manifest else ():
+        if found.get(key) != expected.get(key):
             raise CheckpointError(
-                f"{path}: {key} is {found[0]} {found[1]}, {MANIFEST} says {expected[0]} "
-                f"{expected[1]}: {_REMEDY}"
+                f"{path}: expected {key} to be {expected.get(key, 'absent')} as in {MANIFEST}, got "
+                f"{found.get(key, 'no such tensor')}. {_REMEDY}"
             )
-    return {key: entry["sha256"] for key, entry in listed.items()}
+    return {key: digest for key, (_, _, digest) in manifest.items()}
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -162,17 +146,18 @@ def _weight_map(path: Path) -> dict[str, str]:
         return {}
     if not (path / INDEX).is_file():
         raise CheckpointError(
-            f"{path} has neither {WEIGHTS} nor {INDEX}: save the model with safetensors (other "
-            "formats can execute code and are not read)"
+            f"{path} has neither {WEIGHTS} nor {INDEX}. Save the model with safetensors. Other "
+            "formats can execute code and are not read."
         )
     weight_map = json_object(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path / INDEX} has no weight_map")
-    for name in weight_map.values():
-        if not is_file_name(name):
-            raise CheckpointError(
-                f"{path / INDEX} points to {name!r}: shards must lie in the folder itself"
-            )
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(map(is_file_name, weight_map.values()))
+    ):
+        raise CheckpointError(
+            f"{path / INDEX}: expected a weight_map from tensor names to files in the directory."
+        )
     return weight_map
 
 
@@ -182,16 +167,14 @@ def has_file(folder: Path, name: str) -> bool:
     Links must stay in the directory or lead into the blobs of the Hugging Face cache.
 
     Raises:
-        CheckpointError: The file is a link that leads elsewhere, or not a regular file.
+        CheckpointError: The file is a link that leads elsewhere.
     """
     path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
     in_cache = home.parent.name == "snapshots" and path.parent == home.parent.parent / "blobs"
     if not in_cache and not path.is_relative_to(home):
         raise CheckpointError(
-            f"{folder / name} is a link to {path}: the files of a model must lie in its folder"
+            f"{folder / name} is a link to {path}. Copy the file into the directory."
         )
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{folder / name} is no regular file: copy the model again")
     return path.is_file()
 
 

@@ -1,8 +1,7 @@
 """Write and check ``integrity.json``, Megatron's list of the SHA-256 of every file of a checkpoint.
 
-Megatron-Core hashes all files one after another on rank 0 while the other ranks wait, and refuses
-to load a checkpoint without hashes. Here several threads hash, the ranks share the files at load
-time, and the list is written atomically. Megatron can check what is written here and vice versa.
+Megatron-Core hashes all files one after another on rank 0, and refuses to load a checkpoint without
+hashes. Here several threads hash, and the ranks share the files at load time.
 """
 
 import hashlib
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.reading import is_file_name, read_json
@@ -19,12 +17,13 @@ from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 
 INTEGRITY = "integrity.json"
+_REMEDY = "Copy it again, or load another checkpoint."
 _THREADS_TO_WRITE = 16  # one rank hashes the files of all ranks
 _THREADS_TO_VERIFY = 2  # all ranks of a machine hash at the same time
 
 
 def write_hashes(folder: str | Path) -> None:
-    """Hash every file of an iteration or release and write the list."""
+    """Hash every file of a checkpoint and write the list."""
     folder = Path(folder)
     found = (file.name for file in folder.iterdir() if file.is_file())
     names = sorted(name for name in found if name != INTEGRITY)
@@ -36,48 +35,39 @@ def write_hashes(folder: str | Path) -> None:
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
-    """Return the hexadecimal SHA-256 of each file; None if the checkpoint has no list.
-
-    Raises:
-        CheckpointError: The list is damaged.
-    """
+    """Return the hexadecimal SHA-256 of each file; None if the checkpoint has no list."""
     file = folder / INTEGRITY
+    if not file.exists():
+        return None
     try:
         content = read_json(file)
-        files = content["files"]
-        if content["algorithm"] != "sha256" or not all(
-            is_file_name(name) and isinstance(digest, str) for name, digest in files.items()
-        ):
-            raise ValueError("not a list of SHA-256")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file} is damaged: copy it again, or take another checkpoint"
-        ) from error
-    return files
+        files: dict[str, str] = content["files"]
+        if content["algorithm"] != "sha256" or not all(map(is_file_name, files)):
+            raise ValueError
+        return {name: str(digest) for name, digest in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged. {_REMEDY}") from error
 
 
 def check_file(file: Path, digest: str) -> None:
-    """Compare a file with its hash."""
+    """Raise CheckpointError if the file does not have this SHA-256."""
     try:
         found = _digest(file)
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}), and {INTEGRITY} lists it: copy it again, "
-            "or take another checkpoint"
+            f"{file} is listed in {INTEGRITY} but cannot be read ({error.strerror}). {_REMEDY}"
         ) from error
     if found != digest:
         raise CheckpointError(
-            f"{file} is damaged: its SHA-256 begins with {found[:12]}, {INTEGRITY} says "
-            f"{digest[:12]}: copy it again, or take another checkpoint"
+            f"{file} is damaged. Expected SHA-256 {digest[:12]}... as in {INTEGRITY}, got "
+            f"{found[:12]}... {_REMEDY}"
         )
 
 
 class FileChecks:
-    """Compares each file of a directory that has a hash once, before the file is first read."""
+    """Compare each file of a directory with its hash once, before the file is first read."""
 
-    def __init__(self, folder: Path, digests: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
         self._folder = folder
         self._digests = digests
         self._pool = ThreadPoolExecutor(_THREADS_TO_VERIFY)
@@ -98,8 +88,6 @@ class FileChecks:
 def verify_hashes(folder: str | Path) -> None:
     """Check every listed file on one of the ranks. Call this on every rank.
 
-    A checkpoint without a list passes, and rank 0 logs it.
-
     Raises:
         CheckpointError: A file is damaged or missing. Every rank raises the same error.
     """
@@ -111,9 +99,10 @@ def verify_hashes(folder: str | Path) -> None:
     try:
         digests = read_hashes(folder)
         if digests is None:
-            announce(f"{folder} was saved without hashes: not verified")
+            announce(f"{folder} has no {INTEGRITY}: its files are not verified.")
         else:
-            largest_first = sorted(digests, key=lambda name: -_size(folder / name))
+            sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+            largest_first = sorted(digests, key=lambda name: -sizes.get(name, 0))
             mine = largest_first[rank::size]
             with ThreadPoolExecutor(_THREADS_TO_VERIFY) as pool:
                 list(pool.map(lambda name: check_file(folder / name, digests[name]), mine))
@@ -129,7 +118,3 @@ def verify_hashes(folder: str | Path) -> None:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0

@@ -1,8 +1,7 @@
-"""The two JSON files that a conversion writes beside its tensors.
+"""Write and read ``manifest.json``: SHA-256, dtype and shape of every tensor of a model directory.
 
-``manifest.json`` of a Hugging Face directory lists the SHA-256, dtype and shape of every tensor and
-is checked when the directory is read. ``converted_from.json`` of a Megatron checkpoint tells users
-where the checkpoint comes from. Its hashes are in Megatron's ``integrity.json``.
+A converted Megatron checkpoint has ``converted_from.json`` instead, which tells users where it
+comes from. Its hashes are in Megatron's ``integrity.json``.
 """
 
 import json
@@ -17,42 +16,40 @@ MANIFEST = "manifest.json"
 CONVERTED_FROM = "converted_from.json"
 FORMAT = 1
 
-Tensors = Mapping[str, Mapping[str, Any]]
+
+def write_manifest(
+    folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write the manifest of a Hugging Face directory.
+
+    Args:
+        folder: The directory.
+        source: ``identity()`` of the reader of the converted checkpoint.
+        tensors: ``{name: {file, dtype, shape, sha256}}``.
+    """
+    content = {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_manifest(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write the manifest of a Hugging Face directory: ``{name: {file, dtype, shape, sha256}}``."""
-    _write(folder / MANIFEST, {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)})
-
-
-def write_converted_from(folder: Path, source: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write what a Megatron checkpoint was converted from: ``{key: {dtype, shape}}``."""
-    _write(folder / CONVERTED_FROM, {"source": dict(source), "tensors": dict(tensors)})
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return the manifest's entry of each tensor; None if there is no manifest.
+def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
+    """Return dtype, shape and SHA-256 of each tensor; empty if there is no manifest.
 
     Raises:
         CheckpointError: The manifest is damaged, or was not written by a conversion.
     """
     file = folder / MANIFEST
+    if not file.exists():
+        return {}
     try:
         content = read_json(file)
-        tensors = content["tensors"]
-        if content["format"] != FORMAT or not all(
-            isinstance(entry["sha256"], str) for entry in tensors.values()
-        ):
-            raise ValueError("another format")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if content["format"] != FORMAT:
+            raise ValueError
+        return {
+            key: (entry["dtype"], entry["shape"], str(entry["sha256"]))
+            for key, entry in content["tensors"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{file} is damaged, or not written by a conversion: copy it again, or delete it if "
-            "the model need not be checked"
+            f"{file} is damaged, or was not written by kha_megatron. Copy it again, or delete it "
+            "to load the model without checking its hashes."
         ) from error
-    return tensors

@@ -1,8 +1,4 @@
-"""Read Megatron's ``torch_dist`` checkpoints in one process, whatever layout of ranks wrote them.
-
-This needs no process group, no GPU and no Megatron, and executes nothing in the files
-(:mod:`kha_megatron.checkpoint.torch_dist`).
-"""
+"""Read Megatron's ``torch_dist`` checkpoints in one process, without Megatron or a GPU."""
 
 import hashlib
 import re
@@ -12,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kha_megatron.checkpoint.integrity import FileChecks, read_hashes
+from kha_megatron.checkpoint.integrity import read_hashes
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
     Record,
@@ -25,7 +21,7 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, r
 from kha_megatron.errors import CheckpointError
 
 LEGACY_COMMON = "common.pt"
-"""Where Megatron-Core before 0.19 saved the state that all ranks share."""
+"""File of the state that all ranks share before Megatron-Core 0.19."""
 
 LAYERS = "decoder.layers."
 
@@ -39,18 +35,18 @@ NORMS = (
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-"""The names of one norm before ``weight`` or ``bias``. Transformer Engine's layers fuse some norms
-into the next linear layer. Megatron's local layers rename some, but not the same, to match."""
+"""The names of each norm. Transformer Engine's layers fuse some norms into the next linear layer,
+and Megatron's local layers rename only some of them to match."""
 
 _NORM = re.compile(
     rf"(.*\.|)({'|'.join(re.escape(name) for names in NORMS for name in names)})(weight|bias)"
 )
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
-"""Keys of optimizer state. Random states and the like are not stored as tensors."""
+"""Keys of optimizer state."""
 
 
 def other_names(key: str) -> list[str]:
-    """Return the other names of a norm in checkpoints. Empty for other tensors."""
+    """Return the other names of a norm. Empty for other tensors."""
     if (match := _NORM.fullmatch(key)) is None:
         return []
     before, norm, kind = match.groups()
@@ -59,11 +55,7 @@ def other_names(key: str) -> list[str]:
 
 
 class MegatronCheckpoint:
-    """One iteration of a Megatron training run, opened for reading with :meth:`open`.
-
-    Attributes:
-        path: The ``iter_0000123`` directory.
-    """
+    """One iteration of a Megatron training run, ``path``, opened for reading."""
 
     def __init__(self, path: Path, folder: TorchDistFolder) -> None:
         self.path = path
@@ -73,26 +65,24 @@ class MegatronCheckpoint:
     def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
         """Open one iteration, or a ``--save`` directory at the iteration that ``judge`` chooses.
 
-        No tensor is read. ``verify`` checks the hash of each file before it is first read.
+        ``verify`` checks the hash of each file before it is first read.
 
         Raises:
             CheckpointError: There is no complete ``torch_dist`` checkpoint, or a file is damaged.
         """
         path = resolve(Path(path))
-        mark = path / COMMIT_MARK
-        if not mark.is_file():
-            raise CheckpointError(
-                f"{path} has no {COMMIT_MARK}: the save never completed{choices(path.parent)}"
-            )
-        checks = FileChecks(path, (verify and read_hashes(path)) or {})
-        for name in (COMMIT_MARK, METADATA, LEGACY_COMMON):
-            checks.check(name)
         if not is_complete(path):
-            raise CheckpointError(f"{mark} is damaged: take another checkpoint")
-        return cls(path, TorchDistFolder.open(path, checks))
+            raise CheckpointError(
+                f"{path} is incomplete: its {COMMIT_MARK} is missing or damaged. "
+                f"{choices(path.parent)}"
+            )
+        folder = TorchDistFolder.open(path, read_hashes(path) if verify else None)
+        for name in (COMMIT_MARK, LEGACY_COMMON):
+            folder.checks.check(name)
+        return cls(path, folder)
 
     def identity(self) -> dict[str, Any]:
-        """Return the source of a conversion for its manifest."""
+        """Return the source of a conversion, with a hash of ``.metadata``."""
         iteration = self._common.get("iteration")
         return {
             "format": "torch_dist",
@@ -102,46 +92,29 @@ class MegatronCheckpoint:
         }
 
     def keys(self) -> dict[str, StoredTensor]:
-        """Return the whole shape and dtype of the model's tensors by Megatron's names.
+        """Return the shape and dtype of the model's tensors by Megatron's names.
 
-        Layers of a homogeneous model are stacked: ``decoder.layers.mlp.linear_fc1.weight`` is
-        ``[L, ...]``. See :meth:`layer_tensor`.
+        Layers of a homogeneous model are stacked, ``[L, ...]``, and their names have no index.
         """
         return {
             key: tensor for key, tensor in self._folder.tensors.items() if not _NOT_MODEL.match(key)
         }
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return one whole tensor on the CPU, assembled from the shards of all ranks.
-
-        Args:
-            key: A key of :meth:`keys`.
-            index: Read only this index of the first dimensions, such as a layer and an expert.
-
-        Raises:
-            CheckpointError: There is no such tensor, or a shard is damaged.
-        """
+        """Return one whole tensor on the CPU, as :meth:`.TorchDistFolder.read` does."""
         if key not in self._folder.tensors:
-            raise CheckpointError(f"{self.path} holds no tensor {key}")
+            raise CheckpointError(f"{self.path} has no tensor {key}.")
         return self._folder.read(key, index)
 
     def layer_tensor(self, layer: int, suffix: str) -> Tensor:
-        """Return a tensor of one decoder layer, which may be stored stacked or on its own.
-
-        Args:
-            layer: Global index, from 0.
-            suffix: The part of the name after ``decoder.layers.{layer}.``.
-
-        Raises:
-            CheckpointError: The layer has no such tensor, or a shard is damaged.
-        """
+        """Return ``decoder.layers.{layer}.{suffix}``, which may be stored stacked or on its own."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None and 0 <= layer < stacked.shape[0]:
             return self._folder.read(LAYERS + suffix, (layer,))
         return self.tensor(f"{LAYERS}{layer}.{suffix}")
 
     def layers_with(self, suffix: str) -> list[int]:
-        """Return the layers, from 0, for which :meth:`layer_tensor` has ``suffix``."""
+        """Return the indices of the layers that have a tensor ``suffix``."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None:
             return list(range(stacked.shape[0]))
@@ -154,37 +127,30 @@ class MegatronCheckpoint:
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
-                common = load_plain(legacy.read_bytes())
-            else:
-                common = self._folder.read_object("common_state/shard_0_1")[0]
-            return dict(common)
+                return dict(load_plain(legacy.read_bytes()))
+            return dict(self._folder.read_object("common_state/shard_0_1")[0])
         except CheckpointError:
             raise
-        except Exception as error:
-            source = legacy if legacy.is_file() else self.path
+        except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
-                f"{source} holds no readable training state ({reason(error)}): take another "
-                "checkpoint"
+                f"{self.path} has no readable training state ({reason(error)}). Load another one."
             ) from error
 
     @property
     def iteration(self) -> int:
-        """The training iteration that was saved."""
+        """The training iteration."""
         iteration = self._common.get("iteration")
         if type(iteration) is not int:
-            raise CheckpointError(f"{self.path} does not record its iteration")
+            raise CheckpointError(f"{self.path} does not record its iteration.")
         return iteration
 
     @cached_property
     def args(self) -> dict[str, Any]:
-        """The command line's arguments as Megatron saved them.
-
-        Enums and other objects are inert :class:`.torch_dist.Record` values.
-        """
+        """Megatron's arguments. Enums and other objects are :class:`.torch_dist.Record` values."""
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):
             raise CheckpointError(
-                f"{self.path} does not record its training arguments: it was not saved by "
-                "Megatron's training loop"
+                f"{self.path} has no training arguments. Expected a checkpoint of Megatron's "
+                "training loop."
             )
         return args.state

@@ -6,12 +6,7 @@ from typing import Any
 
 
 def read_json(file: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file holds no JSON, or JSON that is nested too deeply.
-    """
+    """Return the content of a JSON file. Raise OSError or ValueError if that is impossible."""
     try:
         return json.loads(file.read_bytes())
     except RecursionError:

@@ -1,7 +1,7 @@
-"""The safetensors format: names of dtypes, headers, and bytes of tensors.
+"""Read and build parts of safetensors files.
 
-A safetensors file holds eight bytes with the length of its header (little endian), the header (JSON
-with the dtype, shape and place of each tensor), and the bytes of the tensors without gaps.
+A file holds eight bytes with the length of its header (little endian), the header (JSON with the
+dtype, shape and place of each tensor), and the bytes of the tensors without gaps.
 """
 
 import json
@@ -53,7 +53,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -81,11 +81,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a file by name. The safetensors package checks the header.
-
-    Raises:
-        CheckpointError: The file is missing, cut short or not a safetensors file.
-    """
+    """Return the tensors of a file by name. Raise CheckpointError if the file is damaged."""
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -94,27 +90,21 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 for name, part in slices.items()
             }
     except (OSError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged or hostile ({error}): copy it again") from error
+        raise CheckpointError(f"{file} is damaged ({error}). Copy it again.") from error
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
     """Return one tensor on the CPU in its stored dtype. The file is mapped, not copied.
 
     The mapping is closed with the tensor, so that memory does not grow with the file.
-
-    Raises:
-        CheckpointError: The file cannot be read, or does not hold the tensor.
     """
     try:
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}): copy it again") from error
+        raise CheckpointError(f"{file} is damaged ({error}). Copy it again.") from error
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """Return the bytes of a CPU tensor in row-major order, ``uint8 [nbytes]``.
-
-    A tensor that is not contiguous is copied.
-    """
+    """Return the bytes of a CPU tensor in row-major order, ``uint8 [nbytes]``."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -23,14 +23,14 @@ def check_output_folder(
     only: Sequence[str] = (),
     inside: bool = False,
 ) -> None:
-    """Refuse a directory that must not be replaced, before any long work.
+    """Raise OutputError if a command must not write a directory.
 
     Args:
-        folder: Where a command will write. It may not exist yet.
-        overwrite: Whether the user allows to replace a directory of ours.
-        mark: A file that every directory of ours holds.
-        only: Patterns of the files that ``overwrite`` may delete. Empty for all files.
-        inside: Whether the command writes into the directory instead of replacing it.
+        folder: The directory, which may not exist yet.
+        overwrite: Whether a directory that is not empty may be replaced.
+        mark: File that the directory must hold to be replaced.
+        only: Patterns of the files that may be deleted. Empty for all files.
+        inside: Write into the directory instead of replacing it.
     """
     target = folder.resolve()
     if _siblings(target)[1].is_dir() and not target.exists():
@@ -38,35 +38,38 @@ def check_output_folder(
             _clean_up(target)
     if not folder.exists():
         return
-    if not folder.is_dir():
-        raise OutputError(f"{folder} is a file: name a folder")
-    if not inside and os.path.ismount(target):  # a mount point cannot be renamed
-        raise OutputError(f"{folder} is a mount point: name a folder inside it")
     held = sorted(folder.iterdir())
-    if not held:
+    foreign = [path.name for path in held if only and not any(map(path.match, only))]
+    if not inside and os.path.ismount(target):  # a mount point cannot be renamed
+        problem = f"{folder} is a mount point and cannot be replaced. Choose a directory inside it."
+    elif not held:
         return
-    if not overwrite:
-        raise OutputError(
-            f"{folder} is not empty ({len(held)} entries): name another folder, or add --overwrite"
+    elif not overwrite:
+        problem = (
+            f"{folder} is not empty ({len(held)} entries). Choose another directory, or add "
+            "--overwrite."
         )
-    if mark and not (folder / mark).is_file():
-        raise OutputError(
-            f"{folder} is not empty and holds no {mark}, so it is not one of ours: "
-            "--overwrite will not delete it, name another folder"
+    elif mark and not (folder / mark).is_file():
+        problem = (
+            f"{folder} holds no {mark}, so that --overwrite does not delete it. Choose another "
+            "directory."
         )
-    if foreign := [path.name for path in held if only and not any(map(path.match, only))]:
-        raise OutputError(
+    elif foreign:
+        problem = (
             f"{folder} holds {foreign[0]}, which this command never writes and --overwrite would "
-            "delete: move it away, or name another folder"
+            "delete. Move it away, or choose another directory."
         )
+    else:
+        return
+    raise OutputError(problem)
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Check that the disk of an existing directory has ``needed`` bytes free."""
+    """Raise OutputError unless the disk of an existing directory has ``needed`` bytes free."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
-            f"cannot write {folder}: {needed:,} bytes are needed and its disk has {free:,} free: "
-            "make room, or name a folder on another disk"
+            f"Cannot write {folder}. Expected {needed:,} bytes of free disk space, got {free:,}. "
+            "Make room, or choose another disk."
         )
 
 
@@ -74,12 +77,11 @@ def check_room(folder: Path, needed: int) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a new directory that replaces ``target`` when the block exits without an error.
 
-    Everything is flushed to disk first. If the block fails, the new directory is removed and
-    ``target`` is unchanged. If ``target`` is a link, the directory behind it is replaced. A lock
-    keeps other processes out. What a killed process left behind is cleaned up.
+    All files are flushed to disk first. If the block fails, ``target`` is unchanged. If ``target``
+    is a link, the directory behind it is replaced. The remains of a killed process are removed.
 
     Raises:
-        OutputError: The disk refuses, or another process is writing ``target``.
+        OutputError: The disk is full or failed, or another process is writing ``target``.
     """
     target = target.resolve()
     staged, replaced = _siblings(target)
@@ -99,16 +101,16 @@ def staged_folder(target: Path) -> Iterator[Path]:
             finally:
                 _clean_up(target)
     except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+        raise OutputError(f"Cannot write {target}: {error.strerror or error}") from error
 
 
 def _siblings(target: Path) -> tuple[Path, Path]:
-    """Return where the new directory is written and where the old one is moved."""
+    """Return the temporary names of the new and of the old directory."""
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
 
 
 def _clean_up(target: Path) -> None:
-    """Move the old directory back if nothing took its place, and remove the rest."""
+    """Move the old directory back unless it was replaced, and remove the other one."""
     staged, replaced = _siblings(target)
     if replaced.exists() and not target.exists():
         replaced.rename(target)
@@ -120,10 +122,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def lock(descriptor: int, target: Path) -> None:
-    """Lock an open file, or warn that the disk of ``target`` has no locks (some Lustre mounts).
+    """Lock an open file. Raise BlockingIOError if another process holds the lock.
 
-    Raises:
-        BlockingIOError: Another process holds the lock.
+    Warn if the disk of ``target`` has no locks, as on some Lustre mounts.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,8 +132,8 @@ def lock(descriptor: int, target: Path) -> None:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(
-            f"the disk of {target} has no locks ({error.strerror}): let no other process "
-            "write there",
+            f"The disk of {target} has no file locks ({error.strerror}). Do not write to it from "
+            "another process.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -147,8 +148,8 @@ def _locked(target: Path) -> Iterator[None]:
             lock(opened.fileno(), target)
         except BlockingIOError:
             raise OutputError(
-                f"{target} is being written by another process: wait until it ends, or name "
-                "another folder"
+                f"{target} is being written by another process. Wait until it exits, or choose "
+                "another directory."
             ) from None
         try:
             yield
@@ -158,11 +159,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Yield a new file that replaces ``target`` when the block exits without an error.
-
-    Raises:
-        OutputError: The disk refuses.
-    """
+    """Yield a new file that replaces ``target`` when the block exits without an error."""
     staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         try:
@@ -173,7 +170,7 @@ def staged_file(target: Path) -> Iterator[Path]:
         finally:
             staged.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+        raise OutputError(f"Cannot write {target}: {error.strerror or error}") from error
 
 
 def write_json(target: Path, content: Any) -> None:
@@ -198,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def flush(path: Path) -> None:
-    """Force a file or a directory to disk."""
+    """Flush a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

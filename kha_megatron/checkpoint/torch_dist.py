@@ -1,10 +1,9 @@
-"""Read PyTorch's distributed checkpoint format without executing anything that it holds.
+"""Read PyTorch's distributed checkpoint format without executing code in it.
 
 A directory holds ``.metadata``, a pickle that lists which bytes of which shard make up which
 tensor, and the shards (``__0_0.distcp``), which are concatenated ``torch.save`` archives. PyTorch
-unpickles ``.metadata`` as trusted input, so a hostile file runs code. Here an unpickler with a list
-of allowed names reads it. Tensors are loaded with ``torch.load(weights_only=True)``, and objects of
-classes that Megatron saves become inert :class:`Record` values.
+unpickles ``.metadata`` as trusted input. Here an unpickler with a list of allowed names reads it.
+Tensors are loaded with ``weights_only=True``, and other objects become :class:`Record` values.
 """
 
 import io
@@ -15,7 +14,8 @@ import pickle
 import pickletools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -32,7 +32,7 @@ from kha_megatron.errors import CheckpointError
 METADATA = ".metadata"
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
-"""Packages of the classes in Megatron's non-tensor state (its own list of safe globals)."""
+"""Packages of the classes in Megatron's non-tensor state, as in its list of safe globals."""
 
 _ALLOWED: dict[str, Any] = {
     **{
@@ -55,20 +55,20 @@ _ALLOWED: dict[str, Any] = {
     "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
-"""Every name that PyTorch and Megatron write into ``.metadata``, and what it is read as."""
+"""The object for each name that PyTorch and Megatron write into ``.metadata``."""
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 class RefusedNameError(Exception):
-    """A file names a class or function that no checkpoint needs. The name was not imported."""
+    """A pickle names a class or function that is not allowed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"it names {name}, which no checkpoint needs and which was not run")
+        super().__init__(f"it names {name}, which is not allowed and was not run")
 
 
 class Record:
-    """Stands for an object of the class ``name`` that a file names. It runs nothing."""
+    """An object of the class ``name`` in a pickle, which was not imported."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -85,7 +85,7 @@ class Record:
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause of an error in damaged data, on one line."""
+    """Return the cause of an error in a damaged file, on one line."""
     if named := re.search(r"GLOBAL (\S+)", str(error)):  # of torch.load
         error = RefusedNameError(named[1])
     first = (str(error).splitlines() or [""])[0][:200]
@@ -94,7 +94,7 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and the bytes of a shard that hold it."""
+    """A box of a tensor, and its bytes in a shard."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -105,7 +105,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the whole model, and the chunks that the ranks wrote."""
+    """A whole tensor, and the chunks that the ranks wrote."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -129,39 +129,45 @@ class TorchDistFolder:
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
 
     @classmethod
-    def open(cls, path: Path, checks: FileChecks | None = None) -> Self:
-        """Read the index of a directory and check that the shards are long enough.
-
-        Each shard is compared with its hash in ``checks`` before it is first read.
+    def open(cls, path: Path, digests: Mapping[str, str] | None = None) -> Self:
+        """Read the index of a directory and check the lengths of the shards.
 
         Raises:
-            CheckpointError: A file is missing, damaged, hostile or cut short.
+            CheckpointError: A file is missing, hostile, or not as in ``digests`` (SHA-256 by name).
         """
+        checks = FileChecks(path, digests or {})
+        checks.check(METADATA)
         file = path / METADATA
         try:
             tensors, objects = _index(_unpickle(file.read_bytes()))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} has no {METADATA}: the save never completed") from None
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
-                f"{file} is damaged or hostile ({reason(error)}): take another checkpoint"
+                f"{file} is missing, damaged or hostile ({reason(error)}). Load another checkpoint."
             ) from error
-        folder = cls(path, tensors, objects, checks or FileChecks(path))
-        folder._check_shards()
-        return folder
+        sizes: dict[str, int] = defaultdict(int)
+        for chunk in (*(c for t in tensors.values() for c in t.chunks), *objects.values()):
+            sizes[chunk.file] = max(sizes[chunk.file], chunk.start + chunk.length)
+        for name, size in sorted(sizes.items()):
+            shard = path / name
+            if (found := shard.stat().st_size if shard.is_file() else 0) < size:
+                raise CheckpointError(
+                    f"{shard} is missing or cut short. Expected at least {size} bytes, got {found}."
+                    " Copy it again, or load another checkpoint."
+                )
+        return cls(path, tensors, objects, checks)
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return one whole tensor on the CPU, assembled from its chunks. Threads may share this.
+        """Return the tensor ``key`` on the CPU, assembled from its chunks. Thread-safe.
 
         Args:
             key: A key of ``tensors``.
             index: Read only this index of the first dimensions, such as a layer and an expert.
 
         Returns:
-            The stored dtype, and the stored shape without its first ``len(index)`` dimensions.
+            A tensor of the stored dtype and ``shape[len(index):]``.
 
         Raises:
-            CheckpointError: A chunk cannot be read, or differs from the index.
+            CheckpointError: A chunk is damaged.
         """
         stored, depth = self.tensors[key], len(index)
         shape, whole = stored.shape[depth:], None
@@ -188,58 +194,36 @@ class TorchDistFolder:
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
-        """Return an entry of ``objects``. Everything but plain values is a :class:`Record`."""
-        chunk = self.objects[key]
-        self.checks.check(chunk.file)
-        try:
-            with (self.path / chunk.file).open("rb") as shard:
-                shard.seek(chunk.start)
-                return load_plain(shard.read(chunk.length))
-        except Exception as error:
-            raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
+        """Return an entry of ``objects``, as :func:`load_plain` does."""
+        with self._opened(key, self.objects[key]) as archive:
+            return load_plain(archive.read())
 
     def _load(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        with self._opened(key, chunk) as archive:
+            tensor = torch.load(archive, map_location="cpu", weights_only=True).detach()
+            if (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
+                raise ValueError(f"expected {dtype} {chunk.sizes}")
+            return tensor
+
+    @contextmanager
+    def _opened(self, key: str, chunk: Chunk) -> Iterator[IO[bytes]]:
+        """Open the bytes of a chunk. Report an error of the block as damage of the shard."""
         self.checks.check(chunk.file)
         try:
             with (self.path / chunk.file).open("rb") as shard:
-                archive = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
-                tensor = torch.load(cast(IO[bytes], archive), map_location="cpu", weights_only=True)
+                view = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
+                yield cast(IO[bytes], view)
         except Exception as error:
-            raise self._damaged(key, chunk, f"cannot be read ({reason(error)})") from error
-        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
-            raise self._damaged(key, chunk, f"does not hold a {dtype} {chunk.sizes} tensor")
-        return tensor.detach()
-
-    def _damaged(self, key: str, chunk: Chunk, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path / chunk.file}: {key} at byte {chunk.start} {why}: the shard is damaged or "
-            "hostile, take another checkpoint"
-        )
-
-    def _check_shards(self) -> None:
-        needed: dict[str, int] = {}
-        chunks = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
-        for chunk in (*chunks, *self.objects.values()):
-            needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
-        for name, length in sorted(needed.items()):
-            file = self.path / name
-            if not file.is_file():
-                raise CheckpointError(
-                    f"{file} is missing ({len(needed)} shards belong to this checkpoint): copy it "
-                    "again, or take another checkpoint"
-                )
-            if (size := file.stat().st_size) < length:
-                raise CheckpointError(
-                    f"{file} is cut short: {size} bytes of at least {length}: copy it again, or "
-                    "take another checkpoint"
-                )
+            raise CheckpointError(
+                f"{self.path / chunk.file}: {key} at byte {chunk.start} cannot be read "
+                f"({reason(error)}). The file is damaged or hostile. Load another checkpoint."
+            ) from error
 
 
 def load_plain(source: bytes) -> Any:
     """Load tensors and plain values with ``torch.load``. Objects become :class:`Record` values.
 
-    The classes that torch may build in this process (importing Megatron adds some) do not count.
-    Damaged data can raise any error.
+    Ignore the safe globals of this process, to which Megatron adds its own.
     """
     trusted = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -265,7 +249,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
-    """Unpickle ``.metadata`` with allowed names only, in memory bounded by its size."""
+    """Unpickle ``.metadata`` with allowed names only. Bound the memory by its size."""
     for opcode, argument, _ in pickletools.genops(pickled):
         # the unpickler allocates the whole memo up to this index
         if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
@@ -274,20 +258,16 @@ def _unpickle(pickled: bytes) -> metadata.Metadata:
 
 
 def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Return the tensors and objects of an unpickled index. Raises anything if it is malformed."""
+    """Return the tensors and objects of an unpickled index. Malformed ones can raise any error."""
     places: dict[Any, tuple[str, int, int]] = {}
     for where, info in (index.storage_data or {}).items():
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError("compressed or encrypted shards are not supported")
         if not is_file_name(info.relative_path):
-            raise ValueError(f"shard {info.relative_path!r} is not a plain file name")
+            raise ValueError(f"shard {info.relative_path!r} is not a file name")
         start, length = _sizes(torch.Size((info.offset, info.length)))
         places[where.fqn, where.offset] = info.relative_path, start, length
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
     for key, entry in index.state_dict_metadata.items():
-        if not isinstance(key, str):
-            raise TypeError("a tensor has no name")
         if isinstance(entry, metadata.TensorStorageMetadata):
             tensors[key] = _stored_tensor(key, entry, places)
         else:
@@ -296,20 +276,17 @@ def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str,
 
 
 def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any) -> StoredTensor:
-    """Return a tensor whose chunks lie in it, fit into their bytes and have all its elements."""
+    """Return a tensor. Raise ValueError unless its chunks lie in it and cover all elements."""
     dtype, shape = entry.properties.dtype, _sizes(entry.size)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{key} has no dtype")
+    if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor has no name or dtype")
     chunks, covered = [], 0
     for box in entry.chunks:
         chunk = Chunk(_sizes(box.offsets), _sizes(box.sizes), *places[key, box.offsets])
         ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise ValueError(f"a chunk of {key} lies outside of {shape}")
-        elements = math.prod(chunk.sizes)
-        if elements * dtype.itemsize > chunk.length:
-            raise ValueError(f"a chunk of {key} is larger than its {chunk.length} bytes")
-        covered += elements
+        covered += math.prod(chunk.sizes)
         chunks.append(chunk)
     if len({chunk.offsets for chunk in chunks}) != len(chunks) or covered != math.prod(shape):
         raise ValueError(f"{covered} of {math.prod(shape)} elements of {key} are stored")

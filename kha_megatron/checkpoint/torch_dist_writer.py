@@ -26,21 +26,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from kha_megatron.checkpoint.integrity import write_hashes
-from kha_megatron.checkpoint.manifest import write_converted_from
+from kha_megatron.checkpoint.manifest import CONVERTED_FROM
 from kha_megatron.checkpoint.torch_dist import METADATA
 from kha_megatron.checkpoint.tracker import COMMIT_MARK
-from kha_megatron.errors import CheckpointError
 
 COMMON = "common_state"
 _MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
 class TorchDistWriter:
-    """Writes one iteration into an existing, empty directory.
+    """Write one iteration into an existing, empty directory.
 
-    Several threads may call :meth:`write` and :meth:`write_object`. A tensor that is contiguous and
-    has a storage of its own is not copied. Nothing is flushed to disk: ``staging.staged_folder``
-    does that. As a context manager it closes its files.
+    Several threads may call :meth:`write` and :meth:`write_object`. Nothing is flushed to disk:
+    ``staging.staged_folder`` does that. As a context manager it closes its files.
     """
 
     def __init__(self, iteration_folder: Path) -> None:
@@ -69,22 +67,16 @@ class TorchDistWriter:
 
         Args:
             key: Name of the whole tensor.
-            tensor: The chunk, with as many dimensions as the whole.
+            tensor: The chunk, with as many dimensions as the whole tensor.
             shape: Shape of the whole tensor. Shape and dtype are the same for all chunks.
-            offsets: Where the chunk begins.
+            offsets: First index of the chunk in each dimension.
         """
         size, shape, offsets = tensor.shape, torch.Size(shape), torch.Size(offsets)
-        fits = len(size) == len(shape) == len(offsets) and all(
-            o >= 0 and o + n <= whole for o, n, whole in zip(offsets, size, shape, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"{key}: {tuple(size)} at {tuple(offsets)} is not in {tuple(shape)}")
         with self._lock:
             whole = self._tensors.setdefault(
                 key, TensorStorageMetadata(TensorProperties(tensor.dtype), shape, [])
             )
-            if (whole.size, whole.properties.dtype) != (shape, tensor.dtype):
-                raise ValueError(f"{key}: its chunks differ in dtype or in the whole's shape")
+            assert (whole.size, whole.properties.dtype) == (shape, tensor.dtype), key
             whole.chunks.append(ChunkStorageMetadata(offsets, size))
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
@@ -102,14 +94,8 @@ class TorchDistWriter:
         """Write a value that is not a tensor, such as a ``Namespace``.
 
         Megatron loads a checkpoint only if it has the ``_extra_state`` of every module, which is
-        None without FP8. Use ``shape=(layers,), offsets=(layer,)`` for stacked layers, and
-        ``(layers, experts)`` and ``(layer, expert)`` for an expert.
-
-        Args:
-            key: Such as ``decoder.layers.self_attention.linear_proj._extra_state``.
-            value: Plain values, or a ``Namespace``.
-            shape: Shape of the grid of such objects.
-            offsets: The place of this object in the grid.
+        None without FP8. The state of a stacked layer has ``shape=(layers,), offsets=(layer,)``,
+        that of an expert ``(layers, experts)`` and ``(layer, expert)``.
         """
         name = f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
         self._objects[name] = BytesStorageMetadata()
@@ -121,21 +107,12 @@ class TorchDistWriter:
         Args:
             common: The state that all ranks share: ``args`` (a ``Namespace`` of plain values),
                 ``iteration``, ``checkpoint_version`` (3.0).
-            source: Identity of what was converted (``identity()`` of its reader).
+            source: ``identity()`` of the reader of the converted checkpoint.
         """
         for key, whole in self._tensors.items():
-            held = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
-            if held != math.prod(whole.size):
-                raise CheckpointError(
-                    f"{self.folder} is incomplete: {held} of {math.prod(whole.size)} elements of "
-                    f"{key} were written"
-                )
-        try:
-            self.write_object(COMMON, dict(common))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{self.folder}: the training state cannot be stored ({error})"
-            ) from error
+            written = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
+            assert written == math.prod(whole.size), f"{key}: {written} elements of {whole.size}"
+        self.write_object(COMMON, dict(common))
         self.__exit__()
         metadata = Metadata(
             state_dict_metadata=self._tensors | self._objects,
@@ -151,7 +128,8 @@ class TorchDistWriter:
             }
             for key, whole in sorted(self._tensors.items())
         }
-        write_converted_from(self.folder, source, tensors)
+        text = json.dumps({"source": dict(source), "tensors": tensors}, indent=2) + "\n"
+        (self.folder / CONVERTED_FROM).write_text(text, encoding="utf-8")
         (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
         write_hashes(self.folder)
 
@@ -167,6 +145,6 @@ class TorchDistWriter:
         try:
             torch.save(value, shard)
         except RuntimeError as error:
-            # torch fails to end the archive after the disk has refused a part of it
+            # torch cannot finish the archive after a failed write
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         self._storage[index] = _StorageInfo(Path(shard.name).name, start, shard.tell() - start)

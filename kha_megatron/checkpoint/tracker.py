@@ -3,7 +3,6 @@
 Megatron writes the shards, ``.metadata``, the commit mark, the hashes, and last, not atomically,
 the tracker file. A killed save therefore leaves a directory without a mark, which must not be
 loaded, or a complete checkpoint that the tracker file does not name, which must not be lost.
-Everything that reads a ``--save`` directory calls :func:`judge`.
 """
 
 import re
@@ -19,69 +18,73 @@ from kha_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Content of the tracker file, and name of the directory, of weights without an iteration."""
+"""The directory of weights without an iteration, and the content of its tracker file."""
 
 COMMIT_MARK = "metadata.json"
-"""Megatron writes this file last. A checkpoint without it was never completed."""
+"""Megatron writes this file after all shards. A checkpoint without it is incomplete."""
 
-_OF_A_SAVE = (INTEGRITY, COMMIT_MARK, ".integrity*", ".metadata*", "*.distcp", CONVERTED_FROM)
+_CHECKPOINT_FILES = (
+    INTEGRITY,
+    COMMIT_MARK,
+    ".integrity*",
+    ".metadata*",
+    "*.distcp",
+    CONVERTED_FROM,
+)
 """Files of a checkpoint, in the order of removal. Hashes without a mark would look like damage."""
 
 
 class Verdict(NamedTuple):
-    """What a ``--save`` directory holds, and which checkpoint to take."""
+    """The checkpoints of a ``--save`` directory, and the one to load."""
 
     folder: Path
     tracker: str | None
     """Content of the tracker file; None if there is none."""
     newest: Path | None
-    """The complete iteration or release to take; None if none is complete."""
+    """The complete iteration or release to load; None if none is complete."""
     named: Path | None
     """The directory that the tracker file names, if it exists, complete or not."""
     problem: str | None
-    """Why not to follow the tracker file; None if it names ``newest``."""
+    """Why the tracker file is not followed; None if it names ``newest``."""
     incomplete: list[str]
     """Incomplete checkpoints newer than ``newest``, which are ignored."""
 
     def line(self, doing: str) -> str | None:
-        """Return one line such as ``resuming from iter_0000007: ...``; None if all is well."""
+        """Return one line such as ``resuming from iter_0000007: ...``; None without a problem."""
         words = []
         if self.problem and self.newest:
             words.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
         if self.incomplete:
-            words.append(f"ignoring {', '.join(self.incomplete)}: the save was cut short")
+            words.append(f"ignoring {', '.join(self.incomplete)}: incomplete checkpoint")
         return f"{self.folder}: {'; '.join(words)}" if words else None
 
 
 def judge(folder: Path) -> Verdict:
     """Choose the checkpoint of a ``--save`` directory.
 
-    Resume, launch, compare, convert, verify and inspect use this. The tracker file is followed if
-    it names a complete checkpoint, unless a higher one was completed after it: then the job was
-    killed before it wrote the tracker file, or somebody set the file back (use Megatron's
-    ``--ckpt-step`` to roll back). Otherwise the highest complete iteration is taken. A release
-    counts as iteration 0.
-
-    Raises:
-        CheckpointError: The tracker file cannot be read.
+    Follow the tracker file if it names a complete checkpoint, unless a higher iteration was
+    completed after that one: then the job was killed before it wrote the tracker file. Otherwise
+    choose the highest complete iteration. A release counts as iteration 0.
     """
-    tracker = _read(folder / TRACKER)
+    file = folder / TRACKER
+    tracker = file.read_text(errors="replace").strip() if file.is_file() else None
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
     marks = {
         n: (path / COMMIT_MARK).stat().st_mtime_ns if (path / COMMIT_MARK).exists() else 0
         for n, path in saves.items()
         if is_complete(path)
     }
-    named = _number(tracker)
+    number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
+    named = int(number[0]) if number else 0 if tracker == RELEASE else None
     newest, problem = max(marks, default=None), None
     if newest is None:
         pass
     elif tracker is None:
         problem = "is missing"
     elif named is None:
-        problem = f"holds {tracker[:20]!r} instead of an iteration"
+        problem = f"contains {tracker[:20]!r} instead of an iteration"
     elif named not in marks:
-        problem = f"names {tracker[:20]}, whose save never completed"
+        problem = f"names {tracker}, which is not a complete checkpoint"
     else:
         newest = max(n for n in marks if n >= named and marks[n] >= marks[named])
         if newest != named:
@@ -98,23 +101,23 @@ def judge(folder: Path) -> Verdict:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint; None if there is none or no directory."""
+    """Return the newest complete checkpoint of a ``--save`` directory, if there is one."""
     return judge(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
     """Return the checkpoint to read from a ``--save`` directory, or ``path`` if it is one.
 
-    If no checkpoint is complete, return what the tracker file names, so that the reader can report
-    the format or the missing file.
+    If no checkpoint is complete, return the one that the tracker file names, so that the reader can
+    report what is missing.
 
     Raises:
         CheckpointError: There is neither.
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder: name a --save folder, iter_0000123 in it, or a Hugging Face "
-            "model folder"
+            f"{path} is not a directory. Expected a --save directory, an iter_0000123 in it, or a "
+            "Hugging Face model directory."
         )
     if not (path / TRACKER).exists() and (
         (path / COMMIT_MARK).exists() or iteration_of(path) is not None
@@ -122,11 +125,9 @@ def resolve(path: Path) -> Path:
         return path
     verdict = judge(path)
     if (found := verdict.newest or verdict.named) is None:
-        held = f"holds no {TRACKER}"
-        if verdict.tracker is not None:
-            held = f"holds {verdict.tracker[:20]!r} in {TRACKER}"
-        raise CheckpointError(f"{path} {held}{choices(path)}")
-    if line := verdict.line("taking"):
+        held = "no" if verdict.tracker is None else f"{verdict.tracker[:20]!r} in"
+        raise CheckpointError(f"{path} has {held} {TRACKER}. {choices(path)}")
+    if line := verdict.line("loading"):
         announce(line, once=line)
     return found
 
@@ -160,7 +161,7 @@ def tracker_word(path: Path) -> str:
 def is_complete(path: Path) -> bool:
     """Return whether a torch_dist checkpoint was completed, even if it was damaged later.
 
-    Megatron writes the mark after all shards, not atomically, and the hashes after the mark.
+    Megatron writes the mark not atomically, and the hashes after the mark.
     """
     if (path / INTEGRITY).is_file():
         return True
@@ -171,45 +172,25 @@ def is_complete(path: Path) -> bool:
 
 
 def choices(folder: Path) -> str:
-    """Return the end of an error message: the complete checkpoints that the user can name."""
-    complete = sorted(p.name for p in folder.iterdir() if is_complete(p)) if folder.is_dir() else []
+    """Return the end of an error message that lists the complete checkpoints."""
+    complete = sorted(path.name for path in folder.iterdir() if is_complete(path))
     if not complete:
-        return ": no complete checkpoint is in it"
-    return f": name one of its folders instead ({', '.join(complete[-5:])})"
+        return f"{folder} holds no complete checkpoint."
+    return f"Complete checkpoints in {folder}: {', '.join(complete[-5:])}."
 
 
 def clear_for_overwriting(path: str | Path) -> None:
     """Remove an earlier checkpoint from a directory that is about to be written, its marks first.
 
-    A job that is killed during the new save then leaves no mixture that looks complete. Files that
-    are no part of a checkpoint stay.
+    A job that is killed during the new save then leaves no mixture that looks complete. Other files
+    stay.
     """
     path = Path(path)
-    held = [file for pattern in _OF_A_SAVE for file in path.glob(pattern)]
+    held = [file for pattern in _CHECKPOINT_FILES for file in path.glob(pattern)]
     if not held:
         return
-    what = "a checkpoint" if is_complete(path) else "a save that was cut short"
-    announce(f"{path} holds {what}, which is replaced")
+    announce(f"replacing the {'' if is_complete(path) else 'incomplete '}checkpoint {path}")
     for file in held:
         file.unlink()
         if file.name in (INTEGRITY, COMMIT_MARK):
             flush(path)
-
-
-def _number(tracker: str | None) -> int | None:
-    if tracker == RELEASE:
-        return 0
-    return int(tracker) if tracker and tracker.isascii() and tracker.isdecimal() else None
-
-
-def _read(tracker: Path) -> str | None:
-    """Return the first bytes of a tracker file. An iteration has at most 19 digits."""
-    try:
-        with tracker.open("rb") as stream:
-            return stream.read(64).decode(errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(
-            f"{tracker} cannot be read ({error.strerror}): remove it, or name an iteration's folder"
-        ) from error

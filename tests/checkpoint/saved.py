@@ -1,4 +1,4 @@
-"""Small checkpoints without Megatron, for tests of what finds and judges them."""
+"""Write small checkpoints without Megatron."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -10,14 +10,7 @@ from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 
 
 def save(folder: Path, iteration: int, tensors: dict[str, Tensor], **arguments: Any) -> Path:
-    """One iteration and a tracker file that names it, as ``--save`` leaves them.
-
-    Args:
-        folder: what ``--save`` names.
-        iteration: its number.
-        tensors: whole, by Megatron's names.
-        arguments: Megatron's, which the checkpoint records.
-    """
+    """Write an iteration with whole tensors and Megatron's arguments, and the tracker file."""
     path = folder / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
     with TorchDistWriter(path) as writer:

@@ -1,4 +1,4 @@
-"""What Megatron wrote on several ranks is read back whole."""
+"""Test the reader of Megatron checkpoints against the parameters of the ranks."""
 
 import sys
 
@@ -18,7 +18,7 @@ PROJ = "self_attention.linear_proj.weight"
 ITER = f"iter_{ITERATION:07d}"
 
 
-def test_tensors_cut_over_tensor_parallel_ranks_are_whole_again(dense):
+def test_tensors_of_tensor_parallel_ranks_are_assembled(dense):
     folder, parameters = dense
     checkpoint = MegatronCheckpoint.open(folder)
     for layer in range(3):
@@ -31,7 +31,7 @@ def test_tensors_cut_over_tensor_parallel_ranks_are_whole_again(dense):
     assert torch.equal(checkpoint.tensor(words), torch.from_numpy(whole))
 
 
-def test_knock_weights_come_from_stacked_layers(dense):
+def test_knock_weights_of_stacked_layers(dense):
     folder, (parameters, _) = dense
     weights = knock_weights(MegatronCheckpoint.open(folder))
     assert set(weights) == {(i, p) for i in range(3) for p in ("query", "key", "value")}
@@ -40,7 +40,7 @@ def test_knock_weights_come_from_stacked_layers(dense):
         assert torch.equal(weight, torch.from_numpy(parameters[name]))
 
 
-def test_what_the_checkpoint_says_of_itself(dense):
+def test_arguments_and_keys(dense):
     checkpoint = MegatronCheckpoint.open(dense[0])
     assert checkpoint.path.name == ITER
     assert checkpoint.iteration == ITERATION
@@ -54,7 +54,7 @@ def test_what_the_checkpoint_says_of_itself(dense):
     assert MegatronCheckpoint.open(dense[0] / ITER).iteration == ITERATION
 
 
-def test_one_layer_reads_only_its_own_chunks(dense, monkeypatch):
+def test_reading_one_layer_reads_only_its_chunks(dense, monkeypatch):
     read = []
     load = torch_dist.TorchDistFolder._load
 
@@ -98,21 +98,18 @@ def test_reading_needs_no_megatron(dense, monkeypatch):
     assert knock_weights(MegatronCheckpoint.open(dense[0]))
 
 
-def test_plain_megatron_and_a_spec_on_the_command_line(dense):
+def test_kha_of_checkpoints_without_kha_arguments(dense):
     checkpoint = MegatronCheckpoint.open(dense[0])
     tensors = checkpoint._folder.tensors
-    for key in [key for key in tensors if "knock_" in key]:
-        del tensors[key]
+    for projection in ("query", "key"):
+        del tensors[f"decoder.layers.self_attention.knock_{projection}.weight"]
+    checkpoint.__dict__["args"] = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
+    assert kha_of(checkpoint) == KHAConfig.from_preset("kha_mlp")
+    del tensors["decoder.layers.self_attention.knock_value.weight"]
     checkpoint.__dict__["args"] = {"spec": None}
     assert kha_of(checkpoint) is None
     with pytest.raises(CheckpointError, match="trained with plain Megatron"):
         knock_weights(checkpoint)
-
-    checkpoint = MegatronCheckpoint.open(dense[0])
-    for projection in ("query", "key"):
-        del checkpoint._folder.tensors[f"decoder.layers.self_attention.knock_{projection}.weight"]
-    checkpoint.__dict__["args"] = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
-    assert kha_of(checkpoint) == KHAConfig.from_preset("kha_mlp")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +133,7 @@ def test_a_record_that_contradicts_the_tensors_is_refused(dense, args, message):
         knock_weights(checkpoint)
 
 
-def read_where_megatron_is_imported(folder):
-    """Megatron registers its classes with torch; the reader must go on building none of them."""
+def read_after_importing_megatron(folder):
     import megatron.core  # noqa: F401
 
     checkpoint = MegatronCheckpoint.open(folder)
@@ -146,5 +142,5 @@ def read_where_megatron_is_imported(folder):
     return inert, before == set(torch.serialization.get_safe_globals())
 
 
-def test_reads_the_same_in_a_process_that_has_imported_megatron(ranks, dense):
-    assert ranks(read_where_megatron_is_imported, 1, dense[0]) == [(True, True)]
+def test_safe_globals_of_megatron_are_ignored_and_kept(ranks, dense):
+    assert ranks(read_after_importing_megatron, 1, dense[0]) == [(True, True)]

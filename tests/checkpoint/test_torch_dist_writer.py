@@ -1,4 +1,4 @@
-"""Checkpoints written without Megatron are Megatron's own, to its loader and to the record."""
+"""Test that Megatron and our reader load the checkpoints that we write without Megatron."""
 
 import json
 from argparse import Namespace
@@ -10,7 +10,6 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
-from kha_megatron.errors import CheckpointError
 from kha_megatron.model.recorded import kha_of
 from tests.conversion.checkpoints import ITERATION
 from tests.conversion.fixtures import KHA
@@ -20,7 +19,7 @@ SOURCE = {"format": "huggingface", "path": "model", "iteration": None, "sha256":
 
 
 def _rewrite(save, folder, threads=1):
-    """Write the model of a checkpoint anew, chunk by chunk."""
+    """Copy the model of a checkpoint, chunk by chunk."""
     original = MegatronCheckpoint.open(save)
     stored = original._folder
     folder.mkdir()
@@ -45,10 +44,7 @@ def _rewrite(save, folder, threads=1):
 
 
 def load_both(original, copy, kha, layout, config):
-    """Load both with Megatron's own loader into a model of this layout; what differs, and how many.
-
-    Nothing may be missing or unexpected in the copy, and its hashes are checked.
-    """
+    """Load both with Megatron. Return the keys that differ, and the number of loaded tensors."""
     from megatron.core import dist_checkpointing, parallel_state
 
     from tests.distributed import models
@@ -82,7 +78,7 @@ def load_both(original, copy, kha, layout, config):
 
 @pytest.fixture(scope="module")
 def four(ranks, tmp_path_factory):
-    """Four layers, so that two stages have two each, and their copy."""
+    """A model of four layers, for two stages, and its copy."""
     from tests.conversion.checkpoints import save_gpt
 
     folder = tmp_path_factory.mktemp("four")
@@ -92,14 +88,14 @@ def four(ranks, tmp_path_factory):
     return folder / "save" / f"iter_{ITERATION:07d}", folder / "copy"
 
 
-def test_megatron_loads_it_under_another_layout(ranks, four):
+def test_megatron_loads_the_copy_under_another_layout(ranks, four):
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     for different, held in ranks(load_both, 4, *map(str, four), KHA, sizes, {"num_layers": 4}):
         assert different == []
         assert held > 20
 
 
-def test_what_it_says_of_itself(four):
+def test_identity_and_converted_from(four):
     checkpoint = MegatronCheckpoint.open(four[1])
     assert (checkpoint.iteration, kha_of(checkpoint)) == (ITERATION, KHA)
     identity = checkpoint.identity()
@@ -137,7 +133,7 @@ def _tensors():
 
 
 @pytest.mark.parametrize(("name", "tensor"), _tensors())
-def test_any_tensor_comes_back(tmp_path, name, tensor):
+def test_round_trip_of_any_tensor(tmp_path, name, tensor):
     with TorchDistWriter(tmp_path) as writer:
         writer.write(name, tensor, shape=tensor.shape, offsets=(0,) * tensor.dim())
         writer.close(COMMON, SOURCE)
@@ -152,25 +148,12 @@ def _bytes(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_a_chunk_that_does_not_fit_is_refused(tmp_path):
+def test_missing_and_mismatched_chunks_are_errors(tmp_path):
     writer = TorchDistWriter(tmp_path)
     tensor = torch.zeros(2, 3)
-    for shape, offsets in (((2, 3), (1, 0)), ((2, 3), (-1, 0)), ((6,), (0,)), ((2, 2), (0, 0))):
-        with pytest.raises(ValueError, match="is not in"):
-            writer.write("a", tensor, shape=shape, offsets=offsets)
     writer.write("a", tensor, shape=(4, 3), offsets=(0, 0))
-    with pytest.raises(ValueError, match="differ in dtype"):
+    with pytest.raises(AssertionError, match="a"):
         writer.write("a", tensor.half(), shape=(4, 3), offsets=(2, 0))
-    with pytest.raises(CheckpointError, match=r"incomplete: 6 of 12 elements of a"):
+    with pytest.raises(AssertionError, match="a: 6 elements of"):
         writer.close(COMMON, SOURCE)
-    assert not (tmp_path / "metadata.json").exists()
-
-
-def test_a_training_state_that_cannot_be_stored_is_refused(tmp_path):
-    inert = type("AttnBackend", (Record,), {"name": "megatron.AttnBackend"})(5)
-    with (
-        TorchDistWriter(tmp_path) as writer,
-        pytest.raises(CheckpointError, match=r"training state cannot be stored.*AttnBackend"),
-    ):
-        writer.close(COMMON | {"args": Namespace(attention_backend=inert)}, SOURCE)
     assert not (tmp_path / "metadata.json").exists()

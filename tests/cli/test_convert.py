@@ -164,7 +164,7 @@ BAD = {
     "size": (["--max-shard-size", "5X"], None, "--max-shard-size: expected a size such as"),
     "tokenizer": (["--tokenizer", "/nowhere"], None, "No tokenizer directory /nowhere"),
     "lost shard": ([], _lose_shard, "distcp is missing"),
-    "gone": ([], shutil.rmtree, "is not a folder"),
+    "gone": ([], shutil.rmtree, "is not a directory"),
 }
 
 

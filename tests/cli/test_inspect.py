@@ -154,7 +154,7 @@ def test_bad_input_is_refused(run, tmp_path, matrices, monkeypatch):
     _write(tmp_path / "plain", matrices, kha_query=None, kha_value=None)
     for name, message in (
         ("plain", "records no knocking heads"),
-        ("nowhere", "is not a folder"),
+        ("nowhere", "is not a directory"),
         ("empty", "holds no"),
     ):
         code, _, stderr = run(tmp_path / name, tmp_path / "out")

@@ -289,7 +289,7 @@ def test_a_damaged_shard_leaves_nothing(sparse, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(to_hf.HFWriter, "write", full)
-    with pytest.raises(OutputError, match=r"cannot write .*hf: No space left on device"):
+    with pytest.raises(OutputError, match=r"Cannot write .*hf: No space left on device"):
         planned.write(target)
     assert {file.name: file.read_bytes() for file in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
