@@ -1,4 +1,4 @@
-"""Conversions that are killed at every step, forked from a process that has imported torch once."""
+"""Kill conversions at every step, in forks of a process that has imported torch."""
 
 import gc
 import itertools
@@ -15,13 +15,13 @@ Tree = dict[str, bytes]
 
 
 def tree(folder: Path) -> Tree:
-    """Every file below a folder by its path."""
+    """Return the content of every file below a directory by its path."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def convert(kind: str, source: Path, target: Path) -> None:
-    """One conversion by one thread, so that two of the same are the same to the byte."""
+    """Convert in one thread, so that the output is the same byte for byte."""
     from kha_megatron.conversion import to_hf, to_megatron
 
     if kind == "to-hf":
@@ -31,18 +31,18 @@ def convert(kind: str, source: Path, target: Path) -> None:
 
 
 def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tuple[int, list[str]]:
-    """Kill a conversion over an old folder at up to ``most`` of its steps, and look what is there.
+    """Kill a conversion over an old directory at about ``most`` of its steps.
 
     Returns:
-        How many were killed, and what was wrong after which.
+        The number of kills, and a line for each one after which the old output was not there.
     """
     old, first = tree(target), target.with_name("first")
     convert(kind, source, first)  # imports what the children would import one by one
-    gc.collect()  # a thread that waits for work would be missing in them
+    gc.collect()  # forks have no threads
     new = tree(first)
     steps = _steps(kind, source, first)
     assert tree(first) == new
-    last = range(max(0, len(steps) - 12), len(steps))
+    last = range(max(0, len(steps) - 8), len(steps))
     chosen = sorted({*range(0, len(steps), -(-len(steps) // most)), *last})
     wrong = []
     for number in chosen:
@@ -54,9 +54,9 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
         if tree(target) == new:
             _forked(lambda: _restore(target, old))
         elif tree(target) != old:
-            wrong.append(f"{place}: neither the old folder nor the new one is there")
+            wrong.append(f"{place}: neither the old directory nor the new one is there")
     if _forked(lambda: convert(kind, source, target)) or tree(target) != new:
-        wrong.append("the last one, which nothing kills, failed")
+        wrong.append("the conversion without a kill failed")
     left = sorted(path.name for path in target.parent.iterdir())
     if left != sorted([target.name, "first"]):
         wrong.append(f"left behind: {left}")
@@ -64,7 +64,7 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
 
 
 def _recover(target: Path) -> None:
-    """What the next command does first, which must refuse to replace what is there."""
+    """Check the output directory as the next command does."""
     try:
         check_output_folder(target, overwrite=False)
     except OutputError:
@@ -108,7 +108,7 @@ def _killed(kind: str, source: Path, target: Path, number: int) -> None:
 
 
 def _forked(function: Callable[[], object]) -> int:
-    """Exit code of a child that runs it; negative for the signal that killed it."""
+    """Run a function in a child. Return its exit code, or minus the signal that killed it."""
     if (pid := os.fork()) == 0:
         code = 1
         try:

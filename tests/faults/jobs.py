@@ -1,8 +1,14 @@
-"""The job that the fault tests run: two data-parallel ranks, a checkpoint after every iteration."""
+"""The job of the fault tests: two data-parallel ranks, a checkpoint after every iteration."""
 
+import contextlib
 import re
 import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 WORDS = shlex.split("""
 --num-layers 2 --hidden-size 24 --ffn-hidden-size 20 --num-attention-heads 4 --kv-channels 6
@@ -16,22 +22,35 @@ WORDS = shlex.split("""
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    """The same words every time the job is queued: it saves where it loads."""
+    """Return the arguments of a job that saves to the directory that it loads."""
     return [*WORDS, "--save", str(folder), "--load", str(folder), *more]
 
 
 def until(iteration: int) -> list[str]:
-    """Stop after that iteration, with a checkpoint."""
+    """Return the arguments to stop after an iteration."""
     return ["--exit-interval", str(iteration)]
 
 
 def resumed(output: str) -> int:
-    """The iteration that Megatron says to have loaded; 0 if it started from scratch."""
+    """Return the iteration that Megatron logs to have loaded; 0 if it started from scratch."""
     found = re.findall(r"loading distributed checkpoint from \S+ at iteration (\d+)", output)
     assert len(set(found)) <= 1
     return int(found[0]) if found else 0
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
-    """Where Megatron saves an iteration."""
     return folder / f"iter_{iteration:07d}"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of ``size`` below a directory, or skip the test."""
+    mounted = folder / "disk"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mounted)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a full disk needs a mount, which this machine does not allow")
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)

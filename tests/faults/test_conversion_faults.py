@@ -1,7 +1,4 @@
-"""Full disks, kills, damage and hostile files: a conversion is refused and nothing is lost.
-
-Both directions run over an old directory that must stay as it was.
-"""
+"""Test that conversions of damaged files, and onto full disks, fail and leave the old output."""
 
 import io
 import json
@@ -10,7 +7,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
 import zipfile
 
 import pytest
@@ -23,6 +19,7 @@ from kha_megatron.conversion import to_megatron
 from kha_megatron.errors import CheckpointError, KHAError, OutputError
 from tests.conversion.models import CONFIGS, make
 from tests.faults.conversions import convert, kill_at_every_step, tree
+from tests.faults.jobs import small_disk
 
 KINDS = ["to-hf", "to-megatron"]
 NORM = "model.norm.weight"
@@ -71,34 +68,23 @@ def flip(file, at):
         stream.write(bytes([value ^ 8]))
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 200 kB."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(mounted)]
-    if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("a full disk needs a mount, which this machine does not allow")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_is_noticed_before_and_while_writing(sources, small_disk, monkeypatch, kind):
-    old = small_disk / "model"
-    old.mkdir()
-    (old / "config.json").write_text("{}")
-    (small_disk / "ballast").write_bytes(bytes(120_000))
-    message = r"cannot write .* bytes are needed and its disk has .* free: make room"
-    refused(kind, sources[kind], old, message, OutputError)
-    for module in (hf_writer, to_megatron):
-        monkeypatch.setattr(module, "check_room", lambda folder, needed: None)
-    refused(kind, sources[kind], old, r"cannot write .*: No space left on device", OutputError)
+def test_a_full_disk(sources, tmp_path, monkeypatch, kind):
+    with small_disk(tmp_path, "200k") as disk:
+        old = disk / "model"
+        old.mkdir()
+        (old / "config.json").write_text("{}")
+        (disk / "ballast").write_bytes(bytes(120_000))
+        message = r"Cannot write .* Expected .* bytes of free disk space"
+        refused(kind, sources[kind], old, message, OutputError)
+        for module in (hf_writer, to_megatron):
+            monkeypatch.setattr(module, "check_room", lambda folder, needed: None)
+        refused(kind, sources[kind], old, "Cannot write .*: No space left on device", OutputError)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["to-hf", pytest.param("to-megatron", marks=pytest.mark.whole)])
 def test_a_kill_at_any_step_loses_nothing(sources, old, kind, whole):
-    most = 32 if whole else 8
+    most = 32 if whole else 4
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         case = pool.apply_async(kill_at_every_step, (kind, sources[kind], old, most))
@@ -112,34 +98,32 @@ def shards(folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_or_truncated_shard_is_named(source, old, kind):
+def test_a_missing_or_truncated_shard(source, old, kind):
     folder = source(kind)
     shard = shards(folder, kind)[-1]
     os.truncate(shard, shard.stat().st_size // 2)
-    refused(kind, folder, old, rf"{shard.name} is (cut short|damaged)", CheckpointError)
+    refused(kind, folder, old, rf"{shard.name} is (missing or cut short|damaged)", CheckpointError)
     shard.unlink()
     refused(kind, folder, old, rf"{shard.name} is missing", CheckpointError)
 
 
-@pytest.mark.parametrize("place", [0.02, 0.6])
-def test_a_flipped_bit_of_a_megatron_file_is_noticed(source, old, place):
+def test_a_flipped_bit_of_a_megatron_file_is_detected(source, old):
     folder = source("to-hf")
-    for file in [
-        f for name in ("*.distcp", ".metadata", "metadata.json") for f in folder.rglob(name)
-    ]:
-        at = int(place * (file.stat().st_size - 1))
+    names = ("*.distcp", ".metadata", "metadata.json")
+    for file in [file for name in names for file in folder.rglob(name)]:
+        at = int(0.6 * (file.stat().st_size - 1))
         flip(file, at)
-        refused("to-hf", folder, old, rf"{file.name} is damaged: its SHA-256", CheckpointError)
+        refused("to-hf", folder, old, rf"{file.name} is damaged. Expected SHA-256", CheckpointError)
         flip(file, at)
 
 
 @pytest.mark.parametrize("place", [0.1, 0.99])
-def test_a_flipped_bit_of_a_hugging_face_file_is_noticed(source, old, place):
+def test_a_flipped_bit_of_a_hugging_face_file_is_detected(source, old, place):
     folder = source("to-megatron")
-    message = r"is damaged|was changed|manifest\.json|does not hold"
+    message = r"is damaged|was changed|manifest\.json"
     for file in shards(folder, "to-megatron"):
         header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        first = 8 + len('{"__metadata__":{"format":"pt"},')  # which may say anything
+        first = 8 + len('{"__metadata__":{"format":"pt"},')  # which is not checked
         in_header = first + int(place * (header - 1 - first))
         for at in (in_header, header + int(place * (file.stat().st_size - header - 1))):
             flip(file, at)
@@ -148,7 +132,7 @@ def test_a_flipped_bit_of_a_hugging_face_file_is_noticed(source, old, place):
     convert("to-megatron", folder, old)  # as it was
 
 
-def test_a_model_that_was_changed_on_purpose_converts_without_its_manifest(source, old):
+def test_a_changed_model_converts_without_its_manifest(source, old):
     folder = source("to-megatron")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     file = folder / index["weight_map"][NORM]
@@ -163,7 +147,7 @@ def _entry(**changes):
     return {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes}
 
 
-LIES = {
+HEADERS = {
     "deeply nested": b'{"a":' * 99_999,
     "a dtype that torch does not have": _entry(dtype="F4", shape=[48]),
     "an overflowing shape": _entry(shape=[2**64]),
@@ -172,17 +156,19 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_refused(source, old, lie):
-    header = LIES[lie] if isinstance(LIES[lie], bytes) else json.dumps(LIES[lie]).encode()
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_malformed_header_is_refused(source, old, case):
+    header = (
+        HEADERS[case] if isinstance(HEADERS[case], bytes) else json.dumps(HEADERS[case]).encode()
+    )
     folder = source("to-megatron")
     file = shards(folder, "to-megatron")[0]
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(24))
-    refused("to-megatron", folder, old, f"{file} is damaged or hostile", CheckpointError)
+    refused("to-megatron", folder, old, f"{file} is damaged", CheckpointError)
 
 
 class Bomb:
-    """Creates a file if pickle.load reads it."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file):
         self.file = file
@@ -199,7 +185,7 @@ def _hostile_metadata(folder, bomb):
 
 
 def _hostile_chunk(folder, bomb):
-    """Replace an archive by one as long, with the bomb in its ``data.pkl``."""
+    """Replace an archive by one of the same length with the bomb."""
     checkpoint = MegatronCheckpoint.open(folder)
     chunk = checkpoint._folder.tensors["embedding.word_embeddings.weight"].chunks[0]
     buffer = io.BytesIO()
@@ -227,11 +213,11 @@ def _hostile_state(folder, bomb):
 
 
 @pytest.mark.parametrize("hide", [_hostile_metadata, _hostile_chunk, _hostile_state])
-def test_a_hostile_pickle_with_correct_hashes_never_runs(source, old, tmp_path, hide):
+def test_a_hostile_pickle_with_correct_hashes_is_not_run(source, old, tmp_path, hide):
     created, folder = tmp_path / "created", source("to-hf")
     hide(folder, Bomb(created))
     write_hashes(next(folder.rglob(".metadata")).parent)
     refused("to-hf", folder, old, r"damaged or hostile", KHAError)
     assert not created.exists()
     pickle.loads(pickle.dumps(Bomb(created)))
-    assert created.exists(), "the bomb works"
+    assert created.exists()

@@ -1,4 +1,4 @@
-"""Damaged, hostile and unreadable checkpoints: named in one line, on every rank, never executed."""
+"""Test that every rank refuses damaged and hostile checkpoints and executes none of them."""
 
 import functools
 import io
@@ -18,16 +18,7 @@ from kha_megatron.checkpoint.integrity import (
 )
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
-from tests.faults.jobs import arguments, iteration_folder, resumed, until
-
-
-@pytest.fixture(scope="module")
-def saved(entry, tmp_path_factory):
-    """Two checkpoints, as the entry point writes them by default."""
-    folder = tmp_path_factory.mktemp("damage") / "save"
-    run = entry(arguments(folder, *until(2)), 2)
-    assert run.codes == [0, 0], run.output[-3000:]
-    return folder
+from tests.faults.jobs import arguments, iteration_folder, resumed
 
 
 @pytest.fixture
@@ -36,51 +27,47 @@ def copy(saved, tmp_path):
 
 
 def flip(file, place):
-    """One bit, at a fraction of the file."""
+    """Flip one bit at a fraction of the file."""
     content = bytearray(file.read_bytes())
     content[int(place * len(content))] ^= 1 << 3
     file.write_bytes(content)
 
 
-def key_in(checkpoint, shard):
-    """A tensor that is stored in that shard."""
-    tensors = checkpoint._folder.tensors
-    return next(k for k, t in tensors.items() if any(c.file == shard for c in t.chunks))
-
-
 @pytest.mark.parametrize("place", [0.1, 0.98])
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"])
-def test_a_flipped_bit_is_found_before_anything_is_read_from_its_file(copy, name, place):
+def test_a_flipped_bit_is_detected_before_the_file_is_read(copy, name, place):
     folder = iteration_folder(copy, 2)
-    key = key_in(MegatronCheckpoint.open(folder), name) if "distcp" in name else None
+    tensors = MegatronCheckpoint.open(folder)._folder.tensors
+    keys = (k for k, t in tensors.items() if any(c.file == name for c in t.chunks))
+    key = next(keys, None)
     flip(folder / name, place)
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256") as caught:
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged. Expected SHA-256") as caught:
         MegatronCheckpoint.open(folder)._folder.read(key)
     assert "\n" not in str(caught.value)
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256"):
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged. Expected SHA-256"):
         verify_hashes(folder)
 
 
-def test_the_manifest_itself(copy):
+def test_damaged_and_missing_lists_of_hashes(copy):
     folder = iteration_folder(copy, 2)
     digests = read_hashes(folder)
     assert set(digests) == {file.name for file in folder.iterdir()} - {INTEGRITY}
     names = ({"files": {name: "0"}, "algorithm": "sha256"} for name in ("../x", "\0"))
     for bad in ("", "{}", '{"files": 3}', *map(json.dumps, names)):
         (folder / INTEGRITY).write_text(bad)
-        with pytest.raises(CheckpointError, match=f"{INTEGRITY} is damaged: copy it again"):
+        with pytest.raises(CheckpointError, match=f"{INTEGRITY} is damaged"):
             MegatronCheckpoint.open(folder)
     (folder / INTEGRITY).unlink()
     MegatronCheckpoint.open(folder).tensor("embedding.word_embeddings.weight")  # older versions
     write_hashes(folder)
     assert read_hashes(folder) == digests
     (folder / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp cannot be read .*copy it again"):
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp .* cannot be read"):
         verify_hashes(folder)
 
 
 def _both_ways(folder, name):
-    """On two ranks: Megatron's own check, ours, and ours of a damaged file."""
+    """Verify an intact and a damaged checkpoint with Megatron and with our function."""
     from pathlib import Path
 
     from megatron.core.dist_checkpointing import validation
@@ -105,14 +92,14 @@ def _both_ways(folder, name):
     return answer, False
 
 
-def test_megatron_agrees_and_every_rank_reports_the_damage(ranks, copy):
+def test_every_rank_reports_damage_as_megatron_does(ranks, copy):
     name = "__0_0.distcp"
     for answer, megatron in ranks(_both_ways, 2, str(iteration_folder(copy, 2)), name):
         assert f"{name} is damaged" in answer
         assert megatron
 
 
-def test_the_entry_point_refuses_damage_on_every_rank(entry, copy):
+def test_training_refuses_damage_on_every_rank(entry, copy):
     flip(iteration_folder(copy, 2) / "__1_0.distcp", 0.4)
     before = sorted(path.name for path in copy.iterdir())
     run = entry(arguments(copy), 2)
@@ -120,8 +107,7 @@ def test_the_entry_point_refuses_damage_on_every_rank(entry, copy):
     assert not run.overdue
     assert "Traceback" not in run.output
     (error,) = run.errors
-    assert "iter_0000002/__1_0.distcp is damaged: its SHA-256 begins with" in error
-    assert error.endswith("copy it again, or take another checkpoint")
+    assert "iter_0000002/__1_0.distcp is damaged. Expected SHA-256" in error
     assert sorted(path.name for path in copy.iterdir()) == before
 
 
@@ -140,7 +126,7 @@ def _hostile_index(folder, bomb):
 
 
 def _hostile_object(name, folder, bomb):
-    """Put a bomb where ``.metadata`` says that an object is, at the end of its shard."""
+    """Append a bomb to the shard of an object, and point ``.metadata`` to it."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     found = [index for index in metadata.storage_data if index.fqn.startswith(name)]
     assert found
@@ -155,7 +141,7 @@ def _hostile_object(name, folder, bomb):
 
 
 HOSTILE = {
-    "index": (_hostile_index, r".metadata is damaged or hostile"),
+    "index": (_hostile_index, r".metadata is missing, damaged or hostile"),
     "common state": (functools.partial(_hostile_object, "common_state"), "hostile"),
     "random state": (functools.partial(_hostile_object, "rng_state"), "cannot be read"),
 }
@@ -165,10 +151,9 @@ HOSTILE = {
     "where",
     ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")],
 )
-def test_a_hostile_pickle_never_runs(entry, copy, tmp_path, where):
-    """The entry point reads through the allow-list before Megatron, which would run the first."""
+def test_training_does_not_run_a_hostile_pickle(entry, copy, tmp_path, where):
     spoil, message = HOSTILE[where]
-    file, folder = tmp_path / "pwned", iteration_folder(copy, 2)
+    file, folder = tmp_path / "created", iteration_folder(copy, 2)
     spoil(folder, _Bomb(file))
     write_hashes(folder)  # whoever can write the checkpoint can write its hashes
     run = entry(arguments(copy), 2)
@@ -179,4 +164,4 @@ def test_a_hostile_pickle_never_runs(entry, copy, tmp_path, where):
     (error,) = run.errors
     assert message in error
     assert "posix.system" in error
-    assert resumed(run.output) == (2 if where == "random state" else 0), "who read it"
+    assert resumed(run.output) == (2 if where == "random state" else 0)

@@ -1,11 +1,12 @@
-"""``kill -9`` in the middle of a save: the next run takes the last complete checkpoint, by itself.
+"""Test that a job that is killed while saving resumes from the last complete checkpoint.
 
-One job that is killed and queued again, over and over, in the same folder. Each run resumes, trains
-one iteration and is killed at another step of the save that follows.
+The same job is killed and restarted repeatedly in one directory. Each run resumes, trains one
+iteration and is killed at another step of the next save.
 """
 
 import functools
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -36,15 +37,15 @@ PLACES = [
     (0, "all", ("half", TRACK), 1, True),
 ]
 FEW = [(0, "all", ("open", TRACK), 1, True), (0, "all", ("half", MARK), 1, False)]
-"""In ``make test``: a complete save with an empty tracker file, and a save without its mark."""
+"""The cases of ``make test``: an empty tracker file, and a checkpoint without its mark."""
 
 RANDOM = 3
-"""Runs that are killed as a whole at a random time of a save."""
+"""Number of runs that are killed at a random time of a save."""
 ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
 
 
 def _once_saving(saved: Path, delay: float) -> float:
-    """Wait for the first file of a save; the kill comes ``delay`` seconds later."""
+    """Wait for the first file of a save, and return ``delay``."""
     start, deadline = time.time(), time.monotonic() + 100
     while not (saved.exists() and saved.stat().st_mtime > start) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -52,13 +53,12 @@ def _once_saving(saved: Path, delay: float) -> float:
 
 
 def _last_complete(folder: Path) -> int:
-    """By Megatron's own mark, which it writes last."""
     marks = [path for path in folder.glob(MARK) if path.stat().st_size]
     return max((int(path.parent.name[5:]) for path in marks), default=0)
 
 
 def _killed_at_random(entry, folder, seed, longest, *words):
-    """A run that is killed that many seconds after it began to save; what it resumed from."""
+    """Kill a run up to ``longest`` seconds after it began to save. Return the time in words."""
     before = _last_complete(folder)
     delay = random.Random(seed).uniform(0, longest)
     moment = functools.partial(_once_saving, iteration_folder(folder, before + 1), delay)
@@ -68,18 +68,16 @@ def _killed_at_random(entry, folder, seed, longest, *words):
     return f"{1000 * delay:.0f} ms after its first file"
 
 
-def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(
-    entry, tmp_path, whole, faults_table
-):
+def test_killed_jobs_resume_from_the_last_complete_checkpoint(entry, tmp_path, whole, faults_table):
     folder, note = tmp_path / "save", tmp_path / "killed"
     last = 0
     places = PLACES[::-1] if whole else FEW
     for rank, whom, step, count, complete in places:
         note.unlink(missing_ok=True)
         fault = functools.partial(writes.kill_at, folder, step, count, rank, whom == "all", note)
-        run = entry(arguments(folder), 2, before=fault, grace=4)  # the other may wait for ever
+        run = entry(arguments(folder), 2, before=fault, grace=4)  # the other rank may hang
         where = f"{whom} of the ranks at {step} {count} of rank {rank}"
-        assert note.exists(), f"never came to {where}: {run.output[-3000:]}"
+        assert note.exists(), f"never reached {where}: {run.output[-3000:]}"
         assert run.codes[rank] == -9
         assert 0 not in run.codes, where
         assert resumed(run.output) == last, where
@@ -97,24 +95,25 @@ def test_no_kill_loses_a_complete_checkpoint_or_resumes_from_a_partial_one(
         complete = "yes" if last > before else "no"
         faults_table("Kills", "synchronous", "both ranks", place, complete, last)
 
-    # nothing was lost, and nothing was made up: as if it had never been killed
     rest = entry(arguments(folder, *until(last + 2)), 2)
     assert rest.codes == [0, 0], rest.output[-3000:]
     assert resumed(rest.output) == last
-    whole = tmp_path / "whole"
-    never = entry(arguments(whole, *until(last + 2)), 2)
-    assert never.codes == [0, 0]
+    if not whole:
+        return
+    # all checkpoints equal those of a run that was never killed
+    uninterrupted = tmp_path / "uninterrupted"
+    assert entry(arguments(uninterrupted, *until(last + 2)), 2).codes == [0, 0]
     for number in range(1, last + 3):
-        one, two = (MegatronCheckpoint.open(f / f"iter_{number:07d}") for f in (folder, whole))
+        one, two = (
+            MegatronCheckpoint.open(iteration_folder(f, number)) for f in (folder, uninterrupted)
+        )
         assert one.iteration == number
-        # the optimizer's flat buffers end in padding, whose content is nobody's
-        for key in one.keys():  # noqa: SIM118, it is a method
+        for key in one.keys():  # noqa: SIM118, without the padding of the optimizer's buffers
             assert torch.equal(one.tensor(key), two.tensor(key)), (number, key)
 
 
 @pytest.mark.whole
-def test_no_kill_of_an_asynchronous_save_loses_a_complete_checkpoint(entry, tmp_path, faults_table):
-    """The ranks train on while a process of each writes; all of them are killed."""
+def test_jobs_killed_during_an_asynchronous_save_resume(entry, tmp_path, faults_table):
     folder, last = tmp_path / "save", 0
     for seed in range(12):
         place = _killed_at_random(entry, folder, seed, 1, *ASYNC)
@@ -129,18 +128,17 @@ def test_no_kill_of_an_asynchronous_save_loses_a_complete_checkpoint(entry, tmp_
 
 
 @pytest.mark.whole
-def test_a_kill_while_an_old_checkpoint_is_replaced_leaves_no_mixture(entry, tmp_path):
-    """A run that was rolled back reaches an iteration again; Megatron would keep its old mark."""
-    folder, note = tmp_path / "save", tmp_path / "killed"
-    assert entry(arguments(folder, *until(2)), 2).codes == [0, 0]
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_no_mixture(entry, saved, tmp_path):
+    """A run that was rolled back saves an iteration again. Megatron would keep its old mark."""
+    folder, note = shutil.copytree(saved, tmp_path / "save"), tmp_path / "killed"
     fault = functools.partial(
         writes.kill_at, folder, ("half", "iter_0000002/*.distcp"), 3, 1, True, note
     )
     run = entry(arguments(folder, "--ckpt-step", "1"), 2, before=fault)
     assert run.codes == [-9, -9], run.output[-3000:]
-    assert not run.helpers, "the manager of Megatron's writers serves on"
+    assert not run.helpers
     assert resumed(run.output) == 1
-    assert "iter_0000002 holds a checkpoint, which is replaced" in "".join(run.remarks)
+    assert "replacing the checkpoint" in "".join(run.remarks)
     assert (folder / TRACKER).read_text() == "2"
     assert not iteration_folder(folder, 2).joinpath(COMMIT_MARK).exists()
 
@@ -149,7 +147,7 @@ def test_a_kill_while_an_old_checkpoint_is_replaced_leaves_no_mixture(entry, tmp
     assert resumed(rest.output) == 1
     (line,) = [line for line in rest.remarks if "resuming" in line]
     assert line.endswith(
-        f"resuming from iter_0000001: {TRACKER} names 2, whose save never completed; "
-        "ignoring iter_0000002: the save was cut short"
+        f"resuming from iter_0000001: {TRACKER} names 2, which is not a complete checkpoint; "
+        "ignoring iter_0000002: incomplete checkpoint"
     )
     assert MegatronCheckpoint.open(folder).iteration == 2

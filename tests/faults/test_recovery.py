@@ -1,4 +1,4 @@
-"""Which checkpoint is taken, decided from files alone: no Megatron is needed to see it."""
+"""Test which checkpoint of a directory a run resumes from, without Megatron."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PARTIAL, COMPLETE, TORN_MARK = "partial", "complete", "torn mark"
 
 
 def make(folder, tracker, *saves):
-    """Folders of iterations 1, 2, ... in the order they were saved, and the tracker file last."""
+    """Create directories of iterations 1, 2, ... in the order they were saved, and the tracker."""
     for number, state in enumerate(saves, 1):
         save = folder / f"iter_{number:07d}"
         save.mkdir(parents=True)
@@ -42,15 +42,17 @@ def tracker(folder):
 @pytest.mark.parametrize(
     ("found", "saves", "resume", "why"),
     [
-        ("", (COMPLETE, COMPLETE), "2", "holds '' instead of an iteration"),
+        ("", (COMPLETE, COMPLETE), "2", "contains '' instead of an iteration"),
         ("\0\0", (COMPLETE, COMPLETE), "2", "instead of an iteration"),
-        ("-1", (COMPLETE, COMPLETE), "2", "holds '-1' instead of an iteration"),
-        ("²", (COMPLETE, COMPLETE), "2", "holds '²' instead of an iteration"),
+        ("-1", (COMPLETE, COMPLETE), "2", "contains '-1' instead of an iteration"),
+        ("²", (COMPLETE, COMPLETE), "2", "contains '²' instead of an iteration"),
+        ("7" * 5000, (COMPLETE,), "1", "instead of an iteration"),
         (None, (COMPLETE,), "1", "is missing"),
-        ("3", (COMPLETE, COMPLETE), "2", "names 3, whose save never completed"),
-        ("3", (COMPLETE, COMPLETE, PARTIAL), "2", "names 3, whose save never completed"),
-        ("3", (COMPLETE, COMPLETE, TORN_MARK), "2", "names 3, whose save never completed"),
+        ("3", (COMPLETE, COMPLETE), "2", "names 3, which is not a complete checkpoint"),
+        ("3", (COMPLETE, COMPLETE, PARTIAL), "2", "names 3, which is not"),
+        ("3", (COMPLETE, COMPLETE, TORN_MARK), "2", "names 3, which is not"),
         ("", (COMPLETE, PARTIAL, TORN_MARK), "1", "instead of an iteration"),
+        ("1", (COMPLETE, COMPLETE, PARTIAL), "2", "names 1, and iter_0000002 was completed after"),
     ],
 )
 def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, why):
@@ -64,31 +66,19 @@ def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, wh
     for number, state in enumerate(saves, 1):
         ignored = line.partition("; ignoring ")[2]
         assert (f"iter_000000{number}" in ignored) == (state != COMPLETE)
-        assert (tmp_path / f"iter_000000{number}" / "__0_0.distcp").exists(), "nothing is deleted"
+        assert (tmp_path / f"iter_000000{number}" / "__0_0.distcp").exists()
     recovery.repair_tracker(args(tmp_path))
-    assert "resuming" not in capsys.readouterr().err, "once"
+    assert "resuming" not in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_was_completed_after_the_tracker_file_is_not_lost(tmp_path, capsys):
-    make(tmp_path, "1", COMPLETE, COMPLETE, PARTIAL)
-    recovery.repair_tracker(args(tmp_path))
-    assert tracker(tmp_path) == "2"
-    assert "names 1, and iter_0000002 was completed after it" in capsys.readouterr().err
-
-
-def test_a_run_that_was_rolled_back_with_ckpt_step_stays_so(tmp_path, capsys):
-    """It went back to 1 and has saved 2 anew: what is left of its first attempt is older."""
-    make(tmp_path, "2", COMPLETE, COMPLETE, COMPLETE)
-    os.utime(tmp_path / "iter_0000002" / COMMIT_MARK, (9, 9))
-    recovery.repair_tracker(args(tmp_path))
-    assert tracker(tmp_path) == "2"
-    assert not capsys.readouterr().err
-
-
-def test_no_time_makes_an_iteration_below_the_named_one_the_newest(tmp_path, capsys):
-    """A copy gives the marks any order."""
-    make(tmp_path, "2", COMPLETE, COMPLETE)
-    os.utime(tmp_path / "iter_0000001" / COMMIT_MARK, (9, 9))
+@pytest.mark.parametrize(
+    ("saves", "older"),
+    [((COMPLETE, COMPLETE, COMPLETE), 2), ((COMPLETE, COMPLETE), 1)],
+    ids=["rolled back with --ckpt-step", "copied in another order"],
+)
+def test_times_of_the_marks_do_not_replace_a_valid_tracker(tmp_path, capsys, saves, older):
+    make(tmp_path, "2", *saves)
+    os.utime(tmp_path / f"iter_000000{older}" / COMMIT_MARK, (9, 9))
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "2"
     assert not capsys.readouterr().err
@@ -98,7 +88,7 @@ def test_no_time_makes_an_iteration_below_the_named_one_the_newest(tmp_path, cap
     ("found", "saves"),
     [("2", (COMPLETE, COMPLETE)), ("release", (PARTIAL,)), (None, ()), ("", (PARTIAL,))],
 )
-def test_what_needs_no_repair_is_left_alone(tmp_path, capsys, found, saves):
+def test_no_repair_without_a_better_checkpoint(tmp_path, capsys, found, saves):
     make(tmp_path, found, *saves)
     recovery.repair_tracker(args(tmp_path))
     assert (tmp_path / TRACKER).exists() == (found is not None)
@@ -106,7 +96,7 @@ def test_what_needs_no_repair_is_left_alone(tmp_path, capsys, found, saves):
     assert "resuming" not in capsys.readouterr().err
 
 
-def test_only_the_folder_that_the_run_saves_into_is_repaired(tmp_path):
+def test_only_the_directory_that_the_run_saves_to_is_repaired(tmp_path):
     make(tmp_path, "", COMPLETE)
     for other in ({"save": str(tmp_path / "other")}, {"save": None}, {"load": None}):
         recovery.repair_tracker(args(tmp_path, **other))
@@ -116,8 +106,7 @@ def test_only_the_folder_that_the_run_saves_into_is_repaired(tmp_path):
     assert tracker(tmp_path) == "1"
 
 
-def test_a_named_iteration_is_left_to_the_user(tmp_path):
-    """But for a tracker file on which Megatron exits with code 0 before it looks at the name."""
+def test_with_ckpt_step_only_unreadable_tracker_files_are_repaired(tmp_path):
     make(tmp_path, "3", COMPLETE, COMPLETE, PARTIAL)
     recovery.repair_tracker(args(tmp_path, ckpt_step=1))
     assert tracker(tmp_path) == "3"
@@ -126,16 +115,14 @@ def test_a_named_iteration_is_left_to_the_user(tmp_path):
     assert tracker(tmp_path) == "2"
 
 
-def test_a_manifest_tells_damage_from_a_save_that_was_cut_short(tmp_path):
-    """It is written last: the mark was whole once, so going back in silence would hide a fault."""
+def test_a_damaged_checkpoint_with_hashes_is_not_skipped_silently(tmp_path):
     make(tmp_path, "2", COMPLETE, TORN_MARK)
     (tmp_path / "iter_0000002" / INTEGRITY).write_text("{}")
     recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == "2"
 
 
-def test_a_release_is_left_when_an_iteration_was_saved_after_it(tmp_path):
-    """The kill came before the tracker file's first number."""
+def test_an_iteration_replaces_the_release_that_the_run_started_from(tmp_path):
     make(tmp_path, "release", COMPLETE)
     release = tmp_path / "release"
     (tmp_path / "iter_0000001").rename(release)
@@ -146,7 +133,7 @@ def test_a_release_is_left_when_an_iteration_was_saved_after_it(tmp_path):
     assert tracker(tmp_path) == "1"
 
 
-def test_a_run_that_does_not_go_on_with_its_own_saves_says_so(tmp_path, capsys):
+def test_warning_if_a_run_does_not_load_its_own_checkpoints(tmp_path, capsys):
     recovery.warn_of_a_new_start(args(tmp_path, load=None))
     make(tmp_path, "2", COMPLETE, COMPLETE)
     recovery.warn_of_a_new_start(args(tmp_path))
@@ -159,7 +146,7 @@ def test_a_run_that_does_not_go_on_with_its_own_saves_says_so(tmp_path, capsys):
     assert line.endswith(f"add --load {tmp_path} to go on")
 
 
-def test_the_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
+def test_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
     make(tmp_path, "", COMPLETE)
     monkeypatch.setenv("RANK", "1")
     repair = threading.Timer(0.3, lambda: (tmp_path / TRACKER).write_text("1"))
@@ -173,21 +160,21 @@ def test_the_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
         recovery.repair_tracker(args(tmp_path))
 
 
-def test_a_tracker_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_a_tracker_file_that_cannot_be_written(tmp_path, monkeypatch):
     make(tmp_path, "", COMPLETE)
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.write(-1, b""))
-    with pytest.raises(OutputError, match=rf"cannot write .*{TRACKER}"):
+    with pytest.raises(OutputError, match=rf"Cannot write .*{TRACKER}"):
         recovery.repair_tracker(args(tmp_path))
     assert tracker(tmp_path) == ""
     assert sorted(file.name for file in tmp_path.iterdir()) == ["iter_0000001", TRACKER]
 
 
-def test_what_is_no_part_of_a_save_survives_its_replacement(tmp_path, capsys):
+def test_clearing_a_checkpoint_keeps_other_files(tmp_path, capsys):
     save = make(tmp_path, None, COMPLETE) / "iter_0000001"
     for name in (INTEGRITY, f".{INTEGRITY}.partial-7", ".metadata", ".metadata.tmp", "notes.txt"):
         (save / name).write_text("x")
     clear_for_overwriting(save)
     assert [file.name for file in save.iterdir()] == ["notes.txt"]
-    assert "iter_0000001 holds a checkpoint, which is replaced" in capsys.readouterr().err
+    assert "replacing the checkpoint" in capsys.readouterr().err
     clear_for_overwriting(save)
     assert not capsys.readouterr().err
