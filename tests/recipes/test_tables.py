@@ -61,27 +61,54 @@ def test_heads_of_a_row(name, kha):
     assert get_recipe(name).run.kha == kha
 
 
-def test_key_value_heads_of_a_row():
-    assert arguments("table1/linear-kv1")["--num-query-groups"] == ("1",)
-    mha = arguments("table3/mha-mlp")
-    assert mha["--num-query-groups"] == mha["--num-attention-heads"] == ("16",)
-    assert get_recipe("attention/gla-linear").run.kha.latent_heads == 2
+MOH = "--train-iters 23842 --lr-warmup-init 1e-07 --seq-length 2048 --global-batch-size 2048"
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "words"),
     [
-        ("1.7b-28", ("28", "16", "8", "2048", "6144")),
-        ("1.7b-48", ("48", "16", "8", "1536", "4608")),
-        ("15b", ("24", "32", "4", "2048", "768", "128", "8")),
+        ("table1/linear-kv1", "--num-query-groups 1"),
+        ("table3/mha-mlp", "--num-query-groups 16 --num-attention-heads 16"),
+        (
+            "gated/1.7b-28-baseline",
+            "--num-layers 28 --num-attention-heads 16 --num-query-groups 8 --hidden-size 2048 "
+            "--ffn-hidden-size 6144",
+        ),
+        (
+            "gated/1.7b-48-baseline",
+            "--num-layers 48 --num-attention-heads 16 --num-query-groups 8 --hidden-size 1536 "
+            "--ffn-hidden-size 4608",
+        ),
+        (
+            "gated/15b-baseline",
+            "--num-layers 24 --num-attention-heads 32 --num-query-groups 4 --hidden-size 2048 "
+            "--ffn-hidden-size 768 --num-experts 128 --moe-router-topk 8 "
+            "--untie-embeddings-and-output-weights",
+        ),
+        (  # Tables A and C: 100B tokens
+            "moh/table4-s-baseline",
+            "--num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 "
+            f"--kv-channels 64 --lr 0.0003 --min-lr 3e-05 --lr-warmup-iters 2000 {MOH}",
+        ),
+        (
+            "moh/table4-b-baseline",
+            "--num-layers 24 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 16 "
+            f"--kv-channels 96 --lr 0.0005 --min-lr 5e-05 --lr-warmup-iters 500 {MOH}",
+        ),
+        (  # section 4.4 and Table D
+            "moh/llama3-8b-stage2",
+            "--lr 2e-05 --min-lr 1e-06 --lr-warmup-iters 50 --seq-length 8192 "
+            "--global-batch-size 2048 --pipeline-model-parallel-size 8",
+        ),
     ],
 )
-def test_gated_models_differ_only_in_their_gate(name, sizes):
-    flags = ("--num-layers", "--num-attention-heads", "--num-query-groups", "--hidden-size")
-    flags += ("--ffn-hidden-size", "--num-experts", "--moe-router-topk")
+def test_arguments_of_a_row(name, words):
+    assert arguments(name).items() >= parse(words.split()).items()
+
+
+@pytest.mark.parametrize("name", ["1.7b-28", "1.7b-48", "15b"])
+def test_gated_models_differ_only_in_their_gate(name):
     plain = arguments(f"gated/{name}-baseline")
-    assert tuple(plain[flag][0] for flag in flags if flag in plain) == sizes
-    assert ("--untie-embeddings-and-output-weights" in plain) == (name == "15b")
     own = [recipe for recipe in GATED if recipe.name.startswith(f"gated/{name}-")]
     assert [recipe.run.flags | {"--kha-preset": ("baseline",)} for recipe in own] == [plain] * 8
     gates = {recipe.name.rpartition(f"{name}-")[2]: str(recipe.run.kha) for recipe in own}
@@ -92,9 +119,8 @@ def test_gated_models_differ_only_in_their_gate(name, sizes):
 
 def test_table_6_is_table_3_with_other_heads():
     for recipe in INTERACTIVE:
-        _, attention = recipe.name.rsplit("-", 1)
-        base = arguments(f"table3/{attention}-baseline")
-        own = dict(recipe.run.flags) | {"--kha-preset": ("baseline",)}
+        base = arguments(f"table3/{recipe.name.rpartition('-')[2]}-baseline")
+        own = recipe.run.flags | {"--kha-preset": ("baseline",)}
         own.pop("--heads", None)
         assert own == base, recipe.name
     assert {str(recipe.run.kha) for recipe in INTERACTIVE} == {
@@ -103,42 +129,23 @@ def test_table_6_is_table_3_with_other_heads():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "training"),
-    [
-        ("s", ("12", "768", "2048", "12", "64"), (23842, "0.0003", "3e-05", "2000")),
-        ("b", ("24", "1536", "4096", "16", "96"), (23842, "0.0005", "5e-05", "500")),
-    ],
-)
-def test_table_4_of_mixture_of_heads(name, shape, training):
-    """Sizes of Table A and training of Table C: 100B tokens in steps of 2,048 x 2,048."""
-    flags = ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads")
+@pytest.mark.parametrize(("name", "heads"), [("s", 12), ("b", 16)])
+@pytest.mark.parametrize("active", [75, 50])
+def test_mixture_of_heads_shares_half_of_the_active_heads(name, heads, active):
     plain = arguments(f"moh/table4-{name}-baseline")
-    assert tuple(plain[flag][0] for flag in (*flags, "--kv-channels")) == shape
-    iterations, *rates = training
-    assert int(plain["--train-iters"][0]) == iterations == -(-100 * 10**9 // 2048**2)
-    for flag, word in zip(("--lr", "--min-lr", "--lr-warmup-iters"), rates, strict=True):
-        assert plain[flag] == (word,)
-    assert plain["--lr-warmup-init"] == ("1e-07",)
     assert "--qk-layernorm" not in plain
-    for active in ("75", "50"):
-        recipe = get_recipe(f"moh/table4-{name}-{active}")
-        assert recipe.run.flags | {"--kha-preset": ("baseline",)} == plain
-        moh, heads = recipe.run.kha.moh, int(shape[3])
-        shared = moh.shared_heads(heads)
-        assert shared + moh.active_heads(heads) == heads * int(active) // 100
-        assert shared == heads * int(active) // 200
+    run = get_recipe(f"moh/table4-{name}-{active}").run
+    assert run.flags | {"--kha-preset": ("baseline",)} == plain
+    shared = run.kha.moh.shared_heads(heads)
+    assert shared == heads * active // 200
+    assert shared + run.kha.moh.active_heads(heads) == heads * active // 100
 
 
 def test_second_stage_of_llama3():
-    """Section 4.4 and Table D."""
-    recipe = get_recipe("moh/llama3-8b-stage2")
-    moh = recipe.run.kha.moh
+    run = get_recipe("moh/llama3-8b-stage2").run
+    moh = run.kha.moh
     assert (moh.shared, moh.active, moh.router, moh.quantized) == (16, 8, "query_norm", True)
-    training = "--lr 2e-05 --min-lr 1e-06 --lr-warmup-iters 50 --seq-length 8192"
-    batch = "--global-batch-size 2048 --pipeline-model-parallel-size 8"
-    assert recipe.run.flags.items() >= parse(f"{training} {batch}".split()).items()
-    assert recipe.run.vocab_size == 160896
+    assert run.vocab_size == 160896
 
 
 def test_printed_losses():

@@ -1,4 +1,4 @@
-"""Trainings on a real Slurm, by the commands that a user types: ``make test-slurm`` starts one."""
+"""Train with ``kha-megatron launch`` on a real Slurm, which ``make test-slurm`` starts."""
 
 import os
 import re
@@ -29,26 +29,26 @@ def data(tmp_path_factory) -> Path:
 
 
 class Launch:
-    """A running ``kha-megatron launch``, its folder, and what it has said."""
+    """A running ``kha-megatron launch`` with its output directory and its log."""
 
-    def __init__(self, data: Path, place: Path, *options: str) -> None:
-        self.output, self._said = place / "run", place / f"said{len(list(place.iterdir()))}"
+    def __init__(self, data: Path, home: Path, *options: str) -> None:
+        self.output, self._log = home / "run", home / f"log{len(list(home.iterdir()))}"
         words = ["launch", "quickstart", "--data", data, "--output", self.output, *options]
         words += ["--executor", "slurm", "--device", "cpu", "--nproc", "2", "--time", "00:30:00"]
         words += ["--", "--train-iters", "60", "--save-interval", "20", "--log-interval", "1"]
-        with self._said.open("w") as file:
+        with self._log.open("w") as file:
             self.process = subprocess.Popen(
-                [KHA, *words], stdout=file, stderr=file, env=os.environ | {"NEMORUN_HOME": place}
+                [KHA, *words], stdout=file, stderr=file, env=os.environ | {"NEMORUN_HOME": home}
             )
 
     @property
-    def said(self) -> str:
-        return self._said.read_text()
+    def log(self) -> str:
+        return self._log.read_text()
 
     @property
     def job(self) -> str:
-        self.until(lambda: "Slurm took job" in self.said)
-        return re.search(r"Slurm took job (\d+)", self.said)[1]
+        self.until(lambda: "Slurm took job" in self.log)
+        return re.search(r"Slurm took job (\d+)", self.log)[1]
 
     @property
     def saved(self) -> int:
@@ -57,21 +57,21 @@ class Launch:
 
     @property
     def iterations(self) -> list[int]:
-        """What the logs of all its starts tell, in order."""
-        logs = sorted(set(re.findall(r"its log: (\S+)", self.said)))
+        """Iterations in the logs of all starts, in order."""
+        logs = sorted(set(re.findall(r"its log: (\S+)", self.log)))
         text = "".join(Path(log).read_text() for log in logs if os.path.exists(log))
         return [int(number) for number in re.findall(r"\biteration +(\d+)/ +60 \|", text)]
 
     def until(self, condition, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.said
-            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.log
+            assert self.process.poll() is None, self.log
             time.sleep(0.2)
 
     def end(self) -> int:
         code = self.process.wait(400)
-        assert len(self.said.splitlines()) < 60, self.said  # nothing is said again and again
+        assert len(self.log.splitlines()) < 60, self.log  # no line is repeated
         return code
 
 
@@ -85,54 +85,54 @@ def ranks_of(run: Launch) -> list[str]:
     return found.stdout.split()
 
 
-def test_a_requeued_job_goes_on_from_its_checkpoint(data, tmp_path):
+def test_requeued_job_goes_on_from_its_checkpoint(data, tmp_path):
     run = Launch(data, tmp_path)
     run.until(lambda: run.saved == 40)
     call("scontrol", "requeue", run.job)
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.log
     assert run.saved == 60
     again = run.iterations.index(41, run.iterations.index(40))
     assert run.iterations[again:] == list(range(41, 61))
     assert run.iterations[:40] == list(range(1, 41))
-    assert "iteration 60/60 loss" in run.said
+    assert "iteration 60/60 loss" in run.log
 
 
-def test_a_training_that_fails_is_tried_again_and_ends_with_1(data, tmp_path):
+def test_training_that_fails_is_tried_again_and_ends_with_1(data, tmp_path):
     run = Launch(data, tmp_path, "--retries", "1", "--env", "KHA_CONFIG=x")
     assert run.end() == 1
-    assert f"job {run.job} as FAILED (exit code 1:0" in run.said
-    assert "KHA_CONFIG is for --spec in stock scripts" in run.said
-    assert "_1.out" in run.said  # the log of the second start
+    assert f"job {run.job} as FAILED (exit code 1:0" in run.log
+    assert "KHA_CONFIG is for --spec in stock scripts" in run.log
+    assert "_1.out" in run.log  # the log of the second start
     assert run.saved == 0
 
 
-def test_a_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
+def test_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
     run = Launch(data, tmp_path)
     run.until(lambda: run.saved == 20)
     call("scancel", run.job)
     assert run.end() == 1
-    assert f"job {run.job} as CANCELLED" in run.said
+    assert f"job {run.job} as CANCELLED" in run.log
     assert not ranks_of(run)
     saved = run.saved
     assert saved in (20, 40)
 
     chain = Launch(data, tmp_path, "--resume", "--chain", "2")
-    assert chain.end() == 0, chain.said
+    assert chain.end() == 0, chain.log
     assert chain.iterations == list(range(saved + 1, 61))
-    assert len(re.findall(r"is COMPLETED", chain.said)) == 2
+    assert len(re.findall(r"is COMPLETED", chain.log)) == 2
 
 
-def test_a_step_that_is_killed_is_started_again(data, tmp_path):
+def test_step_that_is_killed_is_started_again(data, tmp_path):
     run = Launch(data, tmp_path, "--retries", "1")
     run.until(lambda: run.saved == 20)
     (step,) = re.findall(rf"^{run.job}\.(\d+)$", call("squeue", "-s", "-h", "-o", "%i"), re.M)
     call("scancel", "--signal", "KILL", f"{run.job}.{step}")
-    assert run.end() == 0, run.said
+    assert run.end() == 0, run.log
     assert run.saved == 60
 
 
-def test_a_job_that_slurm_has_forgotten(data, tmp_path):
-    """As after a laptop's sleep: the accounts know how it ended, where there are any."""
+def test_job_that_slurm_has_forgotten(data, tmp_path):
+    """The launcher is stopped for a while, as a sleeping laptop is. Accounting knows the end."""
     run = Launch(data, tmp_path)
     run.until(lambda: run.saved == 20)
     run.process.send_signal(signal.SIGSTOP)
@@ -144,19 +144,19 @@ def test_a_job_that_slurm_has_forgotten(data, tmp_path):
     code = run.end()
     assert run.saved == 60
     if os.environ["KHA_TEST_SLURM"] == "accounts":
-        assert code == 0, run.said
+        assert code == 0, run.log
     else:
         assert code == 1
-        assert f"Slurm no longer knows job {run.job}, and has no accounting" in run.said
+        assert f"Slurm no longer knows job {run.job}, and has no accounting" in run.log
 
 
-def test_a_refused_job_and_a_job_left_alone(data, tmp_path):
+def test_refused_job_and_a_job_left_alone(data, tmp_path):
     refused = Launch(data, tmp_path, "--partition", "nowhere")
     assert refused.end() == 1
-    assert "Slurm did not take the job" in refused.said
-    assert "Invalid partition" in refused.said
+    assert "Slurm did not take the job" in refused.log
+    assert "Invalid partition" in refused.log
     alone = Launch(data, tmp_path, "--detach")
     assert alone.end() == 0
-    assert "submitted" in alone.said
-    assert "log of all ranks: /" in alone.said
-    call("scancel", re.search(r"jobs: (\d+)", alone.said)[1])
+    assert "submitted" in alone.log
+    assert "log of all ranks: /" in alone.log
+    call("scancel", re.search(r"jobs: (\d+)", alone.log)[1])
