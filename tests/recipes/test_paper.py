@@ -132,9 +132,6 @@ def counted(name):
         ("gated/1.7b-28-baseline", "1.720B", "1.720B"),
         ("gated/1.7b-48-baseline", "1.706B", "1.706B"),
         ("gated/15b-baseline", "15.577B", "1.99B"),
-        ("moh/table4-s-baseline", "185.617M", "185.617M"),
-        ("moh/table4-s-75", "185.746M", "185.746M"),
-        ("moh/table4-b-baseline", "880.879M", "880.879M"),
         ("moh/table4-b-75", "881.543M", "881.543M"),
     ],
 )

@@ -95,68 +95,63 @@ def test_missing_data_is_refused(data, tmp_path):
     refused(DataError, r"corpus\.idx does not exist", data=data)
 
 
-class TestDirectories:
-    @pytest.fixture
-    def output(self, tmp_path: Path) -> Path:
-        return tmp_path / "out"
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """Return an output directory with a complete checkpoint with the recipe's heads."""
+    attention = "decoder.layers.self_attention"
+    matrices = {
+        f"{attention}.linear_proj.weight": torch.zeros(4, 16, 16),
+        f"{attention}.knock_value.weight": torch.zeros(4, 3, 16, 16),
+    }
+    save(tmp_path / "trained" / "checkpoints", 7, matrices, kha_value="mlp")
+    return tmp_path / "trained"
 
-    @pytest.fixture
-    def trained(self, output: Path) -> Path:
-        """An output directory with a complete checkpoint of iteration 7 with the recipe's heads."""
-        attention = "decoder.layers.self_attention"
-        matrices = {
-            f"{attention}.linear_proj.weight": torch.zeros(4, 16, 16),
-            f"{attention}.knock_value.weight": torch.zeros(4, 3, 16, 16),
-        }
-        save(output / "checkpoints", 7, matrices, kha_value="mlp")
-        return output
 
-    def test_empty_directory_is_taken_and_not_made(self, output, data):
-        prepare(QUICKSTART, data=data, output=output)
-        assert not output.exists()
+def test_used_directory_is_refused_unless_resumed(trained, data, tmp_path):
+    refused(OutputError, "is not empty.*--resume", data=data, output=trained)
+    refused(OutputError, "is not empty", f"--save {trained}", data=data, output=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    command = prepare(QUICKSTART, data=data, output=trained, resume=True).command
+    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
-    def test_directory_in_use_is_refused_unless_resumed(self, trained, data):
-        refused(OutputError, "is not empty.*--resume", data=data, output=trained)
-        command = prepare(QUICKSTART, data=data, output=trained, resume=True).command
-        assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
-    def test_users_own_load_and_save_are_checked(self, trained, data, monkeypatch, tmp_path):
-        monkeypatch.chdir(trained)
-        words = ["--load", "checkpoints", f"--save={trained / 'checkpoints'}"]
-        command = prepare(QUICKSTART, data=data, overrides=words).command
-        assert command[command.index("--load") + 1] == "checkpoints"
-        save = f"--save {trained}"
-        refused(OutputError, "is not empty", save, data=data, output=tmp_path / "new")
+def test_users_own_load_and_save_may_be_the_same_directory(trained, data, monkeypatch):
+    monkeypatch.chdir(trained)
+    words = ["--load", "checkpoints", f"--save={trained / 'checkpoints'}"]
+    command = prepare(QUICKSTART, data=data, overrides=words).command
+    assert command[command.index("--load") + 1] == "checkpoints"
 
-    def test_torn_checkpoint_is_refused(self, trained, data):
-        for last in ("metadata.json", "integrity.json"):
-            (trained / "checkpoints/iter_0000007" / last).unlink()
-        refused(CheckpointError, "no complete checkpoint", data=data, output=trained, resume=True)
 
-    @pytest.mark.parametrize(
-        ("words", "match"),
-        [
-            ("--kha-preset kha_linear", "value=mlp.*value=linear"),
-            ("--kha-preset baseline", "1 tensor decoder.layers.* unexpected"),
-        ],
-    )
-    def test_checkpoint_with_other_heads_is_refused(self, trained, data, words, match):
-        options = {"data": data, "output": trained, "resume": True}
-        refused(CheckpointError, match, words, **options)
-        prepare(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
+def test_torn_checkpoint_is_refused(trained, data):
+    for last in ("metadata.json", "integrity.json"):
+        (trained / "checkpoints/iter_0000007" / last).unlink()
+    refused(CheckpointError, "no complete checkpoint", data=data, output=trained, resume=True)
 
-    def test_resume_of_nothing_is_refused(self, output, data):
-        refused(CheckpointError, "no complete checkpoint", data=data, output=output, resume=True)
-        refused(ConfigError, "Expected --output with --resume", data=data, resume=True)
 
-    def test_file_as_output_is_refused(self, output, data):
-        output.touch()
-        refused(OutputError, "is a file", data=data, output=output)
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("--kha-preset kha_linear", "value=mlp.*value=linear"),
+        ("--kha-preset baseline", "1 tensor decoder.layers.* unexpected"),
+    ],
+)
+def test_checkpoint_with_other_heads_is_refused(trained, data, words, match):
+    options = {"data": data, "output": trained, "resume": True}
+    refused(CheckpointError, match, words, **options)
+    prepare(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-    def test_directory_without_permission_is_refused(self, tmp_path, data):
-        (tmp_path / "locked").mkdir(mode=0o500)
-        refused(OutputError, "cannot be written", data=data, output=tmp_path / "locked" / "out")
+
+def test_unusable_output_is_refused(tmp_path, data):
+    (tmp_path / "file").touch()
+    refused(OutputError, "is a file", data=data, output=tmp_path / "file")
+    refused(CheckpointError, "no complete checkpoint", data=data, output=tmp_path, resume=True)
+    refused(ConfigError, "Expected --output with --resume", data=data, resume=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_directory_without_permission_is_refused(tmp_path, data):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    refused(OutputError, "cannot be written", data=data, output=tmp_path / "locked" / "out")
 
 
 def test_paths_are_absolute(data, monkeypatch):
