@@ -1,4 +1,4 @@
-"""``kha-megatron generate``: what it prints, and what it refuses before any work."""
+"""``kha-megatron generate``: output, sampling and bad input."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from kha_megatron import cli
 from kha_megatron.cli.generate import _write
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
-from tests.cli.words import MODEL, trained
+from tests.cli.small_models import MODEL, train_tokenizer
 
 PROMPT = "def main(x):\n\treturn"
 SIZES = MODEL | {"hidden_size": 22}
@@ -22,12 +22,12 @@ SIZES = MODEL | {"hidden_size": 22}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return trained(PROMPT, 300, whole=True)
+    return train_tokenizer(PROMPT, 300, every_byte=True)
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory, tokenizer):
-    """A knocked MoE model folder; tests that change it work on a copy."""
+    """A MoE model with KHA-MLP; tests that change it use ``folder``."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("hf") / "model"
     config = KHAModelConfig(
@@ -58,21 +58,18 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_greedy_prints_the_prompt_and_what_the_model_says(original, tokenizer):
+def test_greedy_output_matches_transformers(original, tokenizer):
     result = run(original, PROMPT, "--greedy", "--max-new-tokens", 9)
     assert result.exit_code == 0, result.output
     model = AutoModelForCausalLM.from_pretrained(original)
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     ids = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0]
     new = ids[inputs["input_ids"].shape[1] :]
-    assert result.stdout == PROMPT + tokenizer.decode(new, skip_special_tokens=True) + "\n"
-
-
-def test_json_holds_the_text(original):
-    words = (PROMPT, "--greedy", "--max-new-tokens", 9)
-    result = json.loads(run(original, *words, "--json").stdout)
-    assert result["prompt"] + result["text"] + "\n" == run(original, *words).stdout
-    assert result["tokens"] == 9
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    assert result.stdout == PROMPT + text + "\n"
+    words = (PROMPT, "--greedy", "--max-new-tokens", 9, "--json")
+    printed = json.loads(run(original, *words).stdout)
+    assert printed == {"prompt": PROMPT, "text": text, "tokens": 9}
 
 
 def test_a_seed_makes_sampling_repeatable(original):

@@ -1,27 +1,18 @@
-"""``kha-megatron spikes`` as a user meets it."""
+"""``kha-megatron spikes``: JSON, table and bad input."""
 
 import json
-import sys
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from kha_megatron import cli
 from tests.compare.test_spikes import history, raised
 
 VALUES = raised(raised(history(every=2), 300, [0.5, 1.5, 0.9]), 390, [2.0] * 10)
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kha-megatron", "spikes", *map(str, words)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        streams = capsys.readouterr()
-        return exit_.value.code, streams.out, streams.err
-
-    return run
+def run(run):
+    return lambda *words: run("spikes", *words)
 
 
 @pytest.fixture
@@ -40,45 +31,44 @@ def log(tmp_path):
 def test_a_log_as_json(run, log):
     code, out, err = run(log, "--json")
     assert (code, err) == (0, "")
-    answer = json.loads(out)
-    assert answer["run"] == str(log)
-    assert (answer["values"], answer["iterations"]) == (400, [2, 800])
-    assert answer["definition"] == {"window": 64, "deviations": 6.0, "margin": 0.1}
-    assert (answer["count"], answer["not_recovered"]) == (2, 1)
-    assert (answer["median_recovery"], answer["longest_recovery"]) == (6, 6)
-    assert answer["highest"] == pytest.approx(2, abs=0.1)
-    first, second = answer["spikes"]
+    report = json.loads(out)
+    assert (report["values"], report["iterations"]) == (400, [2, 800])
+    assert (report["count"], report["not_recovered"]) == (2, 1)
+    assert (report["median_recovery"], report["longest_recovery"]) == (6, 6)
+    assert report["highest"] == pytest.approx(2, abs=0.1)
+    first, second = report["spikes"]
     assert (first["start"], first["peak"], first["end"], first["recovery"]) == (602, 604, 608, 6)
     assert (second["start"], second["end"], second["recovery"]) == (782, None, None)
 
 
-def test_a_tensorboard_folder_as_a_table(run, tmp_path):
+def test_tensorboard_files_as_a_table(run, tmp_path):
     with SummaryWriter(tmp_path) as writer:
         for iteration, loss in VALUES:
             writer.add_scalar("lm loss", loss, iteration)
             writer.add_scalar("grad-norm", float("nan") if iteration == 302 else 1, iteration)
-    code, out, _ = run(tmp_path)
-    assert code == 0
+    out = run(tmp_path)[1]
     assert "2 spikes in 400 values of 'lm loss', iterations 2 to 800" in out
     assert "not recovered" in out
-    rows = [line.split() for line in out.splitlines()]
-    assert ["602", "604"] in [row[:2] for row in rows]
-    code, out, _ = run(tmp_path, "--margin", "3", "--window", "16")
-    assert code == 0
-    assert out.startswith("0 spikes in 400 values")
-    code, out, _ = run(tmp_path, "--name", "grad-norm", "--json")
-    (spike,) = json.loads(out)["spikes"]
+    assert ["602", "604"] in [line.split()[:2] for line in out.splitlines()]
+    assert run(tmp_path, "--margin", "3", "--window", "16")[1].startswith("0 spikes in 400 values")
+    (spike,) = json.loads(run(tmp_path, "--name", "grad-norm", "--json")[1])["spikes"]
     assert (spike["start"], spike["height"], spike["finite"]) == (302, None, False)
 
 
-def test_what_cannot_be_looked_at_is_refused(run, log, tmp_path):
-    for words, complaint in (
-        ([log, "--name", "mtp loss"], "has no 'mtp loss'. Choose from"),
-        ([log, "--window", "2"], "Expected a window of 4 or more"),
-        ([log, "--window", "2000"], "got 400. Choose a smaller --window"),
-        ([tmp_path / "missing"], "missing: No such file"),
-        ([tmp_path], "Expected TensorBoard files"),
-    ):
-        code, out, err = run(*words)
-        assert (code, out) == (2, "")
-        assert complaint in " ".join(err.split())
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--name", "mtp loss"], "has no 'mtp loss'. Choose from"),
+        (["--window", "2"], "Expected a window of 4 or more"),
+        (["--window", "2000"], "got 400. Choose a smaller --window"),
+    ],
+)
+def test_bad_input_is_refused(run, log, words, message):
+    code, out, err = run(log, *words)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+
+
+def test_a_run_without_losses_is_refused(run, tmp_path):
+    assert "missing: No such file" in run(tmp_path / "missing")[2]
+    assert "Expected TensorBoard files" in run(tmp_path)[2]

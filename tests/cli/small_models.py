@@ -14,26 +14,22 @@ MODEL = {
     "max_position_embeddings": 128,
     "initializer_range": 0.5,
 }
-"""Sizes of a small one."""
 
 
-def trained(text: str, entries: int, *, whole: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer.
+def train_tokenizer(text: str, entries: int, *, every_byte: bool = False):
+    """Train a byte-level BPE tokenizer.
 
-    Args:
-        text: what it is trained on.
-        entries: its size at most.
-        whole: with every byte and an end of text, so that it reads any text; without, it has the
-            text's own characters alone, which makes it small.
+    With ``every_byte``, the tokenizer has all bytes and an end-of-text token, so that it can encode
+    any text. Otherwise it has only the characters of ``text``, which keeps it small.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=entries,
-        special_tokens=[END] if whole else [],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if whole else [],
+        special_tokens=[END] if every_byte else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if every_byte else [],
         show_progress=False,
     )
     bpe.train_from_iterator([text] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END if whole else None)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END if every_byte else None)
