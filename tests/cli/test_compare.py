@@ -78,9 +78,7 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         # the tracker file is empty for a moment after it is created
-        _wait_until(
-            lambda: (tracker.exists() and tracker.read_text()) or first.poll() is not None
-        )
+        _wait_until(lambda: (tracker.exists() and tracker.read_text()) or first.poll() is not None)
         assert first.poll() is None, first.communicate()[1][-4000:]
     finally:
         first.kill()

@@ -157,7 +157,7 @@ def _lose_shard(save):
 
 BAD = {
     "dtype": (["--dtype", "int8"], None, "Unknown dtype 'int8'"),
-    "size": (["--max-shard-size", "5X"], None, "--max-shard-size: expected a size such as"),
+    "size": (["--max-shard-size", "5X"], None, "Expected --max-shard-size to be a size such as"),
     "tokenizer": (["--tokenizer", "/nowhere"], None, "No tokenizer directory /nowhere"),
     "lost shard": ([], _lose_shard, "distcp is missing"),
     "gone": ([], shutil.rmtree, "is not a directory"),

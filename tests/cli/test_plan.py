@@ -1,4 +1,4 @@
-"""``kha-megatron plan`` as a user types it."""
+"""``kha-megatron plan``: tables, JSON and bad input."""
 
 import json
 
@@ -17,7 +17,7 @@ def run(*words, code=0):
     return result
 
 
-def test_the_table_says_what_fits_and_what_is_assumed():
+def test_tables_list_the_layouts_and_the_assumptions():
     text = run(*PLAN, "--ep", "8", "--limit", "3").stdout
     assert "6,614,249,472 parameters, 881,160,192 active, 884,736 of KHA on value=mlp" in text
     assert "valid layouts on 64 GPUs" in text
