@@ -2,9 +2,7 @@
 
 A prepared directory contains ``corpus.bin`` and ``corpus.idx`` (Megatron's IndexedDataset),
 ``tokenizer/`` (Hugging Face format) and ``data.json`` (:class:`DataReport`). Each file becomes one
-document, or several if it is long, and each document ends with the end-of-document token. The
-result depends on the text and the settings, not on the number of workers. Every path that is found
-is either used or counted under one of :data:`SKIPPED`.
+document, or several if it is long. The result does not depend on the number of workers.
 """
 
 import json
@@ -24,7 +22,7 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import kha_megatron
 from kha_megatron.checkpoint.reading import read_json
@@ -43,7 +41,7 @@ BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-
 
 PARTS = ("training", "validation", "test")
 USUAL = ("969,30,1", "99,1,0")
-"""Megatron's default ``--split``, and the one of its examples."""
+"""The default of Megatron's ``--split``, and the value in its examples."""
 
 _HEADER = struct.Struct("<9sQBQ")
 """Header of an ``.idx`` file: magic, version, dtype, number of sequences."""
@@ -65,6 +63,7 @@ DEFAULT_SAMPLE_BYTES = 64 << 20
 DEFAULT_MAX_FILE_BYTES = 1 << 20
 """Longest document. Tokenizing takes about 150 bytes of memory per byte of text and worker."""
 END_OF_DOCUMENT = "<|endoftext|>"
+_AGAIN = "Make the directory with `kha-megatron data prepare`."
 
 _EXAMPLES = 5  # paths that a report names for each reason
 _BYTES_PER_TOKEN = 64  # read by read_beginning
@@ -73,17 +72,17 @@ _LONGEST = 1 << 7  # characters; the trainer would merge pairs of longer words f
 _LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
 
 Skipped = dict[str, dict[str, Any]]
-"""``{reason: {"count": n, "examples": [...]}}``."""
+"""``{reason: {"count": n, "examples": [...]}}`` for each reason in :data:`SKIPPED`."""
 
 
 def printable(path: Path) -> str:
-    """Return ``path`` as text that can be printed, with undecodable bytes escaped."""
+    """Return ``path`` as text with undecodable bytes escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Contents and origin of a prepared directory, as stored in its ``data.json``."""
+    """Content of ``data.json``: what a prepared directory contains and was made from."""
 
     sources: list[str]
     globs: list[str]
@@ -106,11 +105,10 @@ class DataReport:
     """``"trained"``, or the directory that the tokenizer was taken from."""
     vocab_size: int
     vocab_size_asked: int | None
-    """Requested size, which the text may be too short for. None for an existing tokenizer."""
+    """Requested size; None for an existing tokenizer. Short text yields fewer tokens."""
     eod_token: str
     eod_id: int
-    skipped: dict[str, dict[str, Any]]
-    """``{reason: {"count": n, "examples": [...]}}`` for each reason in :data:`SKIPPED`."""
+    skipped: Skipped
     versions: dict[str, str | None]
     tokenizer_sample_bytes: int | None
     """Bytes that the tokenizer was trained on; None for an existing tokenizer."""
@@ -120,24 +118,15 @@ class DataReport:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the report of a prepared directory.
-
-        Raises:
-            DataError: the report is missing or cannot be read by this version.
-        """
-        name = printable(folder)
+        """Read the report of a prepared directory. Raise DataError if it cannot be read."""
         try:
             values = read_json(folder / REPORT)
             if values.pop("format") != FORMAT:
-                raise ValueError(f"it is not of format {FORMAT}")
+                raise ValueError(f"expected format {FORMAT}")
             return cls(**values)
-        except OSError as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{name} contains no {REPORT}. Pass a directory made by `kha-megatron data prepare`"
-            ) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{name}/{REPORT} cannot be read ({error}). Run `kha-megatron data prepare` again"
+                f"Cannot read {printable(folder)}/{REPORT} ({error}). {_AGAIN}"
             ) from error
 
 
@@ -145,34 +134,30 @@ def verify(folder: Path) -> DataReport:
     """Open a prepared directory as training does and compare it with its report.
 
     Raises:
-        DataError: a file is missing or damaged, or differs from ``data.json``.
+        DataError: A file is missing or damaged, or differs from ``data.json``.
     """
     report, name = DataReport.read(folder), printable(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     datasets = indexed_dataset_module()
+    found: dict[str, Any] = {
+        "vocab_size": vocabulary_size(tokenizer),
+        "eod_id": tokenizer.eos_token_id,
+    }
     try:
-        found: dict[str, Any] = {
-            "file_bytes": {file: os.path.getsize(folder / file) for file in report.file_bytes}
-        }
+        found["file_bytes"] = {file: os.path.getsize(folder / file) for file in report.file_bytes}
         if found["file_bytes"] == report.file_bytes:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Megatron warns that this process has no rank
                 dataset = datasets.IndexedDataset(str(folder / CORPUS))
-            found |= {
-                "documents": len(dataset.document_indices) - 1,
-                "tokens": int(dataset.sequence_lengths.sum(dtype="int64")),
-                "dtype": dataset.index.dtype.__name__,
-            }
+            found["documents"] = len(dataset.document_indices) - 1
+            found["tokens"] = int(dataset.sequence_lengths.sum(dtype="int64"))
+            found["dtype"] = dataset.index.dtype.__name__
     except (OSError, AssertionError, ValueError) as error:
-        raise DataError(
-            f"{name} cannot be opened ({error}). Run `kha-megatron data prepare` again"
-        ) from error
-    found |= {"vocab_size": vocabulary_size(tokenizer), "eod_id": tokenizer.eos_token_id}
+        raise DataError(f"Cannot open the dataset in {name} ({error}). {_AGAIN}") from error
     for what, value in found.items():
-        if value != getattr(report, what):
+        if value != (expected := getattr(report, what)):
             raise DataError(
-                f"{name}: expected {what} {getattr(report, what)} as in {REPORT}, got {value}. Run "
-                "`kha-megatron data prepare` again"
+                f"{name}: expected {what} {expected} as in {REPORT}, got {value}. {_AGAIN}"
             )
     return report
 
@@ -181,27 +166,24 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a local Hugging Face directory without running code from it.
 
     Raises:
-        DataError: it cannot be loaded, is not fast, or has no end-of-sequence token.
+        DataError: It cannot be loaded, is not fast, or has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
     try:
-        if not folder.is_dir():  # transformers would take the name for one on the Hub
+        if not folder.is_dir():  # transformers would look for the name in its cache of the Hub
             raise FileNotFoundError("no such directory")
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
+        if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+            raise ValueError("it needs a tokenizer.json, and an eos_token in tokenizer_config.json")
     except Exception as error:  # transformers and tokenizers raise a dozen types
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"cannot load a tokenizer from {printable(folder)} ({reason}). Pass a directory "
-            "written by save_pretrained"
+            f"Cannot load a tokenizer from {printable(folder)} ({reason}). Pass a directory "
+            "written by save_pretrained."
         ) from error
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise DataError(
-            f"the tokenizer of {printable(folder)} must be fast and have an end-of-sequence token. "
-            "Save it with a tokenizer.json and set eos_token in its tokenizer_config.json"
-        )
     return tokenizer
 
 
@@ -221,8 +203,7 @@ def indexed_dataset_module() -> Any:
     return indexed_dataset
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Progress of one stage of :func:`prepare`. ``total_bytes`` is 0 if it is unknown."""
 
     stage: str
@@ -231,9 +212,8 @@ class Progress:
     total_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file that is valid UTF-8, with its size and the number of documents it is split into."""
+class TextFile(NamedTuple):
+    """A UTF-8 file, its size, and the number of documents that it is split into."""
 
     path: Path
     bytes: int
@@ -259,27 +239,24 @@ def prepare(
 ) -> DataReport:
     """Tokenize text files into a directory that Megatron trains from.
 
-    If the process also needs the CPU runtime, install that first, because Megatron is imported.
+    This imports Megatron. On a machine without a GPU, install the CPU runtime first.
 
     Args:
-        sources: files and directories of UTF-8 text; None for Python's standard library.
-        out: directory to make. It appears complete or not at all.
-        vocab_size: size of the byte-level BPE to train; None for 4096.
+        sources: Files and directories of UTF-8 text; None for Python's standard library.
+        out: Output directory. It appears complete or not at all.
+        vocab_size: Size of the byte-level BPE to train. Default: 4096.
         tokenizer: Hugging Face directory of a tokenizer to use instead of training one.
-        globs: patterns of file names to take from directories; None for all.
-        exclude: patterns of files and directories to leave out; None for
-            :data:`DEFAULT_EXCLUDE`.
-        workers: documents tokenized at the same time; None for one per available core.
-        max_file_bytes: longer files are split at line ends into documents of at most this size.
-        tokenizer_sample: bytes of text to train the tokenizer on, taken evenly from all files.
-        overwrite: replace ``out`` if it is a prepared directory.
-        on_progress: called with the progress of each stage, possibly from another thread.
+        globs: Patterns of file names to take from directories; None for all.
+        exclude: Patterns of files and directories to skip. Default: :data:`DEFAULT_EXCLUDE`.
+        workers: Number of threads that tokenize. Default: one per core.
+        max_file_bytes: Split longer files at line ends into documents of at most this size.
+        tokenizer_sample: Bytes of text to train the tokenizer on, taken evenly from all files.
+        overwrite: Replace ``out`` if it is a prepared directory.
+        on_progress: Called with the progress of each stage, possibly from another thread.
 
     Raises:
-        ConfigError: ``max_file_bytes`` is out of range, or both ``vocab_size`` and ``tokenizer``
-            are given.
-        DataError: a source or the tokenizer cannot be used, no text was found, or a file changed
-            while it was read.
+        ConfigError: An option is out of range, or two exclude each other.
+        DataError: A source or the tokenizer cannot be used, or there is no text.
         OutputError: ``out`` is in use or cannot be written.
     """
     if sources is None:
@@ -290,17 +267,12 @@ def prepare(
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     sources, out = [Path(source).absolute() for source in sources], Path(out).resolve()
     if vocab_size is not None and tokenizer:
-        raise ConfigError(f"--vocab-size {vocab_size} and --tokenizer exclude each other")
+        raise ConfigError(f"Pass either --vocab-size {vocab_size} or --tokenizer, not both.")
     if not 4 <= max_file_bytes <= 1 << 30:  # the longest character; 2**31 tokens overflow
-        raise ConfigError(f"--max-file-bytes {max_file_bytes}: expected 4 to {1 << 30}")
+        raise ConfigError(f"Expected --max-file-bytes from 4 to {1 << 30}, got {max_file_bytes}.")
     for source in sources:
         if not os.path.exists(source):
-            raise DataError(f"--from {printable(source)} does not exist. Pass a file or directory")
-        if source.resolve().is_relative_to(out):
-            raise DataError(
-                f"--out {printable(out)} contains the source {printable(source)}. Choose another "
-                "directory"
-            )
+            raise DataError(f"--from {printable(source)} does not exist.")
     check_output_folder(out, overwrite=overwrite, mark=REPORT)
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
@@ -311,10 +283,7 @@ def prepare(
     names = [printable(source) for source in sources]
     if not texts:
         counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
-        raise DataError(
-            f"no usable text in {', '.join(names)} ({counts or 'no files at all'}). Pass files or "
-            "directories of UTF-8 text"
-        )
+        raise DataError(f"Found no UTF-8 text in {', '.join(names)} ({counts or 'no files'}).")
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # a broken installation fails before the long work
@@ -326,16 +295,9 @@ def prepare(
                 texts, vocab_size or DEFAULT_VOCAB_SIZE, tokenizer_sample, size_of_text, on_progress
             )
         fast.save_pretrained(str(staged / TOKENIZER))
-        written = _write_corpus(
-            staged / CORPUS,
-            texts,
-            fast,
-            workers=workers,
-            limit=max_file_bytes,
-            advance=_meter(on_progress, "tokenizing", size_of_text),
-        )
+        tokenizing = _meter(on_progress, "tokenizing", size_of_text)
+        written = _write_corpus(staged / CORPUS, texts, fast, workers, max_file_bytes, tokenizing)
         packages = ("megatron-core", "tokenizers", "transformers")
-        installed = {each.name: each.version for each in metadata.distributions()}
         report = DataReport(
             sources=names,
             globs=list(globs),
@@ -345,9 +307,7 @@ def prepare(
             split_files=sum(file.pieces > 1 for file in texts),
             bytes=size_of_text,
             **written,
-            file_bytes={
-                path.name: path.stat().st_size for path in sorted(staged.glob(f"{CORPUS}.*"))
-            },
+            file_bytes={p.name: p.stat().st_size for p in sorted(staged.glob(f"{CORPUS}.*"))},
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
             tokenizer_sample_bytes=sampled,
             vocab_size=vocabulary_size(fast),
@@ -358,7 +318,7 @@ def prepare(
             versions={
                 "python": platform.python_version(),
                 "kha-megatron": kha_megatron.__version__,
-                **{name: installed.get(name) for name in packages},
+                **{name: metadata.version(name) for name in packages},
             },
         )
         (staged / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -366,18 +326,17 @@ def prepare(
 
 
 def standard_library() -> Path:
-    """Return the directory of Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _meter(on_progress: OnProgress, stage: str, size: int) -> Callable:
-    """Return a function that adds bytes (and files, by default 1) and reports the progress."""
-    done_bytes = done_files = 0
+def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
+    """Return a function that adds bytes and files and reports the progress."""
+    step = Progress(stage, total_bytes=total)
 
-    def advance(more_bytes: int, more_files: int = 1) -> None:
-        nonlocal done_bytes, done_files
-        done_bytes, done_files = done_bytes + more_bytes, done_files + more_files
-        on_progress(Progress(stage, done_files, done_bytes, size))
+    def advance(size: int, files: int = 1) -> None:
+        nonlocal step
+        step = step._replace(files=step.files + files, bytes=step.bytes + size)
+        on_progress(step)
 
     return advance
 
@@ -399,9 +358,8 @@ def find_files(
 ) -> dict[Path, int]:
     """Return the regular files under ``sources`` and their sizes in bytes, each real file once.
 
-    Directories are walked in sorted order and links are followed. ``globs`` (file names) and
-    ``exclude`` (names of files and directories) apply to paths below a source, not to a source
-    itself. ``output`` is not walked.
+    Directories are walked in sorted order and links are followed. ``globs`` and ``exclude`` apply
+    to names below a source, not to a source itself. ``output`` is not walked.
     """
     files: dict[Path, int] = {}
     written = os.path.realpath(output)
@@ -438,13 +396,13 @@ def find_files(
 def select_text_files(
     sizes: dict[Path, int], limit: int, *, skipped: Skipped, advance: Callable[[int], None]
 ) -> list[TextFile]:
-    """Read every file once and return those that are UTF-8 text, in the given order.
+    """Return the files that are UTF-8 text, in the given order, and add the others to ``skipped``.
 
     Args:
-        sizes: size in bytes of each file.
-        limit: longest piece in bytes (see :func:`read_pieces`).
-        skipped: receives the other files.
-        advance: called with the size of each file after reading it.
+        sizes: Size in bytes of each file.
+        limit: As in :func:`read_pieces`.
+        skipped: Receives the other files.
+        advance: Called with the size of each file after it was read.
     """
     files = []
     for path, seen_size in sizes.items():
@@ -465,8 +423,7 @@ def select_text_files(
 def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
     """Yield the bytes of a file in pieces of at most ``limit`` (>= 4) bytes.
 
-    A piece ends after the last line end that fits, or between two characters if one line is longer
-    than the limit. A file within the limit is one piece.
+    A piece ends after the last line end that fits, or between two characters of a longer line.
     """
     with open(path, "rb") as stream:
         rest = b""
@@ -485,22 +442,18 @@ def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
 
 
 def read_beginning(file: Path, tokens: int) -> str:
-    """Return the beginning of a text file, long enough for ``tokens`` tokens.
-
-    Raises:
-        DataError: the file cannot be read, is not UTF-8, or is empty.
-    """
+    """Return the beginning of a UTF-8 file, long enough for ``tokens`` tokens."""
     try:
         text = next(read_pieces(file, tokens * _BYTES_PER_TOKEN), b"").decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {file} ({error}). Pass a UTF-8 text file") from error
+        raise DataError(f"Cannot read {file} ({error}). Pass a UTF-8 text file.") from error
     if not text.strip():
-        raise DataError(f"{file} contains no text")
+        raise DataError(f"{file} contains no text.")
     return text
 
 
 def _pieces_of(file: TextFile, limit: int) -> Iterator[str]:
-    """Yield the text of a file. Raise ``DataError`` if it has changed since it was selected."""
+    """Yield the text of a file. Raise DataError if it has changed since it was selected."""
     size = 0
     try:
         for piece in read_pieces(file.path, limit):
@@ -510,8 +463,8 @@ def _pieces_of(file: TextFile, limit: int) -> Iterator[str]:
             raise ValueError(f"{size} bytes instead of {file.bytes}")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{printable(file.path)} changed while it was being read ({error}). Run again when "
-            "nothing writes to it"
+            f"{printable(file.path)} changed while it was being read ({error}). Run the command "
+            "again."
         ) from error
 
 
@@ -521,8 +474,7 @@ def _train_tokenizer(
     """Train a byte-level BPE on about ``sample`` bytes, taken evenly from ``total``.
 
     Returns:
-        The tokenizer, and the number of bytes it was trained on. It has fewer than ``vocab_size``
-        tokens if no pair occurs twice any more.
+        The tokenizer, and the number of bytes it was trained on.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -556,7 +508,7 @@ def _train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # in a thread, because Ctrl-C reaches only the main thread, and not while it is in the library
+    # Ctrl-C reaches only the main thread, and not while it runs the library
     with ThreadPoolExecutor(1) as pool:
         try:
             pool.submit(tokenizer.train_from_iterator, pieces(), trainer).result()
@@ -575,15 +527,13 @@ def _write_corpus(
     prefix: Path,
     texts: Sequence[TextFile],
     tokenizer: "PreTrainedTokenizerFast",
-    *,
     workers: int,
     limit: int,
     advance: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Write ``prefix.bin`` and ``prefix.idx``, one document per piece of at most ``limit`` bytes.
 
-    The tokenizer's end-of-sequence token ends each document. Special tokens within the text are
-    encoded as plain text.
+    The end-of-sequence token ends each document. Special tokens in the text become plain text.
 
     Returns:
         ``documents``, ``tokens``, ``altered_documents`` and ``dtype`` of :class:`DataReport`.
@@ -633,45 +583,40 @@ def _write_corpus(
 
 
 def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
-    """Check that the training data of a command line exists and can be split.
-
-    Object stores (``s3://``, ``msc://``) are not read.
+    """Raise DataError unless the training data of a command line exists and can be split.
 
     Args:
         arguments: Megatron's arguments by name.
         look: False if the files are on machines that this one cannot see.
-
-    Raises:
-        DataError: a file is missing or not given, or a part of the split has no documents.
     """
     if lacks_vocabulary(arguments):
-        raise DataError("--mock-data needs the number of tokens. Add --vocab-size N")
+        raise DataError("--mock-data needs the number of tokens. Add --vocab-size N.")
     if arguments.get("mock_data"):
         return
     blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
     listed = arguments.get("data_args_path") or arguments.get("per_split_data_args_path")
     if not any(blends.values()) and not listed:
         raise DataError(
-            "no training data given. Add --data-path PREFIX or --mock-data, or pass --data DIR to "
-            "`kha-megatron launch` (`kha-megatron data prepare` makes both)"
+            "No training data given. Add --data-path PREFIX or --mock-data, or pass --data DIR to "
+            "`kha-megatron launch`. `kha-megatron data prepare` makes both."
         )
     for flag, words in blends.items() if look else ():
         for prefix in _prefixes(words):
-            if "://" in prefix:
+            if "://" in prefix:  # in an object store
                 continue
             for file in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
                 if not (file.is_file() and file.stat().st_size):
                     problem = "is empty" if file.is_file() else "does not exist"
                     raise DataError(
                         f"{flag} {prefix}: {file} {problem}. Make it with `kha-megatron data "
-                        "prepare`"
+                        "prepare`."
                     )
             if flag == "--data-path":
                 check_split(arguments.get("split") or USUAL[0], count_documents(prefix), prefix)
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
-    """Return True for mock data if no argument gives the vocabulary size."""
+    """Return whether mock data is used and no argument gives the vocabulary size."""
     null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
     known = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
     return bool(arguments.get("mock_data") and null and not known)
@@ -679,7 +624,6 @@ def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
     """Return the prefixes of ``prefix ...`` or ``weight prefix weight prefix ...``."""
-
     try:
         [float(word) for word in words[::2]]
     except ValueError:
@@ -695,7 +639,7 @@ def count_documents(prefix: str | Path) -> int:
     except (OSError, struct.error) as error:
         raise DataError(
             f"{prefix}.idx cannot be read as an index ({error}). Make it with "
-            "`kha-megatron data prepare`"
+            "`kha-megatron data prepare`."
         ) from error
 
 
@@ -703,15 +647,12 @@ def documents_of(split: str, documents: int) -> list[int | None]:
     """Return the number of documents of each of :data:`PARTS`; None for a part of share 0.
 
     Args:
-        split: one to three shares such as ``969,30,1``, of any sum.
-        documents: number of documents in the dataset.
-
-    Raises:
-        ConfigError: the split has no share, or more than three.
+        split: One to three shares such as ``969,30,1``, of any sum.
+        documents: Number of documents in the dataset.
     """
     shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
     if not 0 < len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
-        raise ConfigError(f"--split {split!r}: expected one to three shares, as in {USUAL[0]}")
+        raise ConfigError(f"Expected --split with one to three shares, got {split!r}.")
     shares += [0.0] * (len(PARTS) - len(shares))
     ends = accumulate((share / sum(shares) for share in shares), initial=0.0)
     return [
@@ -721,26 +662,21 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
 
 def check_split(split: str, documents: int, name: str) -> None:
-    """Check that a split leaves no part of a dataset empty, with which Megatron would hang.
+    """Raise DataError if a split leaves a part without documents, with which Megatron would hang.
 
     Args:
-        split: shares such as ``969,30,1``.
-        documents: number of documents in the dataset.
-        name: name of the dataset, for the message.
-
-    Raises:
-        ConfigError: the split cannot be parsed.
-        DataError: a part is empty; the message names a split that works.
+        split: Shares such as ``969,30,1``.
+        documents: Number of documents in the dataset.
+        name: Name of the dataset in the message.
     """
     found = documents_of(split, documents)
-    empty = [part for part, count in zip(PARTS, found, strict=True) if count == 0]
-    if empty:
-        # one document for every part that had none, from the part that has most
+    if empty := [part for part, count in zip(PARTS, found, strict=True) if count == 0]:
+        # one document for every part that had none, from the largest part
         counts = [0 if count is None else max(count, 1) for count in found]
         most = counts.index(max(counts))
         counts[most] -= sum(counts) - sum(count or 0 for count in found)
         works = ",".join(map(str, counts)) if counts[most] > 0 else "1,0,0"
         raise DataError(
             f"--split {split} leaves no document for {' and '.join(empty)} of the {documents} in "
-            f"{name}, and Megatron would wait forever. Use --split {works}"
+            f"{name}, and Megatron would hang. Use --split {works}."
         )

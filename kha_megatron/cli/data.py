@@ -1,4 +1,4 @@
-"""``kha-megatron data``: text to what Megatron trains on, and a look at what there is."""
+"""Commands ``kha-megatron data``: convert text files to training data and check it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from rich.progress import (
     BarColumn,
     Progress,
     SpinnerColumn,
-    Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from kha_megatron.data import DataReport
     from kha_megatron.data import Progress as Step
 
-app = Commands(name="data", help="Prepare text for training, and look at it.", no_args_is_help=True)
+app = Commands(name="data", help="Convert text to training data.", no_args_is_help=True)
 
 
 @app.command()
 def prepare(
-    out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
+    out: Annotated[Path, typer.Option("--out", help="Output directory.")],
     sources: Annotated[
         list[Path] | None,
         typer.Option(
             "--from",
-            help="Text file, or folder of them; repeat for more. "
-            "Without it: the source of this Python's standard library.",
+            help="Text file, or directory of text files. Can be repeated. "
+            "Default: the source of Python's standard library.",
         ),
     ] = None,
     vocab_size: Annotated[
@@ -46,17 +46,19 @@ def prepare(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Use the tokenizer of this Hugging Face folder; train none."),
+        typer.Option(help="Hugging Face directory of a tokenizer to use instead of training one."),
     ] = None,
     globs: Annotated[
         list[str] | None,
-        typer.Option("--glob", help="Names of files to take from folders (default all)."),
+        typer.Option(
+            "--glob", help="Pattern of file names to take from directories. Default: all."
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names of files and folders to leave out, instead of the default: "
-            "__pycache__, .git, .hg, .svn, site-packages, dist-packages."
+            help="Pattern of files and directories to skip. "
+            "Default: __pycache__, .git, .hg, .svn, site-packages, dist-packages."
         ),
     ] = None,
     workers: Workers = None,
@@ -66,10 +68,10 @@ def prepare(
     ] = "1MiB",
     tokenizer_sample: Annotated[
         str,
-        typer.Option(help="Train the tokenizer on at most this much, taken evenly from all text."),
+        typer.Option(help="Size of the text sample to train the tokenizer on."),
     ] = "64MiB",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared folder.")
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared directory.")
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -77,24 +79,23 @@ def prepare(
 
     \b
     Every file becomes one document, or several if it is longer than
-    --max-file-bytes. Empty, unreadable and non-UTF-8 files are counted and named.
-    A folder's tokenizer/ can be given as --tokenizer for other text.
+    --max-file-bytes. Empty, unreadable and non-UTF-8 files are listed.
+    To reuse the tokenizer for other text, pass --tokenizer OUT/tokenizer.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
     """
-    from kha_megatron.data import prepare as make
-    from kha_megatron.data import standard_library
+    from kha_megatron import data
 
     limit = parse_size("--max-file-bytes", max_file_bytes)
     sample = parse_size("--tokenizer-sample", tokenizer_sample)
     if not sources:
         console.log.print(
-            "no --from: taking the source of Python's standard library in "
-            f"{escape(str(standard_library()))}"
+            "Using Python's standard library as text, because --from is not set: "
+            f"{escape(str(data.standard_library()))}"
         )
     with progress() as on_progress:
-        report = make(
+        report = data.prepare(
             sources or None,
             out,
             vocab_size=vocab_size,
@@ -107,17 +108,19 @@ def prepare(
             overwrite=overwrite,
             on_progress=on_progress,
         )
-    for line in notes(report):
-        console.log.print(f"[yellow]note:[/] {escape(line)}")
+    for line in warnings_about(report):
+        console.log.print(f"[yellow]warning:[/] {escape(line)}")
     _print(report, out, as_json)
 
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="A folder made by `kha-megatron data prepare`.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Directory written by `kha-megatron data prepare`.")
+    ],
     as_json: AsJSON = False,
 ) -> None:
-    """Print what a prepared folder holds, after checking that it does hold it.
+    """Check a prepared directory and print what it contains.
 
     Opens the dataset and the tokenizer as training does, and compares them with data.json.
 
@@ -131,7 +134,7 @@ def show(
 
 @contextmanager
 def progress() -> Iterator[Callable[["Step"], None]]:
-    """A progress display on stderr; gives the ``on_progress`` that ``prepare`` takes."""
+    """Show progress on stderr. Yield the ``on_progress`` of ``kha_megatron.data.prepare``."""
     display = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -140,31 +143,28 @@ def progress() -> Iterator[Callable[["Step"], None]]:
         TimeElapsedColumn(),
         console=console.log,
     )
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, TaskID] = {}
 
     def on_progress(step: "Step") -> None:
         if step.stage not in tasks:
-            for task in display.tasks:  # stages follow one another: the one before is done
-                display.update(task.id, total=task.total or 1, completed=task.total or 1)
-            added = display.add_task(step.stage, total=None, detail="")
-            tasks[step.stage] = next(task for task in display.tasks if task.id == added)
-        task = tasks[step.stage]
+            for previous in tasks.values():
+                display.update(previous, total=1, completed=1)
+            tasks[step.stage] = display.add_task(step.stage, total=None, detail="")
         if step.total_bytes:
-            rate = step.bytes / max(task.elapsed or 0.0, 1e-3)
+            done, total = (f"{size / 1e6:,.1f}" for size in (step.bytes, step.total_bytes))
             display.update(
-                task.id,
+                tasks[step.stage],
                 total=step.total_bytes,
                 completed=step.bytes,
-                detail=f"{step.files:,} files, {step.bytes / 1e6:,.1f}/"
-                f"{step.total_bytes / 1e6:,.1f} MB, {rate / 1e6:.1f} MB/s",
+                detail=f"{step.files:,} files, {done}/{total} MB",
             )
 
     with display:
         yield on_progress
 
 
-def notes(report: "DataReport") -> list[str]:
-    """What a person should know about a report before relying on it; often nothing."""
+def warnings_about(report: "DataReport") -> list[str]:
+    """Return one line for each property of prepared data that may surprise the user."""
     lines = []
     for split in USUAL:
         try:
@@ -173,19 +173,15 @@ def notes(report: "DataReport") -> list[str]:
             lines.append(str(error))
     if report.vocab_size_asked and report.vocab_size < report.vocab_size_asked:
         lines.append(
-            f"the vocabulary has {report.vocab_size:,} tokens, not {report.vocab_size_asked:,}: "
-            "the text has no more pairs that occur twice"
+            f"The vocabulary has {report.vocab_size:,} tokens instead of "
+            f"{report.vocab_size_asked:,}, because the text is too short."
         )
     if report.altered_documents:
         lines.append(
-            f"{report.altered_documents:,} of {report.documents:,} documents do not come back "
-            "from the tokenizer as they were: it normalises text or lacks characters"
+            f"The tokenizer does not restore {report.altered_documents:,} of "
+            f"{report.documents:,} documents. It normalises text or lacks characters."
         )
     return lines
-
-
-def _sampled(size: int | None) -> str:
-    return "" if size is None else f" on {size:,} bytes of the text (--tokenizer-sample)"
 
 
 def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
@@ -194,23 +190,24 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         return
     from kha_megatron.data import CORPUS, SKIPPED, TOKENIZER
 
+    sample = report.tokenizer_sample_bytes
     rows = {
         "sources": "\n".join(report.sources),
-        "files used": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
+        "files": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
         "documents": f"{report.documents:,}",
         "tokens": f"{report.tokens:,} as {report.dtype} "
         f"({report.bytes / report.tokens:.2f} bytes per token)",
-        "vocabulary": f"{report.vocab_size:,}, documents end with {report.eod_token} "
+        "vocabulary": f"{report.vocab_size:,}, end of document {report.eod_token} "
         f"({report.eod_id})",
-        "tokenizer": report.tokenizer + _sampled(report.tokenizer_sample_bytes),
+        "tokenizer": report.tokenizer + (f" on {sample:,} bytes of the text" if sample else ""),
     }
     for reason, what in SKIPPED.items():
         count, examples = (report.skipped[reason][key] for key in ("count", "examples"))
         if count:
             more = ["..."] if count > len(examples) else []
-            rows[f"not used: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
+            rows[f"skipped: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
     console.print_facts(rows, title=str(folder))
     console.out.print(
-        f"train on it: --data-path {escape(str(folder / CORPUS))} "
+        f"Train with --data-path {escape(str(folder / CORPUS))} "
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {escape(str(folder / TOKENIZER))}"
     )

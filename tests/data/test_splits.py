@@ -1,4 +1,4 @@
-"""Which part of a split gets how many documents, held against Megatron's own builder."""
+"""Compare the documents of each part of a split with those of Megatron's builder."""
 
 import re
 
@@ -11,7 +11,7 @@ from kha_megatron.errors import ConfigError, DataError
 
 @pytest.mark.parametrize("split", ["969,30,1", "99,1,0", "99,1", "7", "0.5, 0.25, 0.25", "0,1,1"])
 @pytest.mark.parametrize("documents", [1, 7, 50, 501])
-def test_the_arithmetic_is_megatrons(split, documents):
+def test_documents_of_a_split_equal_those_of_megatron(split, documents):
     from megatron.core.datasets import blended_megatron_dataset_config as megatron
 
     vector = megatron.parse_and_normalize_split(split)
@@ -26,12 +26,12 @@ def test_the_arithmetic_is_megatrons(split, documents):
         return
     with pytest.raises(DataError, match=f"of the {documents} in corpus") as error:
         check_split(split, documents, "corpus")
-    better = re.search(r"Use --split (\S+)$", str(error.value))[1]
+    better = re.search(r"Use --split (\S+)\.$", str(error.value))[1]
     assert 0 not in documents_of(better, documents)
 
 
 @pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "9" * 400])
-def test_what_is_no_split_is_refused(split):
+def test_malformed_splits_are_refused(split):
     with pytest.raises(ConfigError, match="--split"):
         documents_of(split, 7)
 

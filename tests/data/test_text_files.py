@@ -1,4 +1,4 @@
-"""Nothing a walk meets disappears, and pieces of a file join to the file."""
+"""Test that no file is lost, and that the pieces of a file join to the file."""
 
 import itertools
 import os
@@ -41,14 +41,14 @@ def test_every_path_is_used_or_counted(tmp_path):
     assert counts == {reason: expected.get(reason, 0) for reason in SKIPPED}
 
 
-def test_a_named_file_needs_no_matching_name(tmp_path):
+def test_globs_do_not_apply_to_sources(tmp_path):
     file = tmp_path / "site-packages"
     file.write_text("x")
     found, _ = walk(file, globs=["*.py"], exclude=["site-packages"])
     assert list(found) == [file]
 
 
-def test_check_tells_text_from_other_bytes(tmp_path):
+def test_select_text_files(tmp_path):
     contents = {"text": "7 \u00e9\r\n".encode(), "latin": b"caf\xe9 au lait", "nothing": b""}
     contents["late"] = b"x\n" * 50 + b"\xff"  # after several good pieces
     contents["cut"] = "不".encode()[:2]  # a character that the file ends in

@@ -131,7 +131,7 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
         ([*MOCK, *MLP, "--kha-log-interval", "9"], ConfigError, "--kha-log-interval 9: expected"),
         ([*MOCK, *MLP, "--kha-perturb-embedding", "nan"], ConfigError, "nan: expected a share"),
         ([*MOCK, "--heads", "talking.max_tokens=27"], ConfigError, "28 tokens, more than"),
-        ([*MLP, *corpus[2:]], DataError, "no training data given"),
+        ([*MLP, *corpus[2:]], DataError, "No training data given"),
         (
             [*MLP, *corpus[2:], "--data-path", "0.3", prefix, "0.7", str(folder)],
             DataError,
