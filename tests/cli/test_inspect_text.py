@@ -88,7 +88,7 @@ def test_bad_input_is_refused_before_anything_is_written(run, tokenizer, text, t
     blank.write_text(" \n")
     capsys.readouterr()  # progress of saving the model
     for given, message in (
-        (["--text", tmp_path / "nowhere"], "cannot read"),
+        (["--text", tmp_path / "nowhere"], "Cannot read"),
         (["--text", blank], "contains no text"),
         (["--text", text, "--tokens", 200], "Expected 1 to 128 tokens, got 200"),
         (["--text", text, "--device", "gpu"], "Expected --device to be auto, cpu"),
