@@ -78,9 +78,9 @@ def launch(
 ) -> None:
     """Train a recipe with NeMo-Run on this machine or on Slurm, and follow it.
 
-    Exit codes: 0 trained (or submitted with --detach), 1 the job failed, 2
-    bad input, 130 interrupted. A job that Slurm restarts resumes from the
-    checkpoints in --output. For other executors use `nemo kha train`.
+    Exit codes: 0 if the job succeeded (or was submitted with --detach), 1 if it
+    failed, 2 for invalid input, 130 if interrupted. A job that Slurm restarts
+    resumes from its last checkpoint. For other executors use `nemo kha train`.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
@@ -105,11 +105,10 @@ def launch(
     slurm = options if executor == "slurm" else None
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
-    chosen = get_recipe(recipe)
     job = prepare(
-        chosen,
+        get_recipe(recipe),
         data=data,
-        output=output or Path("runs", chosen.name),
+        output=output or Path("runs", recipe),
         overrides=megatron or [],
         ranks=nproc,
         device=device,
@@ -125,6 +124,6 @@ def launch(
 def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:
     """Parse the values of a repeated ``NAME=VALUE`` option."""
     for word in words or ():
-        if not word.partition("=")[0] or "=" not in word:
+        if word.find("=") < 1:
             raise ConfigError(f"Expected {flag} NAME=VALUE, got {word}.")
     return dict(word.split("=", 1) for word in words or ())

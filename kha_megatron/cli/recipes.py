@@ -1,4 +1,4 @@
-"""``kha-megatron recipes``: list and show the papers' training runs."""
+"""``kha-megatron recipes``: list and show training runs of the papers."""
 
 import fnmatch
 import shlex
@@ -12,7 +12,7 @@ from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.cli.running import Commands
 from kha_megatron.recipes import Recipe
 
-app = Commands(name="recipes", help="The papers' training runs.", no_args_is_help=True)
+app = Commands(name="recipes", help="List and show recipes.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -20,7 +20,7 @@ def show_all(
     pattern: Annotated[str, typer.Argument(help="Names to list, as in 'table2/*'.")] = "*",
     as_json: AsJSON = False,
 ) -> None:
-    """List the recipes with their paper's final loss, where it prints one.
+    """List recipes with the final loss that the paper prints, if any.
 
     Examples:
       kha-megatron recipes list 'table5/*'
@@ -30,14 +30,13 @@ def show_all(
         console.print_json([as_data(recipe) for recipe in chosen])
         return
     for recipe in chosen:
-        loss = recipe.paper.get("loss", "")
-        line = f"{recipe.name:32} {loss:>6}  {recipe.description}"
+        line = f"{recipe.name:32} {recipe.paper.get('loss', ''):>6}  {recipe.description}"
         console.out.print(line, markup=False, emoji=False)
 
 
 @app.command()
 def show(recipe: RecipeName, as_json: AsJSON = False) -> None:
-    """Show what a recipe trains, with every argument it gives to Megatron.
+    """Show a recipe with all of its Megatron arguments.
 
     Examples:
       kha-megatron recipes show table2/mlp-v
@@ -46,13 +45,14 @@ def show(recipe: RecipeName, as_json: AsJSON = False) -> None:
     if as_json:
         console.print_json(as_data(chosen))
         return
-    lines = [f"{chosen.name}: {chosen.description}"]
-    lines += [f"  the paper's {name}: {value}" for name, value in chosen.paper.items()]
-    lines += [f"  knocks {chosen.run.kha}"]
-    lines += [f"  note: {chosen.note}"] if chosen.note else []
-    lines.append("")
-    for flag, words in chosen.run.flags.items():
-        lines.append(shlex.join([flag, *words]))
+    lines = [
+        f"{chosen.name}: {chosen.description}",
+        *(f"  {name} in the paper: {value}" for name, value in chosen.paper.items()),
+        f"  head mechanisms: {chosen.run.kha}",
+        *([f"  note: {chosen.note}"] if chosen.note else ()),
+        "",
+        *(shlex.join([flag, *words]) for flag, words in chosen.run.flags.items()),
+    ]
     console.out.print("\n".join(lines), markup=False, emoji=False)
 
 
@@ -62,10 +62,10 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
         "name": recipe.name,
         "description": recipe.description,
         "knocks": str(recipe.run.kha),
-        "paper": dict(recipe.paper),
+        "paper": recipe.paper,
         "note": recipe.note,
         "ranks": recipe.ranks,
         "vocab_size": recipe.run.vocab_size,
-        "environment": dict(recipe.environment),
-        "arguments": {flag: list(words) for flag, words in recipe.run.flags.items()},
+        "environment": recipe.environment,
+        "arguments": recipe.run.flags,
     }

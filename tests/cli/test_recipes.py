@@ -1,4 +1,4 @@
-"""``kha-megatron recipes`` as a user types it."""
+"""Output of ``kha-megatron recipes``."""
 
 import json
 
@@ -30,8 +30,8 @@ def test_list_as_json():
 def test_show_is_the_whole_command_line():
     recipe = RECIPES["table2/mlp-k"]
     text = run("show", recipe.name)
-    assert "knocks key=mlp" in text
-    assert "the paper's loss: 1.848" in text
+    assert "head mechanisms: key=mlp" in text
+    assert "loss in the paper: 1.848" in text
     words = [word for line in text.splitlines() if line.startswith("--") for word in line.split()]
     assert words == recipe.run.words()
     data = json.loads(run("show", recipe.name, "--json"))
