@@ -105,8 +105,9 @@ def launch(
     slurm = options if executor == "slurm" else None
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
+    chosen = get_recipe(recipe)
     job = prepare(
-        get_recipe(recipe),
+        chosen,
         data=data,
         output=output or Path("runs", recipe),
         overrides=megatron or [],

@@ -1,7 +1,7 @@
 """Recipes for NeMo-Run's own command (``nemo kha train``) and Python API.
 
-``nemo`` finds this module through the entry-point group ``nemo_run.cli``. NeMo-Run's command-line
-parser evaluates its arguments: pass untrusted text to ``kha-megatron launch`` instead.
+``nemo`` finds this module through the entry-point group ``nemo_run.cli``. NeMo-Run evaluates the
+arguments of its command as Python: pass untrusted text only to ``kha-megatron launch``.
 """
 
 import os
@@ -34,7 +34,6 @@ def partial(
     """Return a recipe as ``run.Partial``, and set the executor's launcher and environment.
 
     Args:
-        recipe: a name of ``kha-megatron recipes list``.
         executor: one of NeMo-Run's executors; it determines the number of ranks.
         data: directory made by ``kha-megatron data prepare``, with its path on the ranks.
         output: directory for checkpoints and TensorBoard files. The default, ``runs/RECIPE``, is
@@ -43,7 +42,7 @@ def partial(
         resume: continue from the last checkpoint in ``output``.
 
     Raises:
-        KHAError: see :func:`kha_megatron.recipes.prepare.prepare`.
+        KHAError: see :func:`kha_megatron.recipes.prepare`.
     """
     local = isinstance(executor, run.LocalExecutor)
     job = prepare(

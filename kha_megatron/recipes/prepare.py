@@ -124,7 +124,7 @@ def prepare(
     Raises:
         ConfigError: arguments that do not fit together, or a relative path for a container.
         DataError: dataset or tokenizer are missing.
-        OutputError: the output directory is in use or cannot be written.
+        OutputError: the output directory is in use.
         CheckpointError: ``resume`` without a complete checkpoint.
     """
     values = {"device": device} if device else {}
@@ -180,13 +180,8 @@ def _check_directories(run: Run, load: str | None, output: Path | None, *, resum
         _check_checkpoint(source, run)
     targets = [output, Path(run.files.save) if run.files.save else None]
     for target in dict.fromkeys(path.absolute() for path in targets if path is not None):
-        if target.exists() and not target.is_dir():
-            raise OutputError(f"Expected --output as a directory, but {target} is a file.")
-        if target.is_dir() and any(target.iterdir()) and not (resume or target == source):
+        if target.exists() and any(target.iterdir()) and not (resume or target == source):
             raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")
-        parent = next(p for p in (target, *target.parents) if p.exists())
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise OutputError(f"{parent} cannot be written. Choose another --output.")
 
 
 def _check_checkpoint(directory: Path, run: Run) -> None:
