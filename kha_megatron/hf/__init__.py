@@ -1,7 +1,7 @@
 """The ``kha`` architecture for transformers.
 
-``import kha_megatron.hf`` registers it, after which ``AutoConfig``, ``AutoModel`` and
-``AutoModelForCausalLM`` load a converted folder without any remote code.
+``import kha_megatron.hf`` registers it. ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``
+then load a converted directory without remote code.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

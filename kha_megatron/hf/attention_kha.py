@@ -1,14 +1,15 @@
 """Attention of ``kha`` models beyond MHA, MQA and GQA with KHA: other head mechanisms, Grouped-Tied
 Attention (GTA), Multi-head Latent Attention (MLA) and Grouped Latent Attention (GLA).
 
-Each class projects, knocks, norms, rotates, attends and projects, in this order. A model directory
-contains this file only if its model needs it. The shape legend is that of ``modeling_kha``.
+Each class computes projections, KHA, QK-norm, RoPE, attention and the output projection, in this
+order. A model directory contains this file only if its model needs it. ``modeling_kha`` has the
+shape legend.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeAttention,
     Glm4MoeRMSNorm,
+    Glm4MoeRotaryEmbedding,
     eager_attention_forward,
 )
 from transformers.utils import logging
@@ -30,6 +32,7 @@ from transformers.utils import logging
 from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.mechanism import (
     HeadFacts,
+    HeadRows,
     HeadSizes,
     HeadTensor,
     Mechanism,
@@ -45,24 +48,33 @@ from kha_megatron.hf.modeling_kha import (
     SHARED_BY_HEADS,
     CosSin,
     KHAModule,
+    Module,
     apply_rotary,
 )
 
 logger = logging.get_logger(__name__)
 
 SHARED_KEY = "mla_kv_a_proj"
-"""Tensor-parallel style of a projection whose rotary output goes to the heads of every rank."""
+"""Tensor-parallel style of a projection whose rotary output is used by the heads of all ranks."""
 
 
-class HeadWeight(nn.Module):
-    """A parameter of a head mechanism that is neither a stack of matrices nor a projection.
+class HeadParameter(Module):
+    """Base of modules with a ``weight`` of a head mechanism."""
 
-    Every rank holds all of it. transformers' tensor parallelism hooks the call.
-    """
+    starts: tuple[Start, ...]
+
+    def set_initial_value(self, std: float) -> None:
+        """Fill the weight."""
+        value = torch.empty(1, *self.weight.shape, device="cpu")
+        init.copy_(self.weight, initial_weight(value, self.starts, std=std)[0])
+
+
+class HeadWeight(HeadParameter):
+    """A parameter that every rank holds. transformers' tensor parallelism hooks the call."""
 
     def __init__(self, tensor: HeadTensor) -> None:
         super().__init__()
-        (self.start,) = tensor.starts
+        self.starts = tensor.starts
         self.weight = nn.Parameter(torch.empty(tensor.shape))
 
     def forward(self) -> Tensor:
@@ -70,24 +82,12 @@ class HeadWeight(nn.Module):
         return self.weight
 
 
-class InputLinear(nn.Linear):
-    """A projection of the layer's input for a head mechanism: the score of a gate or a router."""
+class InputLinear(HeadParameter, nn.Linear):
+    """A projection of the layer's input: the scores of a gate or a router."""
 
-    def __init__(self, hidden: int, features: int, start: Start) -> None:
-        self.start = start
-        super().__init__(hidden, features, bias=False)
-
-
-class _Score(NamedTuple):
-    """A projection of the layer's input that a mechanism reads."""
-
-    name: str
-    module: str
-    features: int
-    of_heads: bool
-    """The result is ``[..., heads, features]``. A rank may have fewer heads."""
-    is_shared: bool
-    """All heads use the result ``[..., 1, features]``."""
+    def __init__(self, hidden: int, tensor: HeadTensor) -> None:
+        self.starts = tensor.starts
+        super().__init__(hidden, math.prod(tensor.shape[:-1]), bias=False)
 
 
 class KHAHeads(KHAModule):
@@ -109,16 +109,16 @@ class KHAHeads(KHAModule):
         """
         if unknown := config.mechanisms.keys() - MECHANISMS.keys():
             raise ValueError(
-                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the configuration: this "
-                f"code knows {', '.join(MECHANISMS)}. Update kha-megatron."
+                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the configuration. This "
+                f"code supports {', '.join(MECHANISMS)}. Update kha-megatron."
             )
         latent = config.kv_lora_rank is not None
         knocks = (config.kha_query, config.kha_key, config.kha_value)
         if latent and not {*knocks} <= {None, "linear"}:
-            raise ValueError(f"KHA on MLA and GLA must be linear or None, got {knocks}.")
+            raise ValueError(f"Expected linear KHA or None on MLA and GLA, got {knocks}.")
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
-                f"GTA ties keys to values, so kha_key must be None, got {config.kha_key!r}."
+                f"Expected kha_key=None because GTA ties keys to values, got {config.kha_key!r}."
             )
         share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         facts = HeadFacts(
@@ -130,14 +130,10 @@ class KHAHeads(KHAModule):
             layers=config.num_hidden_layers,
         )
         mechanisms = mechanisms_of(config)
-        if reasons := [why for m in mechanisms if (why := m.unsupported_reason(facts))]:
-            raise ValueError(reasons[0])
+        for mechanism in mechanisms:
+            if reason := mechanism.unsupported_reason(facts):
+                raise ValueError(reason)
         return "eager" if any(m.acts_at("core") for m in mechanisms) else None
-
-    @staticmethod
-    def initialize(weight: Tensor, start: Start) -> None:
-        """Fill a matrix in place with an initial value that ``modeling_kha`` does not know."""
-        init.copy_(weight, initial_weight(torch.empty_like(weight)[None], (start,))[0])
 
     def add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
         """Create the modules of all mechanisms.
@@ -146,64 +142,65 @@ class KHAHeads(KHAModule):
             config: configuration of the model.
             ranks: tensor-parallel ranks, if this module holds only the heads of one of them.
         """
-        sizes, hidden = head_sizes(config).on_rank(ranks), config.hidden_size
+        sizes = head_sizes(config).on_rank(ranks)
         self.add_knocks(config, sizes.dim("key"), sizes.dim("value"))
         self.listeners: list[Listener] = []
-        self.mechanisms: list[tuple[Mechanism, list[HeadTensor]]] = []
-        self.scores: list[_Score] = []
-        self.rows: list[str] = []
+        self.mechanisms: list[tuple[Mechanism, Sequence[HeadRows], Sequence[HeadTensor]]] = []
         for of_model in mechanisms_of(config):
             mechanism = of_model.for_layer(self.layer_idx)
-            for row in mechanism.rows(sizes):
+            rows, tensors = mechanism.rows(sizes), mechanism.tensors(sizes)
+            for row in rows:
                 features = sizes.heads(row.heads) * row.features
-                setattr(self, row.hf, nn.Linear(hidden, features, bias=config.attention_bias))
-                self.scores.append(_Score(row.name, row.hf, row.features, True, False))
-                self.rows.append(row.hf)
-            tensors = mechanism.tensors(sizes)
+                linear = nn.Linear(config.hidden_size, features, bias=config.attention_bias)
+                setattr(self, row.hf, linear)
             for tensor in tensors:
-                self._add_tensor(tensor, hidden)
-            self.mechanisms.append((mechanism, list(tensors)))
-
-    def _add_tensor(self, tensor: HeadTensor, hidden: int) -> None:
-        if not tensor.reads_input:
-            setattr(self, tensor.hf, HeadWeight(tensor))
-            return
-        *heads, features = tensor.shape[:-1]
-        (start,) = tensor.starts
-        setattr(self, tensor.hf, InputLinear(hidden, math.prod(heads) * features, start))
-        is_shared = tensor.gradient == "heads" and not tensor.per_head
-        self.scores.append(
-            _Score(tensor.name, tensor.hf, features, tensor.per_head or is_shared, is_shared)
-        )
+                read = InputLinear(config.hidden_size, tensor) if tensor.reads_input else None
+                setattr(self, tensor.hf, read or HeadWeight(tensor))
+            self.mechanisms.append((mechanism, rows, tensors))
 
     def tp_plan(self) -> dict[str, str]:
         """Return the tensor-parallel style of each module. Empty: every rank has all heads."""
-        if any(mechanism.acts_at("core") for mechanism, _ in self.mechanisms):
+        if any(mechanism.acts_at("core") for mechanism, *_ in self.mechanisms):
             return {}
-        plan = super().tp_plan() | dict.fromkeys(self.rows, "colwise")
-        for tensor in (tensor for _, tensors in self.mechanisms for tensor in tensors):
-            plan[tensor.hf] = SHARED_BY_HEADS
-            if tensor.reads_input:  # `read_input` sums the gradient of what heads share.
-                plan[tensor.hf] = "colwise" if tensor.per_head else "replicate"
+        plan = super().tp_plan()
+        for _, rows, tensors in self.mechanisms:
+            plan |= dict.fromkeys((row.hf for row in rows), "colwise")
+            for tensor in tensors:
+                plan[tensor.hf] = SHARED_BY_HEADS
+                if tensor.reads_input:  # `read_input` sums the gradient of shared projections.
+                    plan[tensor.hf] = "colwise" if tensor.per_head else "replicate"
         return plan
 
     def train(self, mode: bool = True) -> "KHAHeads":
         """Set the training mode, and warn once if a loss that Megatron adds is missing here."""
-        for mechanism in (mechanism for mechanism, _ in self.mechanisms if mechanism.adds_loss):
-            if mode:
+        for mechanism, *_ in self.mechanisms:
+            if mode and mechanism.adds_loss:
                 logger.warning_once(
                     f"transformers trains {mechanism} without the load-balance loss that Megatron "
-                    "adds: the load of its heads may drift apart."
+                    "adds. The load of the heads may become unbalanced."
                 )
         return super().train(mode)
 
     def read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Return what the mechanisms compute from the input ``[B, S, C]``, by name."""
-        ranks, seen = self._ranks(), {}
-        for name, module, features, of_heads, is_shared in self.scores:
-            score = getattr(self, module)(hidden_states)
-            score = score.unflatten(-1, (-1, features)) if of_heads else score
-            seen[name] = ranks.met_by_heads(score) if is_shared else score
+        """Return the mechanisms' projections of the input ``[B, S, C]``, by name.
+
+        Each is ``[B, S, heads, features]``, with 1 for ``heads`` if all heads use the projection,
+        or ``[B, S, features]`` if it acts on the output projection.
+        """
+        seen = {}
+        for _, rows, tensors in self.mechanisms:
+            for row in rows:
+                score = getattr(self, row.hf)(hidden_states)
+                seen[row.name] = score.unflatten(-1, (-1, row.features))
+            for tensor in tensors:
+                if not tensor.reads_input:
+                    continue
+                score = getattr(self, tensor.hf)(hidden_states)
+                if tensor.per_head:
+                    score = score.unflatten(-1, (-1, tensor.shape[-2]))
+                elif tensor.gradient == "heads":
+                    score = self._ranks().sum_gradient(score.unsqueeze(-2))
+                seen[tensor.name] = score
         return seen
 
     def apply_heads(self, stage: Stage, seen: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
@@ -217,19 +214,21 @@ class KHAHeads(KHAModule):
         Returns:
             The tensors in the same order.
         """
-        ranks = self._ranks()
         mechanisms = (
-            (mechanism, self.head_weights(parameters, ranks))
-            for mechanism, parameters in self.mechanisms
+            (mechanism, self.head_weights(parameters))
+            for mechanism, _, parameters in self.mechanisms
             if mechanism.acts_at(stage)
         )
-        return apply_stage(stage, mechanisms, tensors, seen, ranks)
+        return apply_stage(stage, mechanisms, tensors, seen, self._ranks())
 
-    def head_weights(self, parameters: list[HeadTensor], ranks: "ModelRanks") -> dict[str, Tensor]:
-        """Return the parameters that do not read the input, by name: this rank's part of each."""
-        weights = {t.name: getattr(self, t.hf)() for t in parameters if not t.reads_input}
-        per_head = {t.name for t in parameters if t.per_head}
-        return {n: ranks.own_part(w) if n in per_head else w for n, w in weights.items()}
+    def head_weights(self, tensors: Sequence[HeadTensor]) -> dict[str, Tensor]:
+        """Return this rank's part of each parameter that does not read the input, by name."""
+        ranks, weights = self._ranks(), {}
+        for tensor in tensors:
+            if not tensor.reads_input:
+                weight = getattr(self, tensor.hf)()
+                weights[tensor.name] = ranks.own_part(weight) if tensor.per_head else weight
+        return weights
 
     def project_output(self, heads: Tensor, seen: dict[str, Tensor]) -> Tensor:
         """Map the output of attention ``[..., H, D]`` to ``[..., C]``."""
@@ -239,16 +238,15 @@ class KHAHeads(KHAModule):
 
     def core_attention(self) -> Any:
         """Return the attention function: the configured backend, or that of a mechanism."""
-        for mechanism, parameters in self.mechanisms:
+        for mechanism, _, parameters in self.mechanisms:
             if mechanism.acts_at("core"):
-                weights = self.head_weights(parameters, self._ranks())
-                return partial(_attend_eagerly, mechanism, weights)
+                return partial(_attend_eagerly, mechanism, self.head_weights(parameters))
         return ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
 
     def _ranks(self) -> "ModelRanks":
-        return ModelRanks(getattr(self.o_proj, "weight", None), self.listeners)
+        return ModelRanks(self.o_proj, self.listeners)
 
 
 def mechanisms_of(config: KHAModelConfig) -> list[Mechanism]:
@@ -276,25 +274,31 @@ class ModelRanks(Ranks):
     Every rank has all tokens, so a projection of them is the same on each rank.
 
     Args:
-        split: a parameter that tensor parallelism splits, from which the device mesh is read.
-        listeners: receive what mechanisms report (:mod:`kha_megatron.hf.instruments`).
+        projection: a module whose weight tensor parallelism splits.
+        listeners: receive the figures of :meth:`observe`.
     """
 
-    def __init__(self, split: Any, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = listeners
-        mesh = split.device_mesh if isinstance(split, DTensor) else None
-        named = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
-        self.mesh = mesh["tp"] if mesh is not None and named else None
+        mesh = getattr(getattr(projection, "weight", None), "device_mesh", None)
+        is_split = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+        self.mesh: Any = mesh["tp"] if mesh is not None and is_split else None
 
     def all_heads(self, x: Tensor) -> Tensor:
         """Gather ``[..., heads]`` of every rank. Backward returns the part of this rank."""
-        return x if self.mesh is None else self._redistribute(x, Shard(-1), Replicate())
+        return self._redistribute(x, Shard(-1), Replicate())
 
     def own_heads(self, x: Tensor) -> Tensor:
         """Return this rank's part of ``[..., heads]``. Backward gathers all parts."""
-        return x if self.mesh is None else self._redistribute(x, Replicate(), Shard(-1))
+        return self._redistribute(x, Replicate(), Shard(-1))
 
-    def met_by_heads(self, x: Tensor) -> Tensor:
+    def _redistribute(self, x: Tensor, before: Any, after: Any) -> Tensor:
+        if self.mesh is None:
+            return x
+        placed = DTensor.from_local(x, self.mesh, [before], run_check=False)
+        return placed.redistribute(placements=[after]).to_local()
+
+    def sum_gradient(self, x: Tensor) -> Tensor:
         """Return ``x``, equal on all ranks, and sum its gradient over ranks in backward."""
         if self.mesh is None:
             return x
@@ -306,10 +310,6 @@ class ModelRanks(Ranks):
         if self.mesh is None:
             return weight
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
-
-    def _redistribute(self, x: Tensor, before: Any, after: Any) -> Tensor:
-        placed = DTensor.from_local(x, self.mesh, [before], run_check=False)
-        return placed.redistribute(placements=[after]).to_local()
 
 
 def _attend(
@@ -362,8 +362,8 @@ def _attend_eagerly(
     """Attend with talking heads, which mix logits and weights (arXiv 2003.02436)."""
     if (given := module.config._attn_implementation) != "eager":
         raise ValueError(
-            f"{mechanism} needs attn_implementation='eager', got {given!r}: no fused kernel mixes "
-            "the logits of all heads."
+            f"Expected attn_implementation='eager' with {mechanism}, got {given!r}. No fused "
+            "kernel mixes the logits of all heads."
         )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
     output, scores = mechanism.attend(
@@ -409,7 +409,7 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if any(mechanism.acts_at("core") for mechanism, _ in self.mechanisms):
+        if any(mechanism.acts_at("core") for mechanism, *_ in self.mechanisms):
             attend = self.core_attention()
         output, weights = attend(
             self,
@@ -489,6 +489,7 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         self.kv_proj = self.v_proj
         del self.k_proj, self.v_proj
         self.k_rope_proj = nn.Linear(config.hidden_size, config.head_dim // 2, bias=False)
+        self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.add_heads(config)
 
     def forward(
@@ -497,14 +498,15 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         position_embeddings: CosSin,
         attention_mask: Tensor | None,
         past_key_values: Cache | None = None,
-        key_position_embeddings: CosSin | None = None,
+        position_ids: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`KHAAttention.forward`.
 
         QK-norm normalises whole keys, which differ between groups. A model with QK-norm therefore
-        caches the rotary half before norm and rotation and rotates the whole cache with
-        ``key_position_embeddings`` ``[B or 1, K, R]``. None: there are no earlier tokens.
+        caches the rotary half before norm and rotation, and rotates the whole cache in every step.
+        The cached tokens are assumed to have consecutive positions: true with left padding, not
+        with packed sequences in one cache row.
         """
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
@@ -517,12 +519,18 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
             rotary = apply_rotary(rotary, *position_embeddings)
         query = apply_rotary(query.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
+            last = past_key_values.get_seq_length(self.layer_idx) + input_shape[1] - 1
             rotary, tied = past_key_values.update(rotary, tied, self.layer_idx)
+            if self.use_qk_norm:
+                positions = torch.arange(tied.shape[-2], device=tied.device)[None]
+                if position_ids is not None:
+                    positions = positions + position_ids[:, -1:] - last
+                position_embeddings = self.rotary_emb(tied, positions)
         value = tied.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         plain = value[..., : self.head_dim - rotary.shape[-1]]
         key = torch.cat([rotary.expand(-1, value.shape[1], -1, -1), plain], dim=-1)
         if self.use_qk_norm:
-            key = apply_rotary(self.k_norm(key), *(key_position_embeddings or position_embeddings))
+            key = apply_rotary(self.k_norm(key), *position_embeddings)
         return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
 
     def tp_plan(self) -> dict[str, str]:

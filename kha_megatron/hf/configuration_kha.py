@@ -26,7 +26,7 @@ class KHAModelConfig(PreTrainedConfig):
     """Configure a decoder with Knocking-Heads Attention. The default is a dense baseline.
 
     Raises:
-        ValueError: if a field names an unknown option, or if sizes contradict each other.
+        ValueError: if a field has an unknown value or fields contradict each other.
     """
 
     model_type = "kha"
@@ -59,7 +59,7 @@ class KHAModelConfig(PreTrainedConfig):
 
     write_code: ClassVar[Any] = None
     """Function ``(directory, config)`` that writes the modelling files and returns ``auto_map``.
-    ``kha_megatron.hf`` sets it. None in the copy beside a model, which transformers copies on."""
+    ``kha_megatron.hf`` sets it. None in an exported copy, which transformers itself copies."""
 
     vocab_size: int = 32000
     """Rows of the embedding."""
@@ -101,8 +101,8 @@ class KHAModelConfig(PreTrainedConfig):
     of the keys; in MLA and GLA the latent and the rotary key."""
 
     kv_lora_rank: int | None = None
-    """Features of the latent of keys and values, over all latent heads. None: attention without a
-    latent (MHA, MQA, GQA, GTA)."""
+    """Features of the latent of keys and values, over all latent heads. None: no latent (MHA, MQA,
+    GQA, GTA)."""
     q_lora_rank: int | None = None
     """Features of the latent of queries. None: queries without a latent."""
     qk_nope_head_dim: int | None = None
@@ -163,14 +163,14 @@ class KHAModelConfig(PreTrainedConfig):
             setattr(self, name, kwargs.pop(name))
         for name, allowed in KNOWN.items():
             if getattr(self, name) not in allowed:
-                names = ", ".join(str(value) for value in allowed)
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown. Use one of: {names}.")
+                names = ", ".join(map(str, allowed))
+                raise ValueError(f"Expected {name} in ({names}), got {getattr(self, name)!r}.")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.mlp_layer_types is None:
             kind = "sparse" if self.num_experts else "dense"
             self.mlp_layer_types = [kind] * self.num_hidden_layers
-        self._check_sizes()
+        self._check_fields()
         if self.kv_lora_rank is not None:
             self.head_dim = self.qk_rope_head_dim or 0
         elif self.kha_attention == "gta":
@@ -202,7 +202,7 @@ class KHAModelConfig(PreTrainedConfig):
 
     @property
     def qk_head_dim(self) -> int:
-        """Features of a query or key head in MLA and GLA. transformers 5.8 to 5.12 read it."""
+        """Features of a query or key head in MLA and GLA, for transformers 5.8 to 5.12."""
         return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
 
     @property
@@ -210,71 +210,38 @@ class KHAModelConfig(PreTrainedConfig):
         """Heads of the latent: more than one only in GLA."""
         return self.kha_latent_heads if self.kha_attention == "gla" else 1
 
-    def _check_sizes(self) -> None:
-        """Raise ValueError if no model can have these sizes."""
-        heads, groups = self.num_attention_heads, self.num_key_value_heads or 0
-        if self.kv_lora_rank is not None:
-            self._check_latent_sizes()
-        elif groups < 1 or heads % groups:
+    def _check_fields(self) -> None:
+        """Raise ValueError for values that would be ignored or give wrong results."""
+        latent, kind = self.kv_lora_rank is not None, self.kha_attention
+        if kind is not None and latent != (kind == "gla"):
             raise ValueError(
-                f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}."
-            )
-        elif self.kha_attention == "gla":
-            raise ValueError("kha_attention='gla' needs kv_lora_rank.")
-        elif self.head_dim < 2 or self.head_dim % (4 if self.kha_attention == "gta" else 2):
-            raise ValueError(
-                f"head_dim={self.head_dim} must be positive and even, and a multiple of 4 in GTA."
+                "Expected kv_lora_rank with kha_attention='gla' and not with 'gta', got "
+                f"kha_attention={kind!r} and kv_lora_rank={self.kv_lora_rank}."
             )
         layers, kinds = self.num_hidden_layers, self.mlp_layer_types or []
         if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
             raise ValueError(
-                f"mlp_layer_types={kinds} must be 'dense' or 'sparse' for each of {layers} layers."
+                f"Expected 'dense' or 'sparse' for each of {layers} layers, got mlp_layer_types="
+                f"{kinds}."
             )
-        if "sparse" in kinds:
-            self._check_expert_sizes()
-
-    def _check_latent_sizes(self) -> None:
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        if missing := [name for name in sizes if (getattr(self, name) or 0) < 1]:
-            raise ValueError(f"Latent attention needs {', '.join(missing)} of at least 1.")
-        if self.kha_attention == "gta":
-            raise ValueError("kha_attention='gta' and kv_lora_rank exclude each other.")
-        heads, groups = self.num_attention_heads, self.num_latent_heads
-        if self.num_key_value_heads != heads:
+        chosen, of_group = self.topk_group, self.num_experts // self.n_group
+        if self.n_group > 1 and not chosen <= self.num_experts_per_tok <= chosen * of_group:
             raise ValueError(
-                f"Latent attention has one key per query head, not num_key_value_heads="
-                f"{self.num_key_value_heads}: leave it out."
-            )
-        if (self.kv_lora_rank or 0) % groups or heads % groups:
-            raise ValueError(
-                f"kha_latent_heads={groups} must divide kv_lora_rank={self.kv_lora_rank} and "
-                f"num_attention_heads={heads}."
-            )
-
-    def _check_expert_sizes(self) -> None:
-        experts, per_token = self.num_experts, self.num_experts_per_tok
-        groups, chosen = self.n_group, self.topk_group
-        if not 1 <= chosen <= groups or experts % groups:
-            raise ValueError(
-                f"n_group={groups} must divide num_experts={experts}, and topk_group={chosen} must "
-                "be at most n_group."
-            )
-        least, most = (chosen if groups > 1 else 1), chosen * (experts // groups)
-        if not least <= per_token <= most:
-            raise ValueError(
-                f"num_experts_per_tok={per_token} must be between {least} and {most} with "
-                f"num_experts={experts}, n_group={groups} and topk_group={chosen}."
+                f"Expected num_experts_per_tok from {chosen} to {chosen * of_group} with "
+                f"topk_group={chosen} groups of {of_group} experts, got {self.num_experts_per_tok}."
             )
 
     def _set_rotary_share(self) -> None:
-        """Set ``partial_rotary_factor`` of GTA, MLA and GLA, which the architecture determines."""
+        """Set ``partial_rotary_factor`` of GTA, MLA and GLA."""
         if self.kha_attention != "gta" and self.kv_lora_rank is None:
             return
         share = 0.5 if self.kha_attention == "gta" else 1.0
-        # A new dictionary, because the present one may belong to the caller.
+        # A new dictionary, because the caller may use the present one.
         self.rope_parameters = {"partial_rotary_factor": share} | (self.rope_parameters or {})
         if (given := self.rope_parameters["partial_rotary_factor"]) != share:
-            raise ValueError(f"partial_rotary_factor={given} must be {share} here: leave it out.")
+            raise ValueError(
+                f"Expected partial_rotary_factor={share} with this attention, got {given}. Omit it."
+            )
 
 
 __all__ = ["KHAModelConfig"]

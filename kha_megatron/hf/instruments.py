@@ -1,5 +1,5 @@
-"""Measure what attention does in a transformers model while it reads a text: attention sinks,
-massive activations, gates and the load of heads (arXiv 2505.06708, section 4)."""
+"""Measure attention sinks, massive activations, gates and the load of heads in a transformers model
+(arXiv 2505.06708, section 4)."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kha_megatron.errors import ConfigError
 from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.ranks import Ranks
 
@@ -20,33 +19,33 @@ GATED_QUERIES = ("qwen3_next", "qwen3_5_text")
 
 @dataclass(kw_only=True)
 class LayerFigures:
-    """Figures of one layer, over the tokens of a text."""
+    """Figures of one layer over the tokens of a text."""
 
     layer: int
     sinks: list[float] = field(default_factory=list)
-    """Share of its attention, 0 to 1, that each head gives to the first token; the mean over all
-    later tokens. Empty for layers without softmax attention."""
+    """Attention weight of each head on the first token, as a mean over all later tokens. Empty for
+    layers without softmax attention."""
     peak: float = 0.0
     """Largest absolute value of the layer's output."""
     peak_feature: int = 0
     peak_token: int = 0
-    """Where it was found."""
+    """Indices of this value."""
     median: float = 0.0
-    """Median of the absolute values. A massive activation is hundreds of times as large."""
+    """Median absolute value. A massive activation is hundreds of times as large."""
     figures: dict[str, float | list[float]] = field(default_factory=dict)
-    """What head mechanisms report (``Ranks.observe``). ``gate-score/output``: mean of a gate.
-    ``gate-shut/output``: share of its scores below 0.1. ``moh-load``: share of tokens that use each
-    head."""
+    """Figures of head mechanisms (``Ranks.observe``). ``gate-score/output``: mean of a gate.
+    ``gate-shut/output``: fraction of its scores below 0.1. ``moh-load``: fraction of tokens that
+    use each head."""
 
     @property
     def gates(self) -> dict[str, float]:
-        """The figures of gates."""
+        """Figures of gates."""
         found = self.figures.items()
         return {k: v for k, v in found if k.startswith("gate-") and isinstance(v, float)}
 
     @property
     def load(self) -> list[float]:
-        """Share of tokens that use each head. Empty if all tokens use all heads."""
+        """Fraction of tokens that use each head. Empty if all tokens use all heads."""
         load = self.figures.get("moh-load", [])
         return load if isinstance(load, list) else []
 
@@ -57,15 +56,12 @@ def measure(model: Any, ids: Tensor) -> list[LayerFigures]:
 
     Args:
         model: a decoder with an output layer, in evaluation mode.
-        ids: ``[1, S]`` token ids on its device. One layer's attention takes ``H S^2`` numbers.
+        ids: ``[1, S]`` token ids on its device. A layer's attention weights are ``[H, S, S]``.
 
-    Raises:
-        ConfigError: if the model has no list of decoder layers.
+    Returns:
+        Figures of every layer.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
-    kind = model.config.get_text_config().model_type
-    if layers is None:
-        raise ConfigError(f"{kind} has no list of decoder layers, so it cannot be measured.")
+    layers, kind = model.get_decoder().layers, model.config.get_text_config().model_type
     found = [LayerFigures(layer=layer) for layer in range(len(layers))]
     before = model.config._attn_implementation
     with ExitStack() as stack:

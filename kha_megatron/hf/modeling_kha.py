@@ -1,15 +1,15 @@
 """A transformers model with Knocking-Heads Attention (KHA, arXiv 2510.23052), dense and MoE.
 
-The decoder is GLM-4-MoE's, the stock architecture with every switch that a Megatron run can set:
-optional QK-norm, q/k/v biases, partial RoPE, sigmoid routing with shared experts. What differs is
-the attention, the router, and that each layer is either dense or sparse.
+The decoder is GLM-4-MoE's, because it has every option that a Megatron run can set: QK-norm, q/k/v
+biases, partial RoPE, sigmoid routing with shared experts. The attention and the router differ, and
+each layer is either dense or sparse.
 
 Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens including the cache, ``H`` query heads, ``G``
 key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size, ``N`` tokens of the whole
 batch, ``E`` experts, ``T`` experts per token.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeAttention,
@@ -67,6 +66,13 @@ class HeadSharedLinear(nn.Linear):
         self.start = start
         super().__init__(head_dim, head_dim, bias=False)
 
+    def set_initial_value(self, std: float) -> None:
+        """Fill the matrix."""
+        if self.start == "normal":
+            init.normal_(self.weight, mean=0.0, std=std)
+        else:  # `torch.nn.init.eye_` fails on the meta device, which vLLM uses.
+            init.copy_(self.weight, float(self.start == "identity") * torch.eye(len(self.weight)))
+
 
 class KHAKnock(nn.Module):
     """Apply the matrices of one KHA variant to every head (equations 5-7 and 9, Table 2).
@@ -89,8 +95,8 @@ class KHAKnock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., D]`` to ``[..., D]``."""
-        # vLLM merges modules that look like an MLP and splits them over ranks. Two separate uses of
-        # `gate_proj` in this source keep it from doing so: here every rank has other heads.
+        # vLLM merges modules that look like an MLP and splits them over ranks, which would be wrong
+        # here, because each rank has other heads. The two uses of `gate_proj` prevent this.
         if self.variant == "linear":
             return self.proj(x)
         if self.variant == "gate":
@@ -101,8 +107,8 @@ class KHAKnock(nn.Module):
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``R`` features of ``[B, heads, S, D]``.
 
-    If all features are rotated, the result keeps the strides of ``x`` as in stock classes: fused
-    attention may add up in the order of the strides.
+    If all features are rotated, the result keeps the strides of ``x`` as in stock classes, because
+    the order of sums in fused attention may depend on the strides.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     width = cos.shape[-1]
@@ -203,8 +209,8 @@ def attention_class(config: KHAModelConfig) -> Any:
     kind = kind or next((name for name in config.mechanisms if name in ATTENTIONS), "heads")
     if kind not in ATTENTIONS:
         raise ValueError(
-            f"This copy of the code has no attention of kind {kind!r} with {config.mechanisms}: "
-            "install kha-megatron and import kha_megatron.hf."
+            f"This copy of the code has no attention of kind {kind!r} with {config.mechanisms}. "
+            "Install kha-megatron and import kha_megatron.hf."
         )
     return ATTENTIONS[kind]
 
@@ -217,19 +223,19 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
         by_backend: whether vLLM runs this file (``--model-impl transformers``) and not the model of
             ``kha_megatron.serving``.
     """
-    remedy = "serve it with transformers"
+    remedy = "Serve the model with transformers."
     if config.kv_lora_rank is not None or config.kha_attention is not None:
-        return f"vLLM caches keys and values of MHA, MQA and GQA only, not of MLA or GTA: {remedy}."
+        return f"vLLM supports kha models with MHA, MQA and GQA, not with MLA, GLA or GTA. {remedy}"
     if unknown := set(config.mechanisms) - {"gate"}:
-        return f"vLLM's attention does not support {', '.join(sorted(unknown))}: {remedy}."
+        return f"vLLM's attention does not support {', '.join(sorted(unknown))}. {remedy}"
     if config.hidden_act != "silu":
-        return f"vLLM computes SiLU, not hidden_act={config.hidden_act!r}: {remedy}."
+        return f"vLLM computes SiLU, not hidden_act={config.hidden_act!r}. {remedy}"
     best = 2 if config.scoring_func == "sigmoid" else 1
     each = config.num_experts_per_tok // config.topk_group
     if by_backend and config.n_group > 1 and each != best:
         return (
             f"vLLM's transformers backend ranks groups of experts by their best {best}, this model "
-            f"by their best {each}: install kha-megatron and omit --model-impl."
+            f"by their best {each}. Install kha-megatron and omit --model-impl."
         )
     return None
 
@@ -268,10 +274,6 @@ class KHARouter(nn.Module):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (float32) and expert indices, ``[N, T]`` each, for logits ``[N, E]``."""
-        weights, experts = self._choose(logits)
-        return weights * self.scaling_factor, experts
-
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
             choice = self._of_best_groups(scores + self.e_score_correction_bias)
@@ -280,12 +282,12 @@ class KHARouter(nn.Module):
             weights = scores.gather(-1, experts)
             if self.normalise:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-            return weights, experts
-        if self.normalise:
-            chosen, experts = self._of_best_groups(logits).topk(self.top_k, dim=-1)
-            return chosen.softmax(-1), experts
-        weights, experts = self._of_best_groups(logits.softmax(-1)).topk(self.top_k, dim=-1)
-        return weights, experts
+        else:
+            scores = logits if self.normalise else logits.softmax(-1)
+            weights, experts = self._of_best_groups(scores).topk(self.top_k, dim=-1)
+            if self.normalise:
+                weights = weights.softmax(-1)
+        return weights * self.scaling_factor, experts
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
         """Set the scores ``[N, E]`` outside of a token's best groups to minus infinity.
@@ -386,8 +388,8 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if (start := getattr(module, "start", None)) is not None:
-            initialize(cast(Tensor, module.weight), start, std)
+        if (set_initial_value := getattr(module, "set_initial_value", None)) is not None:
+            set_initial_value(std)
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):
@@ -397,18 +399,6 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
             if module.score_function == "sigmoid":
                 init.zeros_(module.e_score_correction_bias)
-
-
-def initialize(weight: Tensor, start: str, std: float) -> None:
-    """Fill a parameter of a head mechanism in place with its initial value."""
-    if start == "identity":  # `torch.nn.init.eye_` fails on the meta device, which vLLM uses.
-        init.copy_(weight, torch.eye(len(weight)))
-    elif start == "normal":
-        init.normal_(weight, mean=0.0, std=std)
-    elif start in ("zeros", "ones"):
-        init.constant_(weight, float(start == "ones"))
-    else:
-        ATTENTIONS["heads"].initialize(weight, start)
 
 
 class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
@@ -431,45 +421,6 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
             f"layers.*.self_attn.{module}": style for module, style in attention.tp_plan().items()
         }
         self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ) -> MoeModelOutputWithPast:
-        """Map token ids ``[B, S]`` or embeddings ``[B, S, C]`` to hidden states ``[B, S, C]``."""
-        tied = self.config.kha_attention == "gta" and self.config.use_qk_norm
-        if tied and past_key_values is not None:
-            new: Any = input_ids if inputs_embeds is None else inputs_embeds
-            kwargs["key_position_embeddings"] = self._rotary_of_cache(
-                new.shape[1], position_ids, past_key_values
-            )
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-
-    def _rotary_of_cache(self, new: int, position_ids: Tensor | None, cache: Cache) -> CosSin:
-        """Return cosine and sine ``[B or 1, K, R]`` for all tokens of a GTA cache.
-
-        GTA with QK-norm rotates cached keys when it uses them. Earlier tokens are assumed to have
-        consecutive positions: true with left padding, not with packed sequences in one cache row.
-        """
-        length, _ = cache.get_mask_sizes(new, 0)
-        positions = torch.arange(length, device=self.device)[None]
-        if position_ids is not None:
-            positions = positions + position_ids[:, -1:] - (cache.get_seq_length() + new - 1)
-        return self.rotary_emb(torch.empty(0, device=self.device, dtype=self.dtype), positions)
 
 
 class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):

@@ -1,9 +1,11 @@
 """Tiny models with sizes that divide nothing: 6 query heads on 3 key/value heads of 10."""
 
+from copy import deepcopy
+
 import torch
 from transformers import AutoModelForCausalLM
 
-from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 from kha_megatron.hf.modeling_kha import attention_class
 
@@ -35,6 +37,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
 }
+MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
 FAMILY = {
     "gta": ({"query": "gate", "value": "mlp"}, {"kha_attention": "gta", "head_dim": 12}),
@@ -50,12 +53,12 @@ FAMILY = {
         LATENT | {"kha_attention": "gla", "kha_latent_heads": 3},
     ),
 }
-"""What is knocked, and the sizes, of the attentions that are not grouped-query attention."""
+"""KHA variants and sizes of models with GTA, MLA or GLA."""
 TOKENS = 7
 
 
 def make_config(kha=None, **overrides) -> KHAModelConfig:
-    """``kha`` maps projections to variants."""
+    """Return a configuration. ``kha`` maps projections to variants."""
     fields = {f"kha_{projection}": variant for projection, variant in (kha or {}).items()}
     return KHAModelConfig(**{**SIZES, **fields, **overrides})
 
@@ -63,24 +66,33 @@ def make_config(kha=None, **overrides) -> KHAModelConfig:
 def make_model(
     kha=None, *, attention="sdpa", learnt=True, dtype=torch.float32, **overrides
 ) -> KHAForCausalLM:
-    """A model in evaluation mode; ``learnt`` moves every weight away from its initial value.
+    """Return a model in evaluation mode. ``learnt`` changes every weight from its initial value.
 
-    The dtype is set while building and not by ``.to``, which would also round the frequencies of
-    RoPE and the correction bias.
+    ``.to(dtype)`` would also round the frequencies of RoPE and the correction bias.
     """
     config = make_config(kha, **overrides)
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention
     ).eval()
     if learnt:
+        biases = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
         with torch.no_grad():
-            for tensor in (*model.parameters(), *correction_biases(model)):
+            for tensor in (*model.parameters(), *biases):
                 tensor += 0.1 * torch.randn_like(tensor)
     return model
 
 
-def correction_biases(model) -> list[torch.Tensor]:
-    return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+def load(directory, **settings):
+    """Load a saved model without remote code. No tensor may be missing, new or mismatched.
+
+    Returns a copy. Loaded tensors are unaligned in the mapped file, and the CPU's matrix product
+    rounds differently on those.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, trust_remote_code=False, **settings
+    )
+    assert not any(info.values())
+    return deepcopy(model)
 
 
 def tokens(batch: int = 2, length: int = TOKENS) -> torch.Tensor:
@@ -91,8 +103,17 @@ def every_projection(variant: str) -> dict[str, str]:
     return dict.fromkeys(PROJECTIONS, variant)
 
 
+def knock_matrices(layer, kha) -> dict[str, list[torch.Tensor]]:
+    """Return the matrices of each projection as the oracle expects them."""
+    knocks = {projection: getattr(layer, f"{projection[0]}_knock") for projection in kha}
+    return {
+        p: [knock.get_submodule(module_name(m)).weight.T for m in MATRICES[kha[p]]]
+        for p, knock in knocks.items()
+    }
+
+
 def rotary(base: float, length: int, dim: int):
-    """Cosine and sine ``[1, S, D]`` in float64: the model's own are rounded to float32."""
+    """Return cosine and sine ``[1, S, D]`` in float64. The model rounds them to float32."""
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
     angle = torch.cat([angle, angle], -1)[None]

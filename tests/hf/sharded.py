@@ -1,7 +1,7 @@
-"""What each of two gloo ranks does with a saved model: transformers' own tensor parallelism.
+"""Run saved models on two gloo ranks with transformers' own tensor parallelism.
 
-Plain processes, not the ``ranks`` fixture's: those carry the CPU runtime, under which transformers
-takes them for GPUs.
+The ``ranks`` fixture is not used: it installs Megatron's CPU runtime, with which transformers takes
+its processes for GPUs.
 """
 
 import os
@@ -17,12 +17,12 @@ SEEN = "rank{}.pt"
 
 
 def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path) -> None:
-    """Load each folder sharded over two ranks and write beside it what every rank saw.
+    """Load each directory sharded over two ranks and write the results of every rank into it.
 
     Args:
-        jobs: saved models, and keywords of ``DistributedConfig`` for each.
-        ids: ``[B, S]`` tokens for all of them.
-        store: a file for the ranks to meet.
+        jobs: directories of saved models, and keywords of ``DistributedConfig`` for each.
+        ids: tokens ``[B, S]``.
+        store: a new file for the rendezvous.
     """
     mp.spawn(_rank, args=(jobs, ids, store), nprocs=2)
 
@@ -47,10 +47,10 @@ def _use(folder: Path, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
     )
     with torch.no_grad():
         logits = model(ids).logits
-        new = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        new = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
     model.train()
     seen = []
-    for _ in range(2):  # the second adds to the first
+    for _ in range(2):  # The second gradient is added to the first.
         model(ids, labels=ids).loss.backward()
         seen.append({n: _local(p.grad).detach().clone() for n, p in model.named_parameters()})
     return {"logits": logits, "new": new, "grads": seen[0], "accumulated": seen[1]}

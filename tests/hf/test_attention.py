@@ -1,23 +1,26 @@
-"""The knocked attention against the oracle, output and all gradients."""
+"""Attention with KHA against the oracle (output and all gradients), and attention backends."""
 
 import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention as FLEX
 from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
-from transformers.integrations import flex_attention
+from transformers.integrations import flash_attention, flex_attention
 
-from kha_megatron.heads.kernels.fused import knock
-from kha_megatron.heads.knock import MATRICES, PROJECTIONS, fold, module_name
+from kha_megatron.heads.knock import MATRICES, PROJECTIONS, fold
 from kha_megatron.hf import read_kha
-from kha_megatron.hf.modeling_kha import KHAKnock
 from tests import oracle as reference
 from tests.hf.conftest import (
+    FAMILY,
+    LATENT,
+    LINEAR,
     SIZES,
     TOKENS,
     check_layer_against_oracle,
     every_projection,
+    knock_matrices,
     make_config,
     make_model,
     tokens,
@@ -31,13 +34,6 @@ CASES = [
 
 
 def oracle(layer, hidden, kha, **gates):
-    matrices = {
-        p: [
-            getattr(layer, f"{p[0]}_knock").get_submodule(module_name(m)).weight.T
-            for m in MATRICES[v]
-        ]
-        for p, v in kha.items()
-    }
     norms = {}
     if layer.use_qk_norm:
         norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
@@ -45,7 +41,7 @@ def oracle(layer, hidden, kha, **gates):
         hidden,
         *(w.weight.T for w in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)),
         read_kha(layer.config),
-        matrices,
+        knock_matrices(layer, kha),
         num_query_groups=SIZES["num_key_value_heads"],
         head_dim=SIZES["head_dim"],
         eps=layer.config.rms_norm_eps,
@@ -59,19 +55,9 @@ def oracle(layer, hidden, kha, **gates):
 @pytest.mark.parametrize("kha", CASES, ids=lambda kha: "-".join(f"{p}_{kha[p]}" for p in kha))
 def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
     config = make_config(kha, use_qk_norm=use_qk_norm)
-    # transformers' RMSNorm always computes in float32.
+    # transformers' RMSNorm computes in float32.
     tolerance = 2e-6 if use_qk_norm else 1e-12
     check_layer_against_oracle(config, lambda *given: oracle(*given, kha), tolerance)
-
-
-@pytest.mark.parametrize("variant", MATRICES)
-def test_knock_module_computes_what_the_function_computes(variant):
-    module = KHAKnock(variant, 10).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    stack = torch.stack([module.get_submodule(module_name(m)).weight.T for m in MATRICES[variant]])
-    x = torch.randn(2, TOKENS, 3, 10, dtype=torch.float64)
-    torch.testing.assert_close(module(x), knock(x, stack, variant), rtol=1e-12, atol=1e-12)
 
 
 def test_linear_folds_into_a_stock_qwen3():
@@ -90,66 +76,92 @@ def test_linear_folds_into_a_stock_qwen3():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
-def backend(name: str, monkeypatch) -> str:
-    """A word for ``attn_implementation``; ``flex`` is transformers' code without the compiler.
-
-    The CPU compiler takes a minute for it, which only ``make test-all`` spends.
-    """
-    if name != "flex":
-        return name
+@pytest.fixture
+def flex(monkeypatch):
+    """Run transformers' flexible attention without the compiler, which takes a minute."""
     monkeypatch.setattr(flex_attention.WrappedFlexAttention, "__call__", lambda self: FLEX)
-    whole = masking_utils.create_block_mask
+    compiled = masking_utils.create_block_mask
     monkeypatch.setattr(
         masking_utils,
         "create_block_mask",
-        lambda *args, **settings: whole(*args, **{**settings, "_compile": False}),
+        lambda *args, **settings: compiled(*args, **{**settings, "_compile": False}),
     )
-    return "flex_attention"
+
+
+# Flexible attention needs heads of at least 16 features.
+WIDE = {"qk_nope_head_dim": 12, "v_head_dim": 16, "head_dim": 16}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "other", ["eager", "flex", pytest.param("flex_attention", marks=pytest.mark.whole)]
-)
-def test_attention_backends_agree(other, monkeypatch):
-    """With and without padding on the left; the flexible one demands 16 features a head."""
-    ours = make_model(every_projection("mlp"), attention="sdpa", head_dim=16)
-    theirs = make_model(every_projection("mlp"), attention=backend(other, monkeypatch), head_dim=16)
+@pytest.mark.parametrize("backend", ["eager", "flex_attention"])
+@pytest.mark.parametrize("name", ["mlp", *FAMILY])
+def test_attention_backends_agree_with_and_without_padding(name, backend, flex):
+    kha, sizes = FAMILY.get(name, (every_projection("mlp"), {}))
+    ours = make_model(kha, **sizes | WIDE)
+    theirs = make_model(kha, attention=backend, **sizes | WIDE)
     theirs.load_state_dict(ours.state_dict())
     ids = tokens()
-    full = torch.ones_like(ids)
-    padded = full.clone()
+    padded = torch.ones_like(ids)
     padded[0, :3] = 0
-    for mask in (full, padded):
+    for mask in (torch.ones_like(ids), padded):
         with torch.no_grad():
             logits, others = (
                 model(ids, attention_mask=mask).logits[mask.bool()] for model in (ours, theirs)
             )
-        torch.testing.assert_close(others, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(others, logits, rtol=1e-5, atol=2e-5)
 
 
-def test_eager_and_sdpa_agree_on_gradients():
-    """torch's flexible attention has no backward pass on the CPU."""
-    models = [make_model(every_projection("mlp"), attention=name) for name in ("sdpa", "eager")]
-    models[1].load_state_dict(models[0].state_dict())
-    ids = tokens()
-    for model in models:
-        model(ids, labels=ids).loss.backward()
-    for (name, ours), theirs in zip(
-        models[0].named_parameters(), models[1].parameters(), strict=True
-    ):
-        error = (theirs.grad - ours.grad).abs().max() / ours.grad.abs().max()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4}
+GATE = {"kha_gate": {"output": "head", "value": "element"}}
+UNEQUAL = {
+    "mla, narrower values": (LINEAR, LATENT | {"q_lora_rank": 9, "v_head_dim": 6}),
+    "mla, wider values": (LINEAR, LATENT | {"q_lora_rank": 9, "v_head_dim": 14}),
+    "gla, narrower values": (LINEAR, LATENT | {"v_head_dim": 6, "kha_attention": "gla"}),
+    "collaborative, narrower values": ({}, GATE | {"kha_collaborative": {"dim": 14}}),
+    "collaborative, wider values": (
+        {},
+        GATE | {"kha_collaborative": {"dim": 6}, "rope_parameters": ROPE},
+    ),
+}
+
+
+def flash(query, key, value, mask, *, softmax_scale, **ignored):
+    """Compute what flash-attn's kernels do on ``[B, S, heads, D]``. They need equal widths."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert mask is None
+    output = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in (query, key, value)),
+        is_causal=True,
+        scale=softmax_scale,
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_backends_agree_with_unequal_widths_of_keys_and_values(name, backend, monkeypatch):
+    kha, sizes = UNEQUAL[name]
+    model, ids, calls = make_model(kha, attention="eager", **sizes), tokens(), []
+    monkeypatch.setattr(
+        flash_attention,
+        "_flash_attention_forward",
+        lambda *args, **kwargs: calls.append(1) or flash(*args, **kwargs),
+    )
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.config._attn_implementation = backend  # The public setter needs the package.
+        found = model(ids, use_cache=False).logits
+    assert len(calls) == (3 if "flash" in backend else 0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_partial_rotary_and_biases_reach_the_attention():
     model = make_model(attention_bias=True, rope_parameters={"partial_rotary_factor": 0.4})
     cos, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(TOKENS)[None])
     assert cos.shape[-1] == 4
-    attention = model.model.layers[0].self_attn
-    assert attention.q_proj.bias is not None
+    attention, ids = model.model.layers[0].self_attn, tokens()
     assert attention.o_proj.bias is None
-    ids = tokens()
     before = model(ids).logits
     attention.v_proj.bias.data += 1
     assert not torch.equal(before, model(ids).logits)

@@ -1,6 +1,5 @@
-"""What a configuration accepts, refuses and says."""
+"""Defaults and refusals of the configuration."""
 
-import re
 import subprocess
 import sys
 
@@ -9,29 +8,41 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.hf import read_kha
-from tests.hf.conftest import LATENT, MOE, every_projection, make_config, make_model
+from tests.hf.conftest import LATENT, MOE, make_config, make_model
+
+GTA = {"kha_attention": "gta", "head_dim": 12}
+GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
+ROUTED = {"shared": 2, "active": 2}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kha_value": "wide"}, "kha_value='wide' is unknown.*linear, mlp, gate"),
-        ({"num_key_value_heads": 4}, "num_attention_heads=6.*num_key_value_heads=4"),
-        ({"head_dim": 9}, "head_dim=9.*even"),
-        ({**MOE, "num_experts_per_tok": 6}, "num_experts_per_tok=6.*num_experts=5"),
-        ({**MOE, "scoring_func": "tanh"}, "scoring_func='tanh'.*softmax, sigmoid"),
-        ({**MOE, "mlp_layer_types": ["sparse"] * 2}, "each of 3 layers"),
-        ({"mlp_layer_types": ["sparse"] * 3}, "num_experts=0"),
-        ({**MOE, "n_group": 2}, "n_group=2 must divide num_experts=5"),
+        ({"kha_value": "wide"}, r"kha_value in \(None, linear, mlp, gate\), got 'wide'"),
+        ({"kha_attention": "mla"}, r"kha_attention in \(None, gta, gla\), got 'mla'"),
+        (MOE | {"scoring_func": "tanh"}, r"scoring_func in \(softmax, sigmoid\), got 'tanh'"),
+        (MOE | {"mlp_layer_types": ["sparse"] * 2}, "each of 3 layers"),
+        (GROUPS | {"num_experts_per_tok": 5}, "num_experts_per_tok from 2 to 4 .* got 5"),
+        ({"kha_attention": "gla"}, "kha_attention='gla' and kv_lora_rank=None"),
+        (LATENT | GTA, "kha_attention='gta' and kv_lora_rank=12"),
+        (LATENT | {"kha_value": "mlp"}, "linear KHA or None"),
+        (GTA | {"kha_key": "linear"}, "kha_key=None .* got 'linear'"),
         (
-            {**MOE, "num_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 5},
-            "num_experts_per_tok=5 must be between 2 and 4",
+            GTA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+            "partial_rotary_factor=0.5.*got 1.0",
         ),
+        ({"kha_unknown": {}}, "Unknown fields kha_unknown"),
+        ({"kha_gate": {}}, "gate"),
+        ({"kha_gate": {"query": "head"}}, "gate.*query"),
+        (GTA | {"kha_gate": {"output": "head"}}, "gate.*gta"),
+        ({"kha_moh": {"shared": 2, "active": [1, 2]}}, "2 layers"),
+        (LATENT | {"kha_moh": ROUTED}, "moh"),
+        ({"kha_collaborative": {"dim": 8}}, "collaborative.*dim=8"),
     ],
 )
 def test_contradictory_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        make_config(**settings)
+        make_model(**settings)
 
 
 def test_a_value_of_the_wrong_type_is_refused():
@@ -45,8 +56,7 @@ def test_kha_fields_become_a_kha_config():
     assert read_kha(make_config()) == KHAConfig()
 
 
-def test_older_transformers_find_the_width_of_a_latent_head():
-    """Up to 5.12 DeepSeek's attention, our parent, asks the configuration for it."""
+def test_latent_configurations_have_a_query_width_for_older_transformers():
     config = make_config(**LATENT)
     assert config.qk_head_dim == LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"]
     assert "qk_head_dim" not in config.to_dict()
@@ -56,19 +66,6 @@ def test_defaults_of_heads_and_layers():
     assert make_config(num_key_value_heads=None).num_key_value_heads == 6
     assert make_config().mlp_layer_types == ["dense"] * 3
     assert make_config(**{**MOE, "mlp_layer_types": None}).mlp_layer_types == ["sparse"] * 3
-
-
-@pytest.mark.parametrize("variant", ["linear", "mlp", "gate"])
-def test_tensor_parallel_plan_reduces_every_shared_matrix(variant):
-    model = make_model(every_projection(variant))
-    plan = model.config.base_model_tp_plan
-    names = {
-        re.sub(r"\d+", "*", name.removeprefix("model.").removesuffix(".weight"))
-        for name, _ in model.named_parameters()
-        if "_knock." in name
-    }
-    assert names
-    assert {plan.get(name) for name in names} == {"replicated_with_grad_allreduce"}
 
 
 def test_the_package_alone_does_not_import_transformers():

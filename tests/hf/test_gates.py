@@ -1,4 +1,4 @@
-"""Gated attention in the transformers class: against the oracle, and in every use of a model."""
+"""Gated attention in the transformers class."""
 
 from itertools import product
 
@@ -28,18 +28,13 @@ CASES = {
 KNOCKED = {"query": "linear", "value": "mlp"}
 
 
-def gated_model(gate, **settings):
-    return make_model(KNOCKED, kha_gate=gate, **settings)
-
-
 def oracle_weights(layer, gate):
-    """By position, as the oracle wants them."""
+    """Return the weights by position, as the oracle expects them."""
     found = {}
     for position, granularity in gate.positions.items():
         weight = getattr(layer, f"gate_{position}").weight
         if gate.reads_input and position != "dense" and granularity != "shared":
-            heads = HEADS[position]
-            weight = weight.unflatten(0, (heads, -1))
+            weight = weight.unflatten(0, (HEADS[position], -1))
         found[position] = weight
     return found
 
@@ -63,19 +58,19 @@ def test_output_and_gradients_equal_the_oracle(name):
 
 
 @pytest.mark.parametrize("gate", [{"output": g} for g in ("element", "head", "shared")], ids=str)
-def test_the_output_of_latent_attention_is_gated(gate):
+def test_gated_output_of_latent_attention_equals_the_oracle(gate):
     config = make_config({"key": "linear"}, kha_gate=gate, **LATENT, use_qk_norm=False)
     check_layer_against_oracle(config, oracle_of(config, test_family))
 
 
-def test_gates_act_before_qk_norm():
+def test_gates_before_qk_norm_equal_the_oracle():
     config = make_config(KNOCKED, kha_gate=CASES["everywhere"])
-    # transformers' norm always computes in float32.
+    # transformers' norm computes in float32.
     check_layer_against_oracle(config, oracle_of(config, test_attention, KNOCKED), 2e-6)
 
 
 def test_the_cache_holds_gated_keys_and_values():
-    model = gated_model({"value": "element"})
+    model = make_model(KNOCKED, kha_gate={"value": "element"})
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(tokens(1, 7), past_key_values=cache)
@@ -86,15 +81,16 @@ def test_the_cache_holds_gated_keys_and_values():
     assert cache.layers[1].values.shape == (1, 3, 8, 10)
 
 
-def test_rows_have_the_biases_of_their_projection():
-    """As in Megatron's ``linear_qkv``; what reads the input apart has none."""
-    attention = gated_model(CASES["everywhere"], attention_bias=True).model.layers[0].self_attn
+def test_gates_per_head_have_the_bias_of_their_projection():
+    """As in Megatron's ``linear_qkv``. Gates that all heads share have no bias."""
+    model = make_model(KNOCKED, kha_gate=CASES["everywhere"], attention_bias=True)
+    attention = model.model.layers[0].self_attn
     biases = {name for name, _ in attention.named_parameters() if name.endswith(".bias")}
     gates = {"gate_output.bias", "gate_query.bias", "gate_value.bias"}
     assert biases == gates | {"q_proj.bias", "k_proj.bias", "v_proj.bias"}
 
 
-def test_new_gates_are_drawn_or_zero():
+def test_initial_gates_are_random_or_zero():
     config = make_config(kha_gate=CASES["everywhere"], initializer_range=0.02)
     attention = AutoModelForCausalLM.from_config(config).model.layers[2].self_attn
     for position in ("output", "query", "key", "value"):
@@ -102,18 +98,3 @@ def test_new_gates_are_drawn_or_zero():
     config = make_config(kha_gate=CASES["without input"])
     attention = AutoModelForCausalLM.from_config(config).model.layers[2].self_attn
     assert not attention.gate_output.weight.any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kha_gate": {"output": "row"}}, "gate output='row': choose one of element"),
-        ({"kha_gate": {}}, "gate at no position"),
-        ({"kha_gate": {"query": "head"}}, r"gate.query=head before QK-norm.*gate.query=element"),
-        ({"kha_gate": {"value": "head"}, **LATENT}, "leave out value"),
-        ({"kha_gate": {"output": "head"}, "kha_attention": "gta", "head_dim": 12}, "gate.*on gta"),
-    ],
-)
-def test_contradictory_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_model(**settings)

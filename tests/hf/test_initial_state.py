@@ -1,29 +1,28 @@
-"""Section 3.3: a new model starts as the plain one, bit for bit."""
-
-import itertools
-from copy import deepcopy
+"""A new KHA model equals its baseline bit for bit (section 3.3)."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from kha_megatron.heads.knock import MATRICES, PROJECTIONS
+from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modeling_kha import HeadSharedLinear
-from tests.hf.conftest import MOE, every_projection, make_config, make_model, tokens
+from tests.hf.conftest import FAMILY, MOE, every_projection, make_config, make_model, tokens
 
-CASES = [
-    *({p: v} for p, v in itertools.product(PROJECTIONS, MATRICES)),
-    *(every_projection(v) for v in MATRICES),
-]
+CASES = {
+    **{v: (every_projection(v), {}) for v in MATRICES},
+    "moe": ({"value": "mlp"}, MOE),
+    **FAMILY,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kha", CASES, ids=lambda kha: "-".join(f"{p}_{kha[p]}" for p in kha))
-def test_every_variant_starts_as_an_exact_no_op(kha, dtype):
-    baseline = make_model(dtype=dtype)
-    knocked = make_model(kha, learnt=False, dtype=dtype)
+@pytest.mark.parametrize("name", CASES)
+def test_new_matrices_are_an_exact_no_op(name, dtype):
+    kha, sizes = CASES[name]
+    baseline = make_model(dtype=dtype, **sizes)
+    knocked = make_model(kha, learnt=False, dtype=dtype, **sizes)
     assert sum(isinstance(m, HeadSharedLinear) for m in knocked.modules()) == 3 * sum(
         len(MATRICES[v]) for v in kha.values()
     )
@@ -36,17 +35,16 @@ def test_every_variant_starts_as_an_exact_no_op(kha, dtype):
         assert torch.equal(knocked(ids).logits, baseline(ids).logits)
 
 
-def test_a_plain_checkpoint_loads_as_a_knocked_model_that_does_the_same(tmp_path):
-    baseline = make_model(**MOE)
-    baseline.save_pretrained(tmp_path)
+def test_a_baseline_checkpoint_loads_into_a_kha_model(tmp_path):
+    make_model(**MOE).save_pretrained(tmp_path)
     config = make_config({"value": "mlp"}, **MOE)
-    knocked = deepcopy(KHAForCausalLM.from_pretrained(tmp_path, config=config))  # see test_saving
-    ids = tokens()
-    assert torch.equal(knocked(ids).logits, baseline(ids).logits)
+    model = KHAForCausalLM.from_pretrained(tmp_path, config=config).model
+    knock = model.layers[1].self_attn.v_knock
+    assert torch.equal(knock.up_proj.weight, torch.eye(10))
+    assert not knock.gate_proj.weight.any()
 
 
-def test_transformers_initialisation_leaves_the_matrices_as_they_should_start():
-    # from_config initialises module by module: an nn.Linear branch would overwrite the identity.
+def test_from_config_keeps_the_initial_matrices():
     config = make_config({"query": "linear", "value": "mlp"})
     attention = AutoModelForCausalLM.from_config(config).model.layers[2].self_attn
     eye = torch.eye(10)
@@ -57,7 +55,7 @@ def test_transformers_initialisation_leaves_the_matrices_as_they_should_start():
     assert isinstance(attention.k_knock, nn.Identity)
 
 
-def test_random_start_draws_every_matrix():
+def test_random_init_draws_every_matrix():
     config = make_config(every_projection("mlp"), kha_init="random", initializer_range=0.02)
     weights = [
         m.weight for m in KHAForCausalLM(config).modules() if isinstance(m, HeadSharedLinear)

@@ -1,4 +1,4 @@
-"""Figures of a text's passage against what the model itself gives and plain formulas."""
+"""Attention sinks, peaks, gates and head load against direct computation."""
 
 import pytest
 import torch
@@ -30,20 +30,20 @@ def build(name, attention="sdpa"):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sinks_and_peaks_are_those_of_eager_attention(name):
+def test_sinks_and_peaks_equal_those_of_eager_attention(name):
     ids = tokens(1, 9)
     found = measure(build(name), ids)
-    model, handed_on = build(name, "eager"), []
+    model, outputs = build(name, "eager"), []
     for layer in model.get_decoder().layers:
         layer.register_forward_hook(
-            lambda _m, _x, y: handed_on.append((y[0] if isinstance(y, tuple) else y)[0])
+            lambda _m, _x, y: outputs.append((y[0] if isinstance(y, tuple) else y)[0])
         )
     with torch.no_grad():
         attentions = model(ids, output_attentions=True).attentions
     assert [figures.layer for figures in found] == [0, 1, 2]
-    for figures, weights, hidden in zip(found, attentions, handed_on, strict=True):
+    for figures, weights, hidden in zip(found, attentions, outputs, strict=True):
         expected = weights[0, :, 1:, 0].mean(-1)
-        assert expected.std() > 1e-4, "heads that are all alike prove nothing"
+        assert expected.std() > 1e-4
         torch.testing.assert_close(torch.tensor(figures.sinks), expected, rtol=1e-5, atol=1e-5)
         assert figures.peak == pytest.approx(hidden.abs().max().item(), rel=1e-5)
         place = hidden[figures.peak_token, figures.peak_feature]
@@ -52,7 +52,7 @@ def test_sinks_and_peaks_are_those_of_eager_attention(name):
 
 
 def inputs_of(model):
-    """What each layer's attention gets, filled while the model runs."""
+    """Return a list to which every layer's attention appends its input."""
     seen = []
     for layer in model.get_decoder().layers:
         layer.self_attn.register_forward_pre_hook(
@@ -63,9 +63,9 @@ def inputs_of(model):
 
 
 @pytest.mark.parametrize("name", ["gates", "qwen3_next"])
-def test_gates_are_measured_ours_and_those_of_stock_models(name):
+def test_gates_of_kha_and_stock_models_are_measured(name):
     model = build(name)
-    for parameter in model.parameters():  # wide enough that some gates are shut
+    for parameter in model.parameters():  # Wide enough that some gates are closed.
         parameter.data *= 3
     seen = inputs_of(model)
     found = measure(model, tokens(1, 9))
@@ -92,7 +92,7 @@ def test_the_load_of_heads_is_measured():
         assert 0 < figures.figures["moh-entropy"] <= 1
 
 
-def test_nothing_is_left_behind():
+def test_measuring_leaves_no_hooks():
     model = build("gates")
     ids = tokens(1, 9)
     with torch.no_grad():

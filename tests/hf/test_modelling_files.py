@@ -1,4 +1,4 @@
-"""A saved folder brings its own code, and that code works where this package is not installed."""
+"""The code that is saved beside a model, loaded in a process without this package."""
 
 import json
 import os
@@ -15,14 +15,21 @@ from transformers import AutoModelForCausalLM
 
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modelling_files import AUTO_MAP, modelling_files
-from tests.hf.conftest import FAMILY, MOE, every_projection, make_config, make_model, tokens
+from tests.hf.conftest import (
+    FAMILY,
+    MIXED,
+    MOE,
+    every_projection,
+    load,
+    make_config,
+    make_model,
+    tokens,
+)
 
-MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
 HEADS = {"kha_gate": {"output": "head"}, "kha_moh": {"shared": 1, "active": [1, 3, 2]}}
 PLAIN = {"configuration_kha.py", "modeling_kha.py"}
 
-# Runs where kha_megatron cannot be imported. The user chose to trust the folder: the only place in
-# this project that does.
+# Runs where kha_megatron cannot be imported. This is the only place with trust_remote_code=True.
 STRANGER = """
 import sys
 class Hide:
@@ -60,7 +67,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "kha_megatron"
 
 
 def run_stranger(folder, again, cache):
-    """The program above in a process of its own, offline, with its own cache of modules."""
+    """Run the program above in a separate process, offline, with its own cache of modules."""
     return subprocess.run(
         [sys.executable, "-c", STRANGER, folder, again],
         capture_output=True,
@@ -73,7 +80,7 @@ def run_stranger(folder, again, cache):
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory):
-    """A saved MoE model, what a process without this package made of it, and what that saved."""
+    """Return a model, its directory, the directory that the other process saved, and its result."""
     torch.manual_seed(0)
     folder, again, cache = (tmp_path_factory.mktemp(name) for name in ("model", "again", "cache"))
     model = make_model(MIXED, initializer_range=0.5, **MOE, **HEADS)
@@ -82,19 +89,13 @@ def stranger(tmp_path_factory):
     return model, folder, again, run_stranger(folder, again, cache)
 
 
-def test_code_and_auto_map_lie_beside_every_saved_model(tmp_path):
-    make_model(MIXED).save_pretrained(tmp_path)
-    assert {file.name for file in tmp_path.glob("*.py")} == PLAIN
-    config = json.loads((tmp_path / "config.json").read_text())
+@pytest.mark.parametrize("make", [make_model, make_config])
+def test_saving_writes_the_code_and_the_auto_map(make, tmp_path):
+    make(MIXED).save_pretrained(tmp_path / "new")
+    assert {file.name for file in (tmp_path / "new").glob("*.py")} == PLAIN
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP
     assert set(AUTO_MAP) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-
-
-def test_saving_the_configuration_alone_is_enough(tmp_path):
-    """As the converter does, which writes the tensors by itself."""
-    make_config(MIXED).save_pretrained(tmp_path / "new")
-    assert {file.name for file in (tmp_path / "new").glob("*.py")} == PLAIN
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
 def test_files_differ_from_the_package_only_in_their_imports():
@@ -111,7 +112,7 @@ def test_files_differ_from_the_package_only_in_their_imports():
 
 
 @pytest.mark.parametrize("kha", [{"value": "mlp"}, every_projection("linear"), {}])
-def test_a_knocked_model_needs_at_most_four_short_files(kha):
+def test_an_export_has_at_most_four_short_files(kha):
     files = modelling_files(make_config(kha, **MOE))
     assert len(files) <= 4
     assert sum(len(source.splitlines()) for source in files.values()) <= 900
@@ -125,66 +126,52 @@ def test_a_mechanism_adds_only_its_own_files(name):
     assert not [file for file in files if other in file]
 
 
-def test_a_stranger_who_trusts_the_folder_gets_the_same_model(stranger):
-    model, folder, _, result = stranger
+def check_stranger(model, directory, result):
+    """Compare the logits of the other process with those of ``model``."""
     assert result.returncode == 0, result.stderr
-    assert (
-        "classes: transformers_modules transformers_modules transformers_modules" in result.stdout
-    )
-    assert "variants: linear gate mlp" in result.stdout
-    seen = load_file(folder / "seen.safetensors")
-    ids = load_file(folder / "ids.safetensors")["ids"]
+    ids = load_file(directory / "ids.safetensors")["ids"]
+    seen = load_file(directory / "seen.safetensors")
     with torch.no_grad():
         expected = model(ids).logits
     assert expected.abs().max() > 1
-    # loaded tensors lie unaligned in their file, for which the CPU rounds products differently
+    # Loaded tensors are unaligned, for which the CPU rounds products differently.
     torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=1e-5)
     assert seen["new"].shape == (2, ids.shape[1] + 4)
 
 
-@pytest.mark.whole
-def test_a_stranger_gets_tied_attention_too(tmp_path):
-    """The one with a forward pass of its own around the decoder."""
-    kha, sizes = FAMILY["gta"]
-    model = make_model(kha, **sizes)
-    folder, cache = tmp_path / "model", tmp_path / "cache"
-    model.save_pretrained(folder)
-    cache.mkdir()
-    save_file({"ids": tokens()}, folder / "ids.safetensors")
-    result = run_stranger(folder, tmp_path / "again", cache)
-    assert result.returncode == 0, result.stderr
-    ids = load_file(folder / "ids.safetensors")["ids"]
-    with torch.no_grad():
-        expected = model(ids).logits
-    seen = load_file(folder / "seen.safetensors")
-    torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_stranger_who_does_not_trust_it_is_told_so(stranger):
-    *_, result = stranger
+def test_exported_code_gives_the_same_model(stranger):
+    model, directory, _, result = stranger
+    check_stranger(model, directory, result)
+    assert "classes:" + 3 * " transformers_modules" in result.stdout
+    assert "variants: linear gate mlp" in result.stdout
     assert re.search("untrusted: .*custom code", result.stdout)
 
 
-def test_what_the_stranger_saves_is_whole_again(stranger):
-    model, folder, again, result = stranger
-    assert result.returncode == 0, result.stderr
-    assert {file.name for file in again.glob("*.py")} == {file.name for file in folder.glob("*.py")}
+@pytest.mark.whole
+def test_exported_code_gives_the_same_tied_attention(tmp_path):
+    kha, sizes = FAMILY["gta"]
+    model = make_model(kha, **sizes)
+    directory, cache = tmp_path / "model", tmp_path / "cache"
+    model.save_pretrained(directory)
+    cache.mkdir()
+    save_file({"ids": tokens()}, directory / "ids.safetensors")
+    check_stranger(model, directory, run_stranger(directory, tmp_path / "again", cache))
+
+
+def test_a_model_saved_by_exported_code_is_complete(stranger):
+    model, directory, again, _ = stranger
+    names = [{file.name for file in path.glob("*.py")} for path in (again, directory)]
+    assert names[0] == names[1]
     assert json.loads((again / "config.json").read_text())["auto_map"] == AUTO_MAP
     assert "model.layers.1.mlp.experts.4.up_proj.weight" in load_file(again / "model.safetensors")
-    # and this package loads it with its own code, untrusted
-    ours, info = AutoModelForCausalLM.from_pretrained(
-        again, trust_remote_code=False, output_loading_info=True
-    )
-    assert type(ours) is KHAForCausalLM
-    assert not any(info.values())
-    state = model.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+    loaded, state = load(again), model.state_dict()
+    assert type(loaded) is KHAForCausalLM
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
-def test_the_installed_package_comes_before_the_folders_code(stranger, tmp_path):
-    """With this package imported nothing in a folder is executed, whatever its files say."""
-    _, folder, *_ = stranger
-    copy = shutil.copytree(folder, tmp_path / "copy")
+def test_the_installed_package_takes_precedence_over_exported_code(stranger, tmp_path):
+    _, directory, *_ = stranger
+    copy = shutil.copytree(directory, tmp_path / "copy")
     for file in copy.glob("*.py"):
         file.write_text("raise SystemExit('executed')\n")
     assert type(AutoModelForCausalLM.from_pretrained(copy, trust_remote_code=False)) is (

@@ -1,35 +1,28 @@
-"""Folders: names on disk, exact round trips, the dtype of the correction bias."""
-
-from copy import deepcopy
+"""Saved models: exact round trips, tensor names, the dtype of the correction bias."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
 from kha_megatron.hf import KHAForCausalLM, KHAModel, KHAModelConfig, read_kha
-from tests.hf.conftest import MOE, every_projection, make_config, make_model, tokens
-
-MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
-CASES = [
-    pytest.param({}, id="dense"),
-    pytest.param({"tie_word_embeddings": True, "use_qk_norm": False}, id="tied_no_norm"),
-    pytest.param(MOE, id="moe"),
-    pytest.param({**MOE, "tie_word_embeddings": True}, id="moe_tied"),
-]
+from tests.hf.conftest import MIXED, MOE, every_projection, load, make_config, make_model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", CASES)
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"tie_word_embeddings": True, "use_qk_norm": False}, torch.float32),
+        ({"tie_word_embeddings": True}, torch.bfloat16),
+        (MOE, torch.bfloat16),
+    ],
+)
 def test_round_trip_is_exact(settings, dtype, tmp_path):
     model = make_model(MIXED, dtype=dtype, **settings)
     model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, trust_remote_code=False
-    )
+    loaded = load(tmp_path)
     assert type(loaded) is KHAForCausalLM
     assert loaded.dtype == dtype
-    assert not any(info.values())
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     for name, tensor in loaded.state_dict().items():
@@ -37,14 +30,9 @@ def test_round_trip_is_exact(settings, dtype, tmp_path):
         assert tensor.dtype == state[name].dtype, name
     tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert tied == settings.get("tie_word_embeddings", False)
-    ids = tokens()
-    with torch.no_grad():
-        # Loaded tensors lie unaligned in the mapped file, for which the CPU's matrix product takes
-        # another path and rounds differently: a copy makes the two models comparable bit for bit.
-        assert torch.equal(deepcopy(loaded)(ids).logits, model(ids).logits)
 
 
-def test_names_on_disk_are_the_contract(tmp_path):
+def test_tensor_names_and_shapes_on_disk(tmp_path):
     make_model(MIXED, **MOE).save_pretrained(tmp_path)
     stored = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
     swiglu = {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 0)}
@@ -86,9 +74,9 @@ def test_names_on_disk_are_the_contract(tmp_path):
 def test_correction_bias_stays_float32_in_a_bfloat16_model(tmp_path):
     model = make_model(**MOE)
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
-    bias.copy_(torch.tensor([1 / 3, -0.1, 0.7, 1e-3, 0.2]))  # none is a bfloat16 number
+    bias.copy_(torch.tensor([1 / 3, -0.1, 0.7, 1e-3, 0.2]))  # no bfloat16 numbers
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = KHAForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     gate = loaded.model.layers[1].mlp.gate
     assert gate.weight.dtype == torch.bfloat16
     assert gate.e_score_correction_bias.dtype == torch.float32
@@ -106,10 +94,9 @@ def test_auto_classes_find_the_architecture(tmp_path):
     assert read_kha(read).variants == every_projection("linear")
 
 
-def test_a_layer_too_many_on_disk_is_reported(tmp_path):
-    """The parent architecture drops layers 46 and 92 in silence: they are its MTP layers."""
-    model = make_model()
-    model.save_pretrained(tmp_path)
+def test_an_additional_layer_on_disk_is_reported(tmp_path):
+    """The parent architecture silently drops its MTP layers 46 and 92."""
+    make_model().save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.layers.46.input_layernorm.weight"] = torch.ones(22)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})

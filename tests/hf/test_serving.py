@@ -1,42 +1,66 @@
-"""What serving engines ask of a model that they run through transformers.
+"""What vLLM and SGLang do to a model in their transformers backends.
 
-SGLang cannot run here, and vLLM only in an environment of its own (``tests/serving``). These tests
-do to the model what the sources of their Transformers backends do: another attention function with
-arguments of its own, one row of packed sequences, other classes for linear layers and experts, and
-stages with missing layers.
+They pass their own attention function with packed sequences, replace linear layers and experts, and
+split layers into pipeline stages. ``tests/serving`` runs vLLM itself.
 """
 
 import ast
 import inspect
 import textwrap
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import AttentionInterface
 
 from kha_megatron.hf import KHAModel, KHAModelConfig
 from kha_megatron.hf.attention_kha import KHAHeadsAttention
 from kha_megatron.hf.modeling_kha import HeadSharedLinear, KHAAttention, KHAKnock, vllm_obstacle
-from tests.hf.conftest import MOE, TOKENS, make_model, tokens
-from tests.hf.packed import check_packed
+from tests.hf.conftest import MIXED, MOE, TOKENS, make_model, tokens
+from tests.hf.test_uses import MODELS, model_of
 
-MIXED = {"query": "linear", "key": "gate", "value": "mlp"}
-
-
-@pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
-def test_another_attention_function_serves_packed_sequences(moe):
-    model, instances = check_packed(partial(make_model, MIXED, **moe))
-    for layer, calls in instances.items():
-        ((module, query, key, value, scaling),) = calls
-        assert module is model.layers[layer].self_attn
-        assert module.is_causal
-        assert (query, key, value) == ((1, 6, 7, 10), (1, 3, 7, 10), (1, 3, 7, 10))
-        assert scaling == 10**-0.5
+SEQUENCES = (3, 4)
 
 
-def test_what_is_looked_up_on_the_classes():
+def packed_attention(module, query, key, value, attention_mask, scaling, calls=None, **ignored):
+    """Attend as servers do: state per layer, flat tokens ``[tokens, H * D]``, packed sequences."""
+    calls.append((module, query.shape, key.shape, value.shape, scaling))
+    assert attention_mask is None, "a server has its own mask"
+    sequence = torch.arange(len(SEQUENCES)).repeat_interleave(torch.tensor(SEQUENCES))
+    token = torch.arange(len(sequence))
+    visible = (sequence[:, None] == sequence) & (token[:, None] >= token)
+    output = F.scaled_dot_product_attention(
+        query, key, value, visible, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).flatten(2)[0], None
+
+
+AttentionInterface.register("packed", packed_attention)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "talking"])
+def test_a_packed_row_equals_separate_sequences(name):
+    model, twin = model_of(name, attention="packed").model, model_of(name).model
+    twin.load_state_dict(model.state_dict())
+    sequences, calls = [tokens(1, n) for n in SEQUENCES], []
+    with torch.no_grad():
+        packed = model(
+            input_ids=torch.cat(sequences, 1),
+            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
+            use_cache=False,
+            return_dict=False,
+            calls=calls,
+        )[0][0]
+        separate = torch.cat([twin(ids).last_hidden_state[0] for ids in sequences])
+    torch.testing.assert_close(packed, separate, rtol=1e-5, atol=1e-5)
+    assert [call[0] for call in calls] == [layer.self_attn for layer in model.layers]
+    if name == "dense":
+        assert calls[0][0].is_causal
+        assert calls[0][1:] == ((1, 6, 7, 10), (1, 3, 7, 10), (1, 3, 7, 10), 10**-0.5)
+
+
+def test_servers_find_the_attributes_that_they_look_up():
     model = make_model(MIXED, **MOE)
     for part in (model, model.model):
         assert part._supports_attention_backend
@@ -47,7 +71,7 @@ def test_what_is_looked_up_on_the_classes():
 
 
 class OtherLinear(nn.Module):
-    """A server's linear layer: it has a weight, and is no ``nn.Linear``."""
+    """A server's linear layer, which is not an ``nn.Linear``."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -58,7 +82,7 @@ class OtherLinear(nn.Module):
 
 
 class OtherExperts(nn.Module):
-    """A server's experts, with the arguments that transformers' get."""
+    """A server's experts, with the arguments of transformers' experts."""
 
     def __init__(self, experts) -> None:
         super().__init__()
@@ -91,7 +115,7 @@ def test_linear_layers_and_experts_can_be_replaced():
 
 
 class Missing(nn.Identity):
-    """A server's stand-in for a module of another stage: it hands on its first argument."""
+    """A server's placeholder for a module of another stage. Returns its first argument."""
 
     def forward(self, x, *args, **kwargs):
         return x
@@ -102,10 +126,10 @@ def test_stages_with_missing_layers_follow_the_plan():
     plan = KHAModelConfig.base_model_pp_plan
     assert [name for name in plan if isinstance(getattr(whole, name), nn.ModuleList)] == ["layers"]
     stages = []
-    for kept in ({0, 1}, {2}):
+    for layers in ({0, 1}, {2}):
         stage = make_model(MIXED, **MOE).model
         stage.load_state_dict(whole.state_dict())
-        for layer in set(range(3)) - kept:
+        for layer in set(range(3)) - layers:
             stage.layers[layer] = Missing()
         stages.append(stage)
     stages[0].norm, stages[1].embed_tokens = Missing(), Missing()
@@ -127,14 +151,14 @@ GROUPS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8
         ({"kha_talking": {}}, False, False),
         ({"kha_moh": {"share": 0.75}}, False, False),
         ({"hidden_act": "gelu"}, False, False),
-        # the backend ranks groups by their best two where scores are sigmoids, else by their best
+        # The backend ranks groups by their best two scores with sigmoid, otherwise by the best.
         (GROUPS | {"topk_group": 2, "scoring_func": "sigmoid"}, True, False),
         (GROUPS | {"topk_group": 1, "scoring_func": "sigmoid"}, True, True),
         (GROUPS | {"topk_group": 2}, True, True),
         (GROUPS | {"topk_group": 1}, True, False),
     ],
 )
-def test_what_vllm_may_serve(settings, served, by_backend):
+def test_models_that_vllm_cannot_compute_are_refused(settings, served, by_backend):
     config = KHAModelConfig(**settings)
     assert (vllm_obstacle(config, by_backend=False) is None) == served
     assert (vllm_obstacle(config, by_backend=True) is None) == by_backend
@@ -145,7 +169,7 @@ def test_what_vllm_may_serve(settings, served, by_backend):
 
 
 @pytest.mark.parametrize("attention", [KHAAttention, KHAHeadsAttention])
-def test_vllm_finds_the_call_of_attention_in_the_source_of_forward(attention):
+def test_vllm_finds_the_attention_call_in_the_source_of_forward(attention):
     source = ast.parse(textwrap.dedent(inspect.getsource(attention.forward)))
     looked_up = [
         target.id
@@ -162,12 +186,11 @@ def test_vllm_finds_the_call_of_attention_in_the_source_of_forward(attention):
     assert [k.arg for k in calls[0].keywords if k.arg == "scaling"]
 
 
-def test_a_knock_cannot_be_taken_for_an_mlp():
-    """vLLM merges linear layers that read the same input, and splits the result over its ranks.
+def test_vllm_does_not_merge_the_matrices_of_a_knock():
+    """vLLM merges linear layers with the same input and splits the result over its ranks.
 
-    Each rank holds other heads here, so that would be wrong. It looks for ``act(gate(x)) * up(x)``
-    with ``act`` a module, and for projections that are statements of their own: a knock has
-    neither.
+    It looks for ``act(gate(x)) * up(x)`` with a module ``act``, and for projections in separate
+    statements. A knock has neither.
     """
     knock = KHAKnock("mlp", 10)
     assert all(isinstance(child, HeadSharedLinear) for child in knock.children())
