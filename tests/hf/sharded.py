@@ -5,6 +5,7 @@ its processes for GPUs.
 """
 
 import os
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
 import torch
@@ -24,7 +25,9 @@ def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path)
         ids: tokens ``[B, S]``.
         store: a new file for the rendezvous.
     """
-    mp.spawn(_rank, args=(jobs, ids, store), nprocs=2)
+    set_forkserver_preload(["kha_megatron.hf.attention_kha", "transformers.distributed"])
+    args = (jobs, ids, store)
+    mp.start_processes(_rank, args=args, nprocs=2, start_method="forkserver")
 
 
 def _rank(rank: int, jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path) -> None:
