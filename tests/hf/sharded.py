@@ -5,7 +5,8 @@ its processes for GPUs.
 """
 
 import os
-from multiprocessing import set_forkserver_preload
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -13,40 +14,40 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
-SEEN = "rank{}.pt"
+import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
+
+RESULTS = "rank{}.pt"
 
 
-def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path) -> None:
+def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, root: Path) -> None:
     """Load each directory sharded over two ranks and write the results of every rank into it.
 
     Args:
         jobs: directories of saved models, and keywords of ``DistributedConfig`` for each.
         ids: tokens ``[B, S]``.
-        store: a new file for the rendezvous.
+        root: directory for the input of the ranks and their rendezvous.
     """
-    set_forkserver_preload(["kha_megatron.hf.attention_kha", "transformers.distributed"])
-    args = (jobs, ids, store)
-    mp.start_processes(_rank, args=args, nprocs=2, start_method="forkserver")
+    torch.save([[(str(directory), plan) for directory, plan in jobs], ids], root / "jobs.pt")
+    command = [sys.executable, "-m", "tests.hf.sharded", root]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
 
 
-def _rank(rank: int, jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, store: Path) -> None:
+def _rank(rank: int, root: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for folder, plan in jobs:
-        torch.save(_use(folder, ids, plan), folder / SEEN.format(rank))
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    jobs, ids = torch.load(root / "jobs.pt")
+    for directory, plan in jobs:
+        torch.save(_results(directory, ids, plan), Path(directory) / RESULTS.format(rank))
     dist.destroy_process_group()
 
 
-def _use(folder: Path, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
-
+def _results(directory: str, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
     model = AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(**plan), trust_remote_code=False
+        directory, distributed_config=DistributedConfig(**plan), trust_remote_code=False
     )
     with torch.no_grad():
         logits = model(ids).logits
@@ -61,3 +62,7 @@ def _use(folder: Path, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+if __name__ == "__main__":
+    mp.start_processes(_rank, args=(Path(sys.argv[1]),), nprocs=2, start_method="fork")

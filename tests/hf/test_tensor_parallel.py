@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.hf.conftest import FAMILY, LINEAR, MIXED, MOE, make_model, tokens
-from tests.hf.sharded import SEEN, run_ranks
+from tests.hf.sharded import RESULTS, run_ranks
 
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
 TP2 = {"tp_size": 2}
@@ -76,9 +76,9 @@ def runs(tmp_path_factory, request):
         models[name] = make_model(kha, attention=attention, **settings)
         models[name].save_pretrained(root / name)
         jobs.append((root / name, plan))
-    run_ranks(jobs, ids, root / "store")
+    run_ranks(jobs, ids, root)
     return ids, {
-        name: (model, [torch.load(root / name / SEEN.format(rank)) for rank in range(2)])
+        name: (model, [torch.load(root / name / RESULTS.format(rank)) for rank in range(2)])
         for name, model in models.items()
     }
 
