@@ -294,7 +294,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     """
     model = Model.from_config(config, kha)
     kha.check(replace(head_facts(model), layers=layers))
-    check_layout(model, Layout.from_config(config), trains=False)
+    check_layout(model, Layout.from_config(config))
     if config.fused_single_qkv_rope:
         raise ConfigError(UNSPLIT)
     clips = config.qk_clip and not config.multi_latent_attention

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
-from kha_megatron.model.words import parse
+from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe, prepare
 from tests.checkpoint.saved import save
 
@@ -24,11 +24,11 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
     ("words", "ranks", "match"),
     [
         ("--tensor-model-parallel-size 3", 3, "8 query heads .* 3"),
-        ("--tensor-model-parallel-size two", 2, "--tensor-model-parallel-size two"),
+        ("--tensor-model-parallel-size two", 2, "got two"),
         ("--kha-preset kha_mpl", 2, "unknown KHA preset 'kha_mpl'"),
         ("--multi-latent-attention", 2, "value=mlp on multi-latent attention"),
-        ("--pipeline-model-parallel-size 2", 2, "tensor 2 x pipeline 2"),
-        ("--moe-layer-freq __import__('os')", 2, "give a whole number"),
+        ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
+        ("--moe-layer-freq __import__('os')", 2, "a whole number from 1 up"),
     ],
 )
 def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):
