@@ -117,8 +117,8 @@ def flag(
         argument: None for the flag's name with underscores.
         attribute: "" for the same name as the argument.
     """
-    row = {"flag": name, "argument": argument, "attribute": attribute, "hf": hf}
-    row |= {"least": least, "most": most, "reads": reads, "writes": writes}
+    names = {"flag": name, "argument": argument, "attribute": attribute, "hf": hf}
+    row = names | {"least": least, "most": most, "reads": reads, "writes": writes}
     return field(default=default, metadata={_ROW: row})
 
 

@@ -87,7 +87,7 @@ def test_a_kind_of_attention_and_what_contradicts_it(checked):
     lines = [
         ([*MLP, *TIED, "--rotary-percent", "0.5"], KHAConfig(value="mlp", attention="gta")),
         ([*linear, *TIED, "--rotary-percent", "0.5"], "key=linear on grouped-tied attention"),
-        ([*MLP, "--kha-attention", "gta", "--rotary-percent", "0.5"], "--kv-channels 6"),
+        ([*MLP, "--kha-attention", "gta", "--rotary-percent", "0.5"], "a multiple of 4"),
         ([*linear, "--kha-attention", "gla"], "add --multi-latent-attention"),
         ([*MLP, "--multi-latent-attention"], "value=mlp on multi-latent attention"),
         ([*linear, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
