@@ -76,7 +76,8 @@ class Field:
         is_text = isinstance(value, str) and self.kind is not bool
         if is_text and self.many:
             return (value,)
-        whole = f"a whole number from {self.least} to {self.most}"
+        whole = f"a whole number from {self.least}"
+        whole += f" to {self.most}" if self.most == MOST_LAYERS else ""
         try:
             parsed = (self.reads or self.kind)(value) if is_text else value
             is_whole = self.kind is int and type(parsed) is int

@@ -209,6 +209,6 @@ def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
         folder = TorchDistFolder.open(path)
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format
             args = folder.read_object("args").state
-            return KHAConfig.recorded(args), args
+            return KHAConfig.from_entries(args), args
     checkpoint = MegatronCheckpoint.open(path)
     return kha_of(checkpoint), checkpoint.args

@@ -99,7 +99,7 @@ def test_upcycling_that_a_restart_would_repeat_is_refused(saved, tmp_path):
         ({"pretrained_checkpoint": None}, ConfigError, "Expected --pretrained-checkpoint"),
         ({"load": None}, ConfigError, f"Expected --load {run}"),
         ({"pretrained_checkpoint": saved / "kha"}, CheckpointError, "Remove --kha-upcycle"),
-        ({"pretrained_checkpoint": tmp_path}, CheckpointError, "holds no latest_checkpointed"),
+        ({"pretrained_checkpoint": tmp_path}, CheckpointError, "has no latest_checkpointed"),
     ]
     for changes, kind, message in cases:
         with pytest.raises(kind, match=re.escape(message)):
