@@ -85,7 +85,7 @@ def test_mock_data_uses_the_recipes_vocabulary():
 
 
 def test_missing_data_is_refused(data, tmp_path):
-    refused(DataError, "no training data")
+    refused(DataError, "No training data")
     good = str(data / "corpus")
     blend = f"--data-path 0.3 {tmp_path}/other 0.7 {tmp_path}/other"
     refused(DataError, r"other\.bin", blend, data=data)
@@ -162,18 +162,18 @@ def test_restarted_job_loads_its_own_directory(tmp_path):
 @pytest.mark.parametrize(
     ("words", "connections"),
     [
-        ("", None),  # data parallelism alone
+        ("", None),
         ("--tensor-model-parallel-size 2", "1"),
         ("--context-parallel-size 2", "1"),
         ("--tensor-model-parallel-size 2 --use-megatron-fsdp", None),  # Megatron refuses 1
     ],
 )
-def test_ranks_get_the_connections_that_megatron_demands(words, connections, monkeypatch):
+def test_ranks_get_the_connections_that_megatron_requires(words, connections, monkeypatch):
+    def value():
+        job = prepare(get_recipe("dense-0.6b"), ranks=2, overrides=["--mock-data", *words.split()])
+        return job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    recipe, options = get_recipe("dense-0.6b"), {"overrides": ["--mock-data", *words.split()]}
-    job = prepare(recipe, ranks=2, device="cuda", **options)
-    assert job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
-    if connections:  # the caller's own value is kept
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        job = prepare(recipe, ranks=2, **options)
-        assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert value() == connections
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the caller's value wins
+    assert value() == (connections and "32")
