@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.rows import HeadRow, QKVRow, Row, VocabularyRow, head_row
-from kha_megatron.conversion.table import OUTPUT_LAYER, places
+from kha_megatron.conversion.table import OUTPUT_LAYER, tensor_slots
 from kha_megatron.hf import KHAModelConfig
 
 MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
@@ -38,7 +38,7 @@ _EVERYTHING = from_hf_config(
     ).to_dict()
 )
 """A model with one of each tensor that Bridge's layers can have."""
-_PLACES = {place.row: place for place in places(_EVERYTHING)}.values()
+_PLACES = {place.row: place for place in tensor_slots(_EVERYTHING)}.values()
 _KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
 """Mappings of one, two and three Hugging Face tensors."""
 

@@ -40,7 +40,7 @@ def attention_figures(
         folder = checkpoint
         if not is_hf_folder(checkpoint):
             plan = to_hf.plan(checkpoint, tokenizer=tokenizer)
-            if plan.source.companions.origin is None:
+            if plan.source.tokenizer.origin is None:
                 raise CheckpointError(
                     f"{checkpoint} records no Hugging Face tokenizer. Add --tokenizer DIRECTORY."
                 )

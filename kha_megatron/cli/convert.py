@@ -1,9 +1,9 @@
-"""``kha-megatron convert``: checkpoints between Megatron and Hugging Face."""
+"""``kha-megatron convert``: convert checkpoints between Megatron and Hugging Face."""
 
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import (
@@ -31,40 +31,44 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
 
 _ROWS, _LENGTH = 8, 256
-"""Number and length of the sequences that are read of ``--text``, at most."""
+"""Largest number and length of the sequences read from ``--text``."""
 
 app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
 Source = Annotated[
     Path,
-    typer.Argument(help="Megatron's --save directory, one iteration of it, or a Hugging Face one."),
+    typer.Argument(help="Megatron --save directory, one iteration in it, or Hugging Face model."),
 ]
-Out = Annotated[Path, typer.Argument(help="Directory to write, new or empty.")]
+Out = Annotated[Path, typer.Argument(help="Output directory. Must be new or empty.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")
+    str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")
 ]
 AllowOverflow = Annotated[
     bool,
-    typer.Option("--allow-overflow", help="Let numbers beyond the range of --dtype be infinite."),
+    typer.Option(
+        "--allow-overflow", help="Convert values beyond the range of --dtype to infinity."
+    ),
 ]
 Tokenizer = Annotated[
-    Path | None, typer.Option(help="Tokenizer directory instead of the model's own.")
+    Path | None, typer.Option(help="Tokenizer directory. Default: the model's tokenizer.")
 ]
 Verify = Annotated[bool, typer.Option(help="Compare every tensor and the logits afterwards.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
 Architecture = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="kha for every attention and mechanism. Without KHA: qwen3, qwen3_moe, glm4_moe, "
+        help="kha supports every attention and mechanism. Without KHA: qwen3, qwen3_moe, glm4_moe, "
         "deepseek_v3 (MLA), llama, mistral; with Megatron's output gate: qwen3_next, "
-        "qwen3_5_text. auto chooses the one that fits."
+        "qwen3_5_text. auto chooses a stock architecture that fits. Default: kha; for fold: auto."
     ),
 ]
-ShardSize = Annotated[str, typer.Option(help="Largest file size, such as 500MB or 5GB.")]
+ShardSize = Annotated[str, typer.Option(help="Maximum file size, such as 500MB or 5GB.")]
 DivisibleBy = Annotated[
     int,
     typer.Option(
-        "--make-vocab-size-divisible-by", min=1, help="As in the training that will load OUT."
+        "--make-vocab-size-divisible-by",
+        min=1,
+        help="Value of the training run that will load OUT.",
     ),
 ]
 TensorParallel = Annotated[
@@ -72,9 +76,21 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-model-parallel-size",
         min=1,
-        help="Pad the vocabulary for this size. Any other size loads OUT as well.",
+        help="Pad the vocabulary for this TP size. Other TP sizes can load OUT as well.",
     ),
 ]
+Variant = Annotated[
+    str | None, typer.Option(help="linear, mlp, gate or none. Overrides the preset.")
+]
+_FOLD_HELP = """Fold linear knocking heads into the projections to get a stock model.
+
+W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3. GTA and GLA
+have no stock architecture. Collaborative heads become ordinary heads with the same key.
+
+Examples:
+  kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
+  kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
+"""
 
 
 @app.callback()
@@ -82,11 +98,13 @@ def _commands() -> None:
     """Convert checkpoints between Megatron and Hugging Face."""
 
 
+@app.command("fold", help=_FOLD_HELP)
 @app.command("to-hf")
 def to_hf(
+    context: typer.Context,
     checkpoint: Source,
     out: Out,
-    architecture: Architecture = "kha",
+    architecture: Architecture = None,
     max_shard_size: ShardSize = "5GB",
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
@@ -106,18 +124,18 @@ def to_hf(
       kha-megatron convert to-hf ckpt/iter_0001000 my-model --dtype bfloat16 --json
       kha-megatron convert to-hf baseline/checkpoints my-qwen3 --architecture auto
     """
-    _check_version(verify)
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan(
         checkpoint,
+        fold=context.info_name == "fold",
         architecture=architecture,
         dtype=dtype,
         allow_overflow=allow_overflow,
         tokenizer=tokenizer,
         max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
     )
-    written = _write(plan, out, workers, overwrite)
+    written = _write(plan, out, workers, overwrite, verify)
     _finish(plan, written, workers, verify, as_json)
 
 
@@ -146,7 +164,6 @@ def to_megatron(
       kha-megatron convert to-megatron my-model ckpt/my-model \\
         --tensor-model-parallel-size 4
     """
-    _check_version(verify)
     from kha_megatron.conversion import to_megatron
 
     plan = to_megatron.plan(
@@ -157,46 +174,7 @@ def to_megatron(
         divisible_by=divisible_by,
         tensor_parallel=tensor_parallel,
     )
-    written = _write(plan, out, workers, overwrite)
-    _finish(plan, written, workers, verify, as_json)
-
-
-@app.command()
-def fold(
-    checkpoint: Source,
-    out: Out,
-    architecture: Architecture = "auto",
-    max_shard_size: ShardSize = "5GB",
-    dtype: Dtype = None,
-    allow_overflow: AllowOverflow = False,
-    tokenizer: Tokenizer = None,
-    workers: Workers = None,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    as_json: AsJSON = False,
-) -> None:
-    """Fold linear knocking heads into the projections to get a stock model.
-
-    W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3. GTA and
-    GLA have no stock architecture. Collaborative heads fold into ordinary heads with the same key.
-
-    Examples:
-      kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
-      kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
-    """
-    _check_version(verify)
-    from kha_megatron.conversion import to_hf
-
-    plan = to_hf.plan(
-        checkpoint,
-        fold=True,
-        architecture=architecture,
-        dtype=dtype,
-        allow_overflow=allow_overflow,
-        tokenizer=tokenizer,
-        max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
-    )
-    written = _write(plan, out, workers, overwrite)
+    written = _write(plan, out, workers, overwrite, verify)
     _finish(plan, written, workers, verify, as_json)
 
 
@@ -208,11 +186,9 @@ def upcycle(
         Literal["megatron", "hf"], typer.Option(help="Format to write OUT in.")
     ] = "megatron",
     kha_preset: Preset = None,
-    kha_query: Annotated[
-        str | None, typer.Option(help="linear, mlp, gate or none, instead of the preset's.")
-    ] = None,
-    kha_key: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
-    kha_value: Annotated[str | None, typer.Option(help="As --kha-query.")] = None,
+    kha_query: Variant = None,
+    kha_key: Variant = None,
+    kha_value: Variant = None,
     heads: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="Setting of a head mechanism; repeatable."),
@@ -262,36 +238,26 @@ def upcycle(
         )
     if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):
         announce(f"With {kha}, tokens lose heads and the loss changes. Pass --text to print it.")
-    _check_version(verify)
     from kha_megatron.conversion import to_hf, to_megatron
 
+    options: dict[str, Any] = {"dtype": dtype, "allow_overflow": allow_overflow}
+    options |= {"tokenizer": tokenizer, "upcycle": kha}
     plan: Plan
     if to == "hf":
-        plan = to_hf.plan(
-            model,
-            upcycle=kha,
-            dtype=dtype,
-            allow_overflow=allow_overflow,
-            tokenizer=tokenizer,
-            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
-        )
+        size = parse_size("--max-shard-size", max_shard_size)
+        plan = to_hf.plan(model, max_shard_bytes=size, **options)
     else:
         plan = to_megatron.plan(
-            model,
-            upcycle=kha,
-            dtype=dtype,
-            allow_overflow=allow_overflow,
-            tokenizer=tokenizer,
-            divisible_by=divisible_by,
-            tensor_parallel=tensor_parallel,
+            model, divisible_by=divisible_by, tensor_parallel=tensor_parallel, **options
         )
     tokens = None
     if text is not None:
-        source, entries = plan.source, plan.source.model.vocab_size
+        source = plan.source
         length = min(_LENGTH, source.model.max_position_embeddings)
-        words = read_beginning(text, _ROWS * _LENGTH)
-        tokens = source.companions.read(words, _ROWS, length, entries=entries)
-    written = _write(plan, out, workers, overwrite)
+        tokens = source.tokenizer.tokenize(
+            read_beginning(text, _ROWS * _LENGTH), _ROWS, length, entries=source.model.vocab_size
+        )
+    written = _write(plan, out, workers, overwrite, verify or text is not None)
     losses: dict[str, float] = {}
     if tokens is not None:
         from kha_megatron.conversion.verify import loss_of
@@ -306,21 +272,18 @@ def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification]":
     """Convert a checkpoint as ``to-hf`` does by default, for other commands."""
-    _check_version(True)
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan(checkpoint)
-    return _write(plan, out, None, overwrite), report(plan.source.path, out, None)
+    return _write(plan, out, None, overwrite, True), report(plan.source.path, out, None)
 
 
-def _check_version(verify: bool) -> None:
-    """Check that the installed Megatron can verify, before the work starts."""
+def _write(
+    plan: "Plan", out: Path, workers: int | None, overwrite: bool, verify: bool
+) -> "Conversion":
+    """Write the output with a progress bar in bytes."""
     if verify:
         check_version()
-
-
-def _write(plan: "Plan", out: Path, workers: int | None, overwrite: bool) -> "Conversion":
-    """Write under a progress bar in bytes."""
     plan.check_target(out, overwrite=overwrite)
     columns = (
         TextColumn("converting"),
@@ -333,9 +296,9 @@ def _write(plan: "Plan", out: Path, workers: int | None, overwrite: bool) -> "Co
     with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
         task = progress.add_task("", total=plan.size)
         written = plan.write(out, workers=workers, on_bytes=partial(progress.advance, task))
-    companions, rows = plan.source.companions, plan.source.model.vocab_size
-    entries = len(companions.loaded) if companions.loaded is not None else rows
-    if companions.origin is None:
+    tokenizer, rows = plan.source.tokenizer, plan.source.model.vocab_size
+    entries = len(tokenizer.loaded) if tokenizer.loaded is not None else rows
+    if tokenizer.origin is None:
         log.print("No tokenizer was written: the source has no Hugging Face tokenizer.")
     elif rows > entries and not plan.source.padding_arguments:
         log.print(
@@ -355,6 +318,7 @@ def _finish(
 ) -> None:
     """Verify and report. Exit with 1 if the two models differ by more than rounding."""
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
+    values = asdict(written)
     facts = {
         "written": str(written.path),
         "architecture": written.architecture,
@@ -365,7 +329,6 @@ def _finish(
     if written.arguments:
         facts["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
     facts |= not_finite(written.not_finite)
-    values = asdict(written)
     if losses:
         values["loss"] = losses
         facts |= {f"loss {when}": f"{losses[when]:.4f} nats" for when in ("before", "after")}

@@ -128,14 +128,17 @@ def _package(
     except VersionError:
         found = None
     # NVIDIA's containers call builds after torch 2.6 "2.7.0a0+..."
-    ok = found and SpecifierSet(versions).contains(Version(found).base_version)
+    if found and SpecifierSet(versions).contains(Version(found).base_version):
+        return Finding(
+            name=name, status="ok", found=found, supported=versions or "any", effect=present
+        )
     return Finding(
         name=name,
-        status="ok" if ok else "wrong" if found else "missing",
+        status="wrong" if found else "missing",
         found=found or "-",
         supported=versions or "any",
-        effect=present if ok else absent,
-        remedy="" if ok else install or f"pip install '{name}{versions}'",
+        effect=absent,
+        remedy=install or f"pip install '{name}{versions}'",
     )
 
 

@@ -5,7 +5,6 @@ for SIGHUP, SIGINT and SIGTERM; 1 for any other exception, whose traceback is wr
 """
 
 import os
-import re
 import sys
 import tempfile
 import traceback
@@ -31,12 +30,11 @@ class Commands(typer.Typer):
 
 
 class _Command(TyperCommand):
-    """A command whose help is wrapped to the terminal, except for its examples."""
+    """A command that prints its examples itself, because rich would reflow their lines."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        text, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
-        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)  # typer keeps line ends in a paragraph
+        self.help, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

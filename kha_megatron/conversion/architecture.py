@@ -83,11 +83,13 @@ class Architecture(Model):
     scaling: Scaling | None = None
     normalised: bool = True
     """Whether the weights of a token's experts sum to one before they are scaled."""
-    moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
-    moe_router_num_groups: int | None = flag(None, hf="n_group")
+    moe_router_topk_scaling_factor: float | None = flag(
+        "--moe-router-topk-scaling-factor", None, hf="routed_scaling_factor"
+    )
+    moe_router_num_groups: int | None = flag("--moe-router-num-groups", None, hf="n_group")
     """Groups of experts that a token's experts are chosen from (DeepSeek-V3)."""
-    moe_router_group_topk: int | None = flag(None, hf="topk_group")
-    moe_shared_expert_gate: bool = flag(False, hf="shared_expert_gate")
+    moe_router_group_topk: int | None = flag("--moe-router-group-topk", None, hf="topk_group")
+    moe_shared_expert_gate: bool = flag("--moe-shared-expert-gate", False, hf="shared_expert_gate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +108,7 @@ class Architecture(Model):
         """Whether all layers have the same tensors, so that Megatron stacks them."""
         return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
 
-    def differing(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the settings in which two models differ, each with this and the other value.
 
         Head mechanisms are compared setting by setting. The two row counts of the embedding and

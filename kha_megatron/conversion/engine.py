@@ -1,12 +1,12 @@
-"""Move every tensor of a source to its target, several at a time, in bounded memory.
+"""Move all tensors of a source to a target with several threads and bounded memory.
 
-Threads suffice: copies, hashing and file access release Python's lock.
+Copies, hashing and file access release the GIL.
 """
 
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,40 +16,40 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
-from kha_megatron.conversion.rows import Place
+from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import Source
-from kha_megatron.conversion.transforms import not_finite
+from kha_megatron.conversion.transforms import count_not_finite
 from kha_megatron.errors import OutputError
 
 OnBytes = Callable[[int], None]
-Put = Callable[[Place, list[Tensor]], None]
+Put = Callable[[TensorSlot, list[Tensor]], None]
 
 _COPIES = 2
-"""Copies of a place's tensors in memory: as read, and cast or packed differently."""
+"""Copies of a slot's tensors in memory: as read, and as written."""
 _BESIDE = 256 * 2**20
-"""Bytes that may be moved besides the largest place."""
+"""Bytes that may be in flight besides the largest slot."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written."""
+    """Summary of a written directory."""
 
     path: Path
     architecture: str
-    """``model_type`` of a Hugging Face directory, ``megatron`` otherwise."""
+    """``model_type`` of a Hugging Face directory, or ``megatron``."""
     tensors: int
     parameters: int
-    """Elements of all trained tensors. The biases that balance experts are not trained."""
+    """Elements of all trained tensors, without the biases that balance experts."""
     size: int
     """Bytes of all tensors."""
     shards: int
     dtype: str
     tokenizer: str | None
-    """Where the tokenizer came from; None if the source had none that can be saved."""
+    """Directory of the source's tokenizer, if it has one that can be saved."""
     not_finite: dict[str, int]
-    """Tensors with NaN or infinities, and how many they have."""
+    """Number of NaN and infinite elements of each tensor that has any."""
     arguments: list[str] = field(default_factory=list)
-    """For a Megatron checkpoint: the arguments of a run that starts from it."""
+    """Flags of a training run that starts from a Megatron checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Plan(ABC):
 
     source: Source
 
-    mark: ClassVar[str]
-    """The file that identifies a directory written by this kind of conversion."""
-    holds: ClassVar[tuple[str, ...]]
-    """Patterns of the files in such a directory. Nothing else is ever deleted."""
+    marker: ClassVar[str]
+    """File that identifies a directory written by this kind of conversion."""
+    patterns: ClassVar[tuple[str, ...]]
+    """Patterns of the files in such a directory. No other files are ever deleted."""
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -77,49 +77,50 @@ class Plan(ABC):
         """Check that :meth:`write` may write to ``target``.
 
         Raises:
-            OutputError: It holds the source, or files that are not a converted model's, or a
+            OutputError: It holds the source, files of something other than a converted model, or a
                 converted model without ``overwrite``.
         """
         if self.source.path.resolve().is_relative_to(target.resolve()):
             raise OutputError(f"{target} holds the source of this conversion. Choose another path.")
-        check_output_folder(target, overwrite=overwrite, mark=self.mark, only=self.holds)
+        check_output_folder(target, overwrite=overwrite, mark=self.marker, only=self.patterns)
 
     @abstractmethod
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        """Write the directory beside ``target`` and rename it at the end.
+        """Write a temporary directory next to ``target`` and rename it at the end.
 
-        ``workers`` threads write, None for one per core. ``on_bytes`` is called with the bytes of
-        each tensor written.
+        Args:
+            target: The directory to write.
+            workers: Number of threads; None for one per core.
+            on_bytes: Called with the number of bytes after each tensor.
 
         Raises:
             CheckpointError: A file of the source is damaged, or numbers overflow.
-            OutputError: Writing failed. What was at ``target`` is still there.
+            OutputError: Writing failed. ``target`` is unchanged.
         """
 
-    def written(
+    def summarize(
         self, target: Path, architecture: str, shards: int, wrong: dict[str, int], *words: str
     ) -> Conversion:
-        """Return the result of :meth:`write`; ``words`` are the arguments of a training."""
+        """Return the result of :meth:`write`. ``words`` are the flags of a training run."""
         entries = self.entries
-        untrained = (held for place, held in self.source.entries() if not place.row.trained)
+        untrained = [
+            e for slot, held in self.source.entries() for e in held if not slot.row.trained
+        ]
         return Conversion(
             path=target,
             architecture=architecture,
             tensors=len(entries),
-            parameters=_elements(entries) - sum(map(_elements, untrained)),
+            parameters=sum(math.prod(e.shape) for e in entries)
+            - sum(math.prod(e.shape) for e in untrained),
             size=self.size,
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
-            tokenizer=self.source.companions.origin,
+            tokenizer=self.source.tokenizer.origin,
             not_finite=wrong,
             arguments=list(words),
         )
-
-
-def _elements(entries: Iterable[TensorEntry]) -> int:
-    return sum(math.prod(entry.shape) for entry in entries)
 
 
 def transfer(
@@ -129,55 +130,58 @@ def transfer(
     workers: int | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, int]:
-    """Call ``put`` with the tensors of every place, from several threads, the largest first.
+    """Call ``put`` with the tensors of every slot, from several threads, the largest first.
 
-    Holds at most two copies of the largest place's tensors and 256 MiB more. The first error stops
-    the rest. The hashes of the source's files are checked meanwhile.
+    Holds at most two copies of the largest slot's tensors and 256 MiB more. The first error stops
+    the transfer. The hashes of the source's files are checked.
 
     Args:
         source: The tensors.
-        put: Writes the tensors of a place.
-        workers: Threads; None for one per available core.
-        on_bytes: Called in this thread with the bytes of each finished place.
+        put: Writes the tensors of a slot.
+        workers: Number of threads; None for one per available core.
+        on_bytes: Called in this thread with the number of bytes of each finished slot.
 
     Returns:
-        The tensors with NaN or infinities, sorted, and how many they have.
+        The number of NaN and infinite elements of each tensor that has any, sorted by name.
 
     Raises:
         CheckpointError: A file is damaged, or numbers overflow.
     """
     wrong: dict[str, int] = {}
     workers = workers or len(os.sched_getaffinity(0))
-    sizes = {place: sum(entry.nbytes for entry in held) for place, held in source.entries()}
-    # a large one at the end would keep one thread busy while the others have nothing to do
-    waiting = sorted(sizes, key=sizes.__getitem__, reverse=True)[::-1]  # taken from the end
-    free = _COPIES * sizes[waiting[-1]] + _BESIDE
+    sizes = {slot: sum(entry.nbytes for entry in held) for slot, held in source.entries()}
+    # the largest first, so that no thread is left alone with a large tensor at the end
+    waiting = sorted(sizes, key=sizes.__getitem__)  # taken from the end
+    free = _COPIES * max(sizes.values()) + _BESIDE
 
-    def largest_that_fits() -> Place | None:
-        fitting = (n for n in reversed(range(len(waiting))) if _COPIES * sizes[waiting[n]] <= free)
-        at = next(fitting, None)
-        return None if at is None else waiting.pop(at)
-
-    def move(place: Place) -> Place:
-        parts = source.read(place)
-        for name, part in zip(place.hf_names(source.model), parts, strict=True):
-            if count := not_finite(part):
+    def move(slot: TensorSlot) -> TensorSlot:
+        parts = source.read(slot)
+        for name, part in zip(slot.hf_names(source.model), parts, strict=True):
+            if count := count_not_finite(part):
                 wrong[name] = count
-        put(place, parts)
-        return place
+        put(slot, parts)
+        return slot
 
     with ThreadPoolExecutor(workers) as pool:
-        running: set[Future[Place]] = set()
+        running: set[Future[TensorSlot]] = set()
         try:
             while waiting or running:
-                while len(running) < 2 * workers and (place := largest_that_fits()):
-                    free -= _COPIES * sizes[place]
-                    running.add(pool.submit(move, place))
+                while len(running) < 2 * workers:
+                    fitting = (
+                        n
+                        for n in reversed(range(len(waiting)))
+                        if _COPIES * sizes[waiting[n]] <= free
+                    )
+                    if (at := next(fitting, None)) is None:
+                        break
+                    slot = waiting.pop(at)
+                    free -= _COPIES * sizes[slot]
+                    running.add(pool.submit(move, slot))
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    place = future.result()
-                    free += _COPIES * sizes[place]
-                    on_bytes(sizes[place])
+                    slot = future.result()
+                    free += _COPIES * sizes[slot]
+                    on_bytes(sizes[slot])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

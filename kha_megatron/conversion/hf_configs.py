@@ -1,7 +1,7 @@
 """Translate ``config.json`` of Hugging Face architectures to an :class:`Architecture` and back.
 
-``config.json`` is read as data: only the configuration classes of transformers and our own fill in
-what it leaves out. A field that we do not know is refused unless it is off.
+The configuration classes of transformers and our own fill in missing fields. An unknown field is an
+error unless it is False or None.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from kha_megatron.conversion.architecture import (
 )
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
-from kha_megatron.hf import KHAModelConfig
+from kha_megatron.hf import KHAModelConfig, read_kha
 
 _COMMON = (
     "vocab_size",
@@ -41,9 +41,9 @@ _COMMON = (
     "attention_dropout",
 )
 _OPEN = ("qk_layernorm", "add_qkv_bias")
-"""Fields that some architectures fix."""
-_MOST = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
-"""Lists of this length are made before any tensor is looked at."""
+"""Fields that are constant in some architectures."""
+_MAX = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
+"""Limits of fields that give the length of a list."""
 _ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),
@@ -73,7 +73,7 @@ _HARMLESS = {
     "layer_types",
     "hidden_act",
 }
-"""Fields that change no logit, or that are checked separately."""
+"""Fields that do not change logits, or that are checked separately."""
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -100,54 +100,48 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         raw: The content of its ``config.json``.
 
     Raises:
-        CheckpointError: The ``model_type`` is unknown, or a field has a value that Megatron cannot
-            express.
+        CheckpointError: The ``model_type`` is unknown, or a field has an unsupported value.
     """
     family = family_of(raw)
-    _check_sizes(family, raw)
+    # transformers builds lists of these lengths
+    experts = family.experts.keys.values() if family.experts else ()
+    for name in {*(HF_KEYS[field] for field in _names(family)), *experts, *_MAX}:
+        value, most = raw.get(name), _MAX.get(name, 2**31 - 1)
+        least = int(name in {HF_KEYS[field] for field in _COMMON[:8]})
+        if type(value) is int and not least <= value <= most:
+            raise CheckpointError(
+                f"config.json has {name}={value}. Expected a number from {least} to {most}."
+            )
     try:
-        # a copy, because transformers changes what it is given
+        # transformers modifies its arguments
         values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
         own = {name: v for name, v in values.items() if name not in ("auto_map", "model_type")}
         config = family.config(**own)
         _check_fields(family, values, config)
-        return _described(family, raw, config)
+        return _to_architecture(family, config)
     except KHAError:
         raise
-    except Exception as error:  # values of unexpected types fail anywhere, transformers' own checks
+    except Exception as error:  # values of unexpected types raise many exception types
         raise CheckpointError(
             f"config.json is not a valid {family.config.__name__} ({type(error).__name__}: "
             f"{in_one_line(error)}). Compare it with another {raw['model_type']} model."
         ) from error
 
 
-def unsupported(name: str, value: Any, why: str) -> CheckpointError:
-    """Return the error for a field of ``config.json`` that Megatron cannot express."""
+def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
     text = repr(value)
     text = text if len(text) < 300 else f"{text[:300]}..."
-    return CheckpointError(f"config.json has {name}={text}, which cannot be expressed ({why}).")
+    return CheckpointError(f"config.json has {name}={text}, which is not supported ({why}).")
 
 
 def _names(family: Family) -> tuple[str, ...]:
-    """Return our fields that the architecture leaves open."""
+    """Return our fields that have a key in the architecture's configuration."""
     latent = LATENT if family.latent is not False else ()
     return (*_COMMON, *(name for name in _OPEN if name not in family.always), *latent)
 
 
-def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
-    """Refuse impossible sizes before anything makes a list of that length."""
-    experts = family.experts.keys.values() if family.experts else ()
-    for name in {*(HF_KEYS[field] for field in _names(family)), *experts, *_MOST}:
-        value, most = raw.get(name), _MOST.get(name, 2**31 - 1)
-        least = int(name in {HF_KEYS[field] for field in _COMMON[:8]})
-        if type(value) is int and not least <= value <= most:
-            raise CheckpointError(
-                f"config.json has {name}={value}. Expected a number from {least} to {most}."
-            )
-
-
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse fields that are unknown, or whose value Megatron does not have."""
+    """Check for unknown fields and for values that Megatron does not support."""
     experts = family.experts
     implied = dict(experts.implied) if experts else {}
     known = {*(HF_KEYS[name] for name in _names(family)), *family.only, *implied, *_HARMLESS}
@@ -159,33 +153,32 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
     usual = family.config(**given)
     for name, value in raw.items():
-        # what follows from the other fields, or is off, adds nothing
+        # accept values that are the default given the other fields
         if name not in known and value not in (None, False, getattr(usual, name, None)):
             quantized = "quantiz" in name
             why = "save the model in bfloat16 or float32" if quantized else "unknown field"
-            raise unsupported(name, value, why)
+            raise _unsupported(name, value, why)
     for name, value in {**family.only, **implied}.items():
         of_config = name not in (*implied, "num_nextn_predict_layers")
         found = getattr(config, name) if of_config else raw.get(name, value)
         if found != value:
-            raise unsupported(name, found, f"only {value!r}")
+            raise _unsupported(name, found, f"only {value!r}")
     if config.hidden_act != "silu":
-        raise unsupported("hidden_act", config.hidden_act, "only 'silu'")
+        raise _unsupported("hidden_act", config.hidden_act, "only 'silu'")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
-        raise unsupported("sliding_window", window, "only attention to the whole sequence")
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind != "full_attention":
-            raise unsupported("layer_types", kind, "only attention to the whole sequence")
+        raise _unsupported("sliding_window", window, "only attention to the whole sequence")
+    if set(kinds := getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        raise _unsupported("layer_types", kinds, "only attention to the whole sequence")
 
 
-def _described(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> Architecture:
+def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     latent = family.latent is not False and config.kv_lora_rank is not None
     names = [name for name in _names(family) if latent or name not in LATENT]
     fields: dict[str, Any] = {n: getattr(config, HF_KEYS[n], None) for n in names}
     if latent:
         if config.num_key_value_heads != config.num_attention_heads:
-            raise unsupported("num_key_value_heads", config.num_key_value_heads, "one per query")
+            raise _unsupported("num_key_value_heads", config.num_key_value_heads, "one per query")
         fields |= {"multi_latent_attention": True, "kv_channels": fields["v_head_dim"]}
     if fields["kv_channels"] is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
@@ -193,23 +186,22 @@ def _described(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig)
     for name in (name for name in fields if name in HF_KEYS and ROWS[name].kind is int):
         optional = fields[name] is None and name not in _COMMON
         if type(fields[name]) is not int and not optional:
-            raise unsupported(HF_KEYS[name], fields[name], "only a whole number")
+            raise _unsupported(HF_KEYS[name], fields[name], "only an integer")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     fields["layernorm_epsilon"] = float(fields["layernorm_epsilon"])
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
-        raise unsupported("num_key_value_heads", groups, f"not a divisor of {heads} heads")
-    rope = _read_rope(family, config, latent)
-    kha = KHAConfig.from_entries(raw) or KHAConfig()
+        raise _unsupported("num_key_value_heads", groups, f"not a divisor of {heads} heads")
+    kha = read_kha(config) if isinstance(config, KHAModelConfig) else KHAConfig(gate=family.gate)
     return Architecture(
         **STYLE,
         **fields,
         **family.always,
-        **rope,
+        **_read_rope(family, config, latent),
         group_query_attention=heads != groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        kha=replace(kha, gate=family.gate) if family.gate else kha,
+        kha=kha,
     )
 
 
@@ -219,7 +211,7 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
     fraction = 1.0 if share is None else float(share)
     if not 0.0 < fraction <= 1.0 or (fraction != 1.0 and not family.partial_rope):
         allowed = "above 0.0 and up to 1.0" if family.partial_rope else "1.0"
-        raise unsupported("partial_rotary_factor", fraction, f"only {allowed}")
+        raise _unsupported("partial_rotary_factor", fraction, f"only {allowed}")
     rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
     if kind == "default":
         return rope
@@ -228,15 +220,15 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
         return rope | {"scaling": Llama3Scaling(**{name: given[name] for name in names})}
     if kind == "yarn" and latent:
         return rope | {"scaling": _read_yarn(given)}
-    raise unsupported("rope_parameters", given, f"Megatron has no rope_type {kind!r} here")
+    raise _unsupported("rope_parameters", given, f"Megatron has no rope_type {kind!r} here")
 
 
 def _read_yarn(given: Mapping[str, Any]) -> Yarn:
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
     if given.get("attention_factor") is not None or not given.get("truncate", True):
-        raise unsupported("rope_parameters", dict(given), "Megatron fixes attention_factor")
+        raise _unsupported("rope_parameters", dict(given), "Megatron fixes attention_factor")
     if bool(mscale) != bool(all_dim) and (mscale, all_dim) not in ((1, 0), (1, None)):
-        raise unsupported("rope_parameters", dict(given), "mscale needs mscale_all_dim")
+        raise _unsupported("rope_parameters", dict(given), "mscale needs mscale_all_dim")
     return Yarn(
         factor=float(given["factor"]),
         mscale=float(mscale or 1.0),
@@ -248,21 +240,21 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
 
 
 def has_stock_heads(model: Architecture) -> bool:
-    """Return whether a stock architecture has everything that the model's heads have."""
+    """Return whether a stock architecture supports the model's attention and mechanisms."""
     kha = model.kha
     gate_fits = not (kha.has_output_gate and model.multi_latent_attention)
     return kha.attention is None and gate_fits and not kha.without_output_gate().mechanisms
 
 
 def stock_type(model: Architecture) -> str:
-    """Return the ``model_type`` of transformers and servers for a model without KHA.
+    """Return the stock ``model_type`` for a model without KHA.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: No stock architecture fits.
     """
     if not has_stock_heads(model):
         raise CheckpointError(
-            f"The model has {model.kha}, which no stock architecture has. Export it as kha."
+            f"The model has {model.kha}, which no stock architecture supports. Export it as kha."
         )
     if model.kha.has_output_gate:
         return "qwen3_next"
@@ -273,29 +265,28 @@ def stock_type(model: Architecture) -> str:
     return "qwen3" if model.qk_layernorm else "llama"
 
 
-def expressed(model: Architecture, model_type: str) -> Architecture:
-    """Return the model with the tensors of zeros that an architecture cannot leave out.
+def add_required_tensors(model: Architecture, model_type: str) -> Architecture:
+    """Return the model with all tensors that an architecture requires. New tensors are zeros.
 
-    A router with sigmoid scores has a correction bias. ``glm4_moe`` and ``deepseek_v3`` have a
-    shared expert, ``qwen3_next`` has one with a gate.
+    A router with sigmoid scores needs a correction bias. ``glm4_moe`` and ``deepseek_v3`` need a
+    shared expert, ``qwen3_next`` needs one with a gate.
     """
     if not model.num_experts:
         return model
     size = model.moe_ffn_hidden_size
     if model_type == "qwen3_next":
-        return with_zeros(model, shared=size, bias=False, gate=True)
+        return with_zero_tensors(model, shared=size, bias=False, gate=True)
     if model.moe_router_score_function != "sigmoid":
         return model
-    return with_zeros(model, shared=0 if model_type == "kha" else size)
+    return with_zero_tensors(model, shared=0 if model_type == "kha" else size)
 
 
-def with_zeros(
+def with_zero_tensors(
     model: Architecture, *, shared: int, bias: bool = True, gate: bool = False
 ) -> Architecture:
     """Return the model with a correction bias and a shared expert of ``shared`` features.
 
-    A shared expert that the model has already stays. All new tensors are zeros, which change no bit
-    of the output.
+    An existing shared expert is kept. Tensors of zeros do not change any bit of the output.
     """
     width: Any = model.shared_width or shared or None
     return replace(
@@ -307,7 +298,7 @@ def with_zeros(
 
 
 def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
-    """Return the configuration of a model in one of transformers' architectures.
+    """Return the configuration of a model in a Hugging Face architecture.
 
     The configuration is read back and must describe the same model.
 
@@ -318,16 +309,15 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         raise CheckpointError(
             f"Unknown architecture {model_type!r}. Choose one of {', '.join(FAMILIES)}."
         )
-    model = expressed(model, model_type)
+    model = add_required_tensors(model, model_type)
     try:
-        config = _written(model, FAMILIES[model_type], model_type)
+        config = _build_config(model, FAMILIES[model_type], model_type)
         back = from_hf_config(json.loads(config.to_json_string()))
     except (CheckpointError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{model_type} cannot express this model: {in_one_line(error)}"
         ) from error
-    if differing := model.differing(back):
-        name, (ours, theirs) = next(iter(differing.items()))
+    for name, (ours, theirs) in model.differences(back).items():
         remedy = "Choose kha" if name.startswith("kha") else "Choose another --architecture"
         if name.startswith("kha") and model.kha.mechanisms and model.kha.is_foldable:
             remedy = "Fold the heads, or choose kha"
@@ -337,10 +327,10 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     return config
 
 
-def _written(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:
+def _build_config(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:
     names = [name for name in _names(family) if name not in LATENT]
     if model.multi_latent_attention:
-        names.remove("kv_channels")  # the configuration derives the width of the rotary part
+        names.remove("kv_channels")  # config.head_dim is the width of the rotary part
         names += LATENT
     fields = {HF_KEYS[name]: getattr(model, name) for name in names} | dict(family.only)
     fields["tie_word_embeddings"] = model.tied_embeddings
@@ -349,7 +339,7 @@ def _written(model: Architecture, family: Family, model_type: str) -> PreTrained
         fields |= {f"kha_{name}": value for name, value in recorded.items()}
     fields |= family.extra(model)
     fields |= family.experts.to_config(model) if family.experts else {}
-    # the share is always written, because readers differ in what they take for the default
+    # always write partial_rotary_factor, because its default differs between readers
     rope = {
         "rope_type": "default",
         "rope_theta": model.rotary_base,

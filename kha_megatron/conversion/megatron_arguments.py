@@ -1,6 +1,6 @@
-"""Translate Megatron's saved arguments to an :class:`Architecture`, and back to a command line."""
+"""Translate Megatron's saved arguments to an :class:`Architecture` and back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kha_megatron.announcements import announce
@@ -15,7 +15,7 @@ from kha_megatron.conversion.architecture import (
 )
 from kha_megatron.errors import CheckpointError
 
-REPRESENTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "position_embedding_type": ("rope",),
@@ -43,13 +43,11 @@ REPRESENTED: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "heterogeneous_layers_config_path": (None,),
 }
-"""Arguments that change what a model computes, with the values that can be expressed."""
+"""Arguments that change what a model computes, and their supported values."""
 
-_ROUTING_BY_BALANCE = ("sinkhorn", "quantile_balancing")
-"""Load balancing that chooses experts itself, instead of by a loss."""
-
-_HYBRID = {"-": 0, "E": 1}
-"""Symbols of an MLP in ``--hybrid-layer-pattern``, and whether it has experts."""
+_HYBRID = "hybrid_layer_pattern"
+_MLPS = {"-": 0, "E": 1}
+"""Symbols of MLPs in ``--hybrid-layer-pattern``: 1 with experts, 0 without."""
 
 _READ = (
     "hidden_size",
@@ -64,7 +62,7 @@ _READ = (
     "init_method_std",
     "attention_dropout",
 )
-"""Fields that are read and written unchanged."""
+"""Fields that are copied in both directions."""
 _WRITTEN = (
     "num_layers",
     "num_query_groups",
@@ -75,7 +73,7 @@ _WRITTEN = (
     "multi_latent_attention",
     "attention_output_gate",
 )
-"""Fields that are written unchanged."""
+"""Fields that are copied to Megatron only."""
 _EXPERTS = (
     "num_experts",
     "moe_router_topk",
@@ -96,12 +94,12 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
         padded_vocab_size: Rows of the embedding.
 
     Raises:
-        CheckpointError: An argument changes the model in a way that cannot be expressed.
-        ConfigError: The attention cannot have the head mechanisms.
+        CheckpointError: An argument is missing or has an unsupported value.
+        ConfigError: The attention does not support the head mechanisms.
     """
-    for name, allowed in REPRESENTED.items():
+    for name, allowed in SUPPORTED.items():
         if args.get(name) not in allowed:
-            raise _refused(name, args.get(name), f"only {allowed[0]!r}")
+            raise _unsupported(name, args.get(name), f"only {allowed[0]!r}")
     try:
         return _architecture(args, kha, padded_vocab_size)
     except KeyError as error:
@@ -111,49 +109,42 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
         ) from error
 
 
-def hybrid_layers(args: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return which MLPs of a HybridModel have experts (1) or not (0); None for a GPTModel.
-
-    Raises:
-        CheckpointError: The layers do not alternate between attention and MLP.
-    """
-    pattern = args.get("hybrid_layer_pattern")
-    if pattern is None:
-        return None
-    symbols = pattern.replace("|", "") if isinstance(pattern, str) else ""
-    mlps = symbols[1::2]
-    if not mlps or set(symbols[::2]) != {"*"} or len(symbols) % 2 or not set(mlps) <= set(_HYBRID):
-        raise _refused("hybrid_layer_pattern", pattern, "only * and one of - and E by turns")
-    return tuple(_HYBRID[symbol] for symbol in mlps)
-
-
-def _refused(name: str, value: Any, remedy: str) -> CheckpointError:
+def _unsupported(name: str, value: Any, remedy: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint was trained with {name}={value!r}, which cannot be expressed ({remedy})."
+        f"The checkpoint was trained with {name}={value!r}, which is not supported ({remedy})."
     )
 
 
-def _read(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _copy(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: ROWS[name].typed(args[ROWS[name].argument]) for name in names}
 
 
 def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:
-    hybrid = hybrid_layers(args)
-    for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
-        if hybrid and args.get(name):
-            raise _refused(name, args[name], "not with hybrid_layer_pattern")
+    pattern, mlps = args.get(_HYBRID), ""
+    if pattern is not None:
+        symbols = pattern.replace("|", "") if isinstance(pattern, str) else ""
+        mlps = symbols[1::2]
+        alternates = set(symbols[::2]) == {"*"} and len(symbols) % 2 == 0 and set(mlps) <= {*_MLPS}
+        if not alternates:
+            raise _unsupported(_HYBRID, pattern, "only * alternating with - or E")
+        for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
+            if args.get(name):
+                raise _unsupported(name, args[name], f"not with {_HYBRID}")
     latent = bool(args.get("multi_latent_attention"))
-    given = _read(args, (*_READ, *(LATENT if latent else ())))
+    given = _copy(args, (*_READ, *(LATENT if latent else ())))
     if latent and given["q_lora_rank"] is None and given["qk_layernorm"]:
         # here Megatron normalises the input of the query projection
-        raise _refused("q_lora_rank", None, "only a compressed query with qk_layernorm")
+        raise _unsupported("q_lora_rank", None, "only a compressed query with qk_layernorm")
     if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
-        raise _refused("rotary_percent", given["rotary_percent"], "only 0.5 with kha_attention=gta")
-    heads, layers = given["num_attention_heads"], len(hybrid or ()) or args["num_layers"]
+        percent = given["rotary_percent"]
+        raise _unsupported("rotary_percent", percent, "only 0.5 with kha_attention=gta")
+    heads, layers = given["num_attention_heads"], len(mlps) or args["num_layers"]
     groups = args["num_query_groups"] if args["group_query_attention"] and not latent else heads
+    if args["num_experts"]:
+        given |= _experts(args, layers, [_MLPS[mlp] for mlp in mlps])
     return Architecture(
         **STYLE,
-        **given | (_experts(args, layers, hybrid) if args["num_experts"] else {}),
+        **given,
         vocab_size=rows,
         padded_vocab_size=rows,
         num_layers=layers,
@@ -167,28 +158,27 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     )
 
 
-def _experts(
-    args: Mapping[str, Any], layers: int, hybrid: tuple[int, ...] | None
-) -> dict[str, Any]:
+def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of experts. ``sparse`` is the layer frequency of a HybridModel."""
     score, balance = args["moe_router_score_function"], args["moe_router_load_balancing_type"]
     if score not in ("softmax", "sigmoid"):
-        raise _refused("moe_router_score_function", score, "only softmax and sigmoid")
+        raise _unsupported("moe_router_score_function", score, "only softmax and sigmoid")
     if args["moe_router_enable_expert_bias"] and score != "sigmoid":
-        raise _refused("moe_router_enable_expert_bias", True, "only with sigmoid scores")
-    if balance in _ROUTING_BY_BALANCE:
-        raise _refused("moe_router_load_balancing_type", balance, "only losses or expert biases")
+        raise _unsupported("moe_router_enable_expert_bias", True, "only with sigmoid scores")
+    if balance in ("sinkhorn", "quantile_balancing"):  # these choose the experts themselves
+        raise _unsupported("moe_router_load_balancing_type", balance, "only losses or biases")
     frequency = args["moe_layer_freq"]
     if isinstance(frequency, int):
         frequency = [layer % frequency == 0 for layer in range(layers)]
     factor, groups = args["moe_router_topk_scaling_factor"], args.get("moe_router_num_groups") or 1
-    # Megatron divides sigmoid scores by their sum only if there is more than one, and takes the
-    # softmax of the chosen logits unless told to take it before the choice
+    # Megatron normalises sigmoid scores only for more than one expert per token. It applies softmax
+    # to the logits of the chosen experts unless moe_router_pre_softmax is set.
     sigmoid = score == "sigmoid"
     normalised = args["moe_router_topk"] > 1 if sigmoid else not args["moe_router_pre_softmax"]
-    return _read(args, _EXPERTS) | {
+    return _copy(args, _EXPERTS) | {
         "moe_ffn_hidden_size": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
         "moe_shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"] or None,
-        "moe_layer_freq": hybrid or tuple(map(int, frequency)),
+        "moe_layer_freq": tuple(map(int, sparse or frequency)),
         "normalised": normalised,
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
         **({name: args.get(name) for name in _GROUPS} if groups > 1 else {}),
@@ -196,16 +186,16 @@ def _experts(
 
 
 STOCK_FACTOR = 8.0
-"""Scaling of RoPE in Megatron's own scripts, whatever ``--rope-scaling-factor`` says."""
+"""RoPE scaling factor of Megatron's own scripts, which ignore ``--rope-scaling-factor``."""
 _STOCK_SPEC = "kha_megatron.training.stock"
-"""The module that a patched Megatron names as its spec where ``--kha-*`` choose the heads."""
+"""Spec module of a patched Megatron, where ``--kha-*`` flags choose the heads."""
 
 
 def rope_scaling_factor(args: Mapping[str, Any]) -> float:
-    """Return the factor that a training with ``--use-rope-scaling`` has computed with.
+    """Return the factor that a training run with ``--use-rope-scaling`` used.
 
     Megatron's own scripts ignore the argument. They record a ``spec`` without the ``kha_*``
-    arguments of our entry point, which heeds it. A converted checkpoint has no ``spec``.
+    arguments of our entry point, which uses it. A converted checkpoint has no ``spec``.
     """
     of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
     if "spec" in args and not of_our_entry_point:
@@ -219,9 +209,9 @@ def _llama3(args: Mapping[str, Any]) -> Llama3Scaling | None:
     asked, factor = float(args["rope_scaling_factor"]), rope_scaling_factor(args)
     if asked != factor:
         announce(
-            f"Reading --rope-scaling-factor {asked:g} as {factor:g}: Megatron's own scripts ignore "
-            f"it. If your script does not, set rope_parameters.factor to {asked:g} in the "
-            "exported config.json.",
+            f"Reading --rope-scaling-factor {asked:g} as {factor:g}, because Megatron's own "
+            "scripts ignore it. If your script does not, set rope_parameters.factor to "
+            f"{asked:g} in the exported config.json.",
             once=("rope_scaling_factor", asked),
         )
     return Llama3Scaling(factor=factor)
@@ -231,9 +221,9 @@ def _yarn(args: Mapping[str, Any]) -> Yarn | None:
     """Return the YaRN of latent attention; None for plain RoPE."""
     factor, plain = float(args["rotary_scaling_factor"]), args.get("rope_type") == "rope"
     if plain and args["rotary_percent"] != 1.0:
-        raise _refused("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
+        raise _unsupported("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
     if plain and factor > 1.0 and args["mscale_all_dim"]:  # the softmax scale would use it
-        raise _refused("mscale_all_dim", args["mscale_all_dim"], "only 0.0 with rope_type=rope")
+        raise _unsupported("mscale_all_dim", args["mscale_all_dim"], "only 0.0 with rope_type=rope")
     if plain or factor == 1.0:
         return None
     return Yarn(factor=factor, mscale=args["mscale"], mscale_all_dim=args["mscale_all_dim"])
@@ -245,7 +235,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
     The arguments are read back and must describe the same model.
 
     Raises:
-        CheckpointError: Megatron cannot compute what the model does. The message names the setting.
+        CheckpointError: Megatron cannot compute the model. The message names the setting.
     """
     names = (*STYLE, *_READ, *_WRITTEN, *(LATENT if model.multi_latent_attention else ()))
     scaling, base = model.scaling, model.rotary_base
@@ -265,15 +255,14 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
     if model.multi_latent_attention:
         args["rope_type"] = "rope" if scaling is None else scaling.rope_type
         args.setdefault("rotary_scaling_factor", 1.0)
-    own = model.kha.without_output_gate() if model.attention_output_gate else model.kha
-    if own.mechanisms or own.attention is not None:
-        args |= model.kha.to_entries(multi_latent=model.multi_latent_attention)
     back = from_arguments(args, model.kha, model.padded_vocab_size)
-    if differing := model.differing(back):
-        name, (ours, theirs) = next(iter(differing.items()))
+    for name, (ours, theirs) in model.differences(back).items():
         raise CheckpointError(
             f"The model has {name}={ours!r}, which Megatron cannot express. It computes {theirs!r}."
         )
+    own = model.kha.without_output_gate() if model.attention_output_gate else model.kha
+    if own.mechanisms or own.attention is not None:
+        args |= model.kha.to_entries(multi_latent=model.multi_latent_attention)
     return args
 
 
@@ -307,24 +296,23 @@ _NOT_FROM_CHECKPOINT = (
     "bf16",
     "fp16",
 )
-"""Model arguments that Megatron's ``--use-checkpoint-args`` does not take from the checkpoint."""
+"""Model arguments that ``--use-checkpoint-args`` does not read from the checkpoint."""
 
 
-def command_line(args: Mapping[str, Any], folder: str) -> list[str]:
-    """Return the arguments with which a new run begins from a converted checkpoint.
+def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
+    """Return the flags of a new run that starts from a converted checkpoint.
 
-    ``--load`` is not among them: a restarted run would begin anew and overwrite its checkpoints.
+    ``--load`` is not among them: a restarted run would start over and overwrite its checkpoints.
 
     Args:
-        args: From :func:`to_arguments`.
-        folder: The checkpoint.
+        args: The result of :func:`to_arguments`.
+        checkpoint: The checkpoint directory.
     """
-    words = ["--pretrained-checkpoint", folder, "--use-checkpoint-args"]
-    # our entry point checks these of GTA before Megatron reads the checkpoint
-    gta = (
-        ("position_embedding_type", "rotary_percent") if args.get("kha_attention") == "gta" else ()
-    )
-    for name in (*_NOT_FROM_CHECKPOINT, *gta):
+    words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
+    names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
+    if args.get("kha_attention") == "gta":  # our entry point checks these before it loads anything
+        names += ("position_embedding_type", "rotary_percent")
+    for name in names:
         flag = ROWS[name].flag if name in ROWS else f"--{name.replace('_', '-')}"
         value = args.get(name)
         if value is not None and value is not False:

@@ -148,7 +148,7 @@ def head_row(tensor: HeadTensor) -> HeadRow:
     return HeadRow("", (tensor.key,), lambda m: tensor.shape, tensor=tensor)
 
 
-class Place(NamedTuple):
+class TensorSlot(NamedTuple):
     """The tensor of one row in one layer and expert: the unit that a conversion moves."""
 
     row: Row
@@ -179,16 +179,16 @@ class FileFormat:
     """Whether norm weights are stored minus one. Weights below 1/2 lose digits by that in 16-bit
     dtypes."""
 
-    def names(self, place: Place, model: Architecture) -> list[str]:
-        """Return the full names of a place's tensors in the files."""
-        names = place.hf_names(model)
+    def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
+        """Return the full names of a slot's tensors in the files."""
+        names = slot.hf_names(model)
         if self.gate_beside:
             names = [name for name in names if _GATE not in name]
         return [name.replace(*self.renamed) for name in names] if self.renamed else names
 
-    def write(self, place: Place, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of :meth:`names` from those of ``place.hf_names``."""
-        names, parts = place.hf_names(model), list(parts)
+    def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of :meth:`names` from those of ``slot.hf_names``."""
+        names, parts = slot.hf_names(model), list(parts)
         gate = self._gate(names)
         if gate is not None:
             rows = parts.pop(gate)
@@ -196,9 +196,9 @@ class FileFormat:
             parts[0] = torch.cat(blocks, dim=1).flatten(0, 1)
         return [part - 1 for part in parts] if self._is_norm(names) else parts
 
-    def read(self, place: Place, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of ``place.hf_names`` from those of :meth:`names`."""
-        names, parts = place.hf_names(model), list(held)
+    def read(self, slot: TensorSlot, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of ``slot.hf_names`` from those of :meth:`names`."""
+        names, parts = slot.hf_names(model), list(held)
         gate = self._gate(names)
         if gate is not None:
             blocks = parts[0].unflatten(0, (self._blocks(model), -1))

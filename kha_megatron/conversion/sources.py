@@ -1,11 +1,13 @@
-"""Open a checkpoint of either side as a source of Hugging Face tensors.
+"""Open a Megatron or Hugging Face checkpoint as a source of Hugging Face tensors.
 
-Opening compares the configuration with the shapes of all tensors, so that a mismatch is refused
-before anything is written. Transformations (``transforms``) wrap a source's ``read``.
+Opening checks the shapes of all tensors against the configuration. Transformations
+(:mod:`kha_megatron.conversion.transforms`) wrap a source's ``read``.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,40 +19,42 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.companions import PADDING, Companions
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
-from kha_megatron.conversion.megatron_arguments import from_arguments, hybrid_layers
-from kha_megatron.conversion.rows import STANDARD, FileFormat, Place
-from kha_megatron.conversion.table import file_shapes, locate, places
-from kha_megatron.errors import CheckpointError, ConfigError, KHAError
+from kha_megatron.conversion.megatron_arguments import from_arguments
+from kha_megatron.conversion.rows import STANDARD, FileFormat, TensorSlot, VocabularyRow
+from kha_megatron.conversion.table import locate, tensor_slots
+from kha_megatron.conversion.tokenizer_files import TokenizerFiles
+from kha_megatron.errors import CheckpointError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
+_MAX_ELEMENTS = 2**56
+_PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+"""Megatron pads a vocabulary to a multiple of the product of these arguments."""
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers of old transformers checkpoints that follow from the configuration."""
 
 
 class Read(Protocol):
-    """Return the Hugging Face tensors of a place in the order of its names.
+    """Read the Hugging Face tensors of a slot in the order of its names. This is thread-safe.
 
-    With ``meta``, return meta tensors of the same shapes and dtypes. Safe to call from several
-    threads. Raises CheckpointError if a file is damaged.
+    With ``meta``, return meta tensors of the same shapes and dtypes. Raises CheckpointError if a
+    file is damaged.
     """
 
-    def __call__(self, place: Place, *, meta: bool = False) -> list[Tensor]: ...
+    def __call__(self, slot: TensorSlot, *, meta: bool = False) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model's tensors, place by place."""
+    """A model's tensors, slot by slot."""
 
     checkpoint: HFCheckpoint | MegatronCheckpoint
-    companions: Companions
     model: Architecture
-    """What the tensors are."""
     read: Read
     files: FileFormat = STANDARD
     """How the files of a Hugging Face directory differ from the table."""
+    tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}))
     padding_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that explain the padding of a Megatron vocabulary, if it was kept."""
 
@@ -59,11 +63,11 @@ class Source:
         """The directory."""
         return self.checkpoint.path
 
-    def entries(self) -> Iterator[tuple[Place, list[TensorEntry]]]:
-        """Yield every place with the names, dtypes and shapes of its tensors, in model order."""
-        for place in places(self.model):
-            named = zip(place.hf_names(self.model), self.read(place, meta=True), strict=True)
-            yield place, [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in named]
+    def entries(self) -> Iterator[tuple[TensorSlot, list[TensorEntry]]]:
+        """Yield every slot with the names, dtypes and shapes of its tensors, in model order."""
+        for slot in tensor_slots(self.model):
+            named = zip(slot.hf_names(self.model), self.read(slot, meta=True), strict=True)
+            yield slot, [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in named]
 
 
 def open_source(
@@ -72,31 +76,57 @@ def open_source(
     """Open a Hugging Face directory (it has a ``config.json``) or a Megatron checkpoint.
 
     Args:
-        path: The directory. For Megatron, the ``--save`` directory or one iteration of it.
-        tokenizer: A tokenizer directory instead of the model's own.
+        path: The directory. For Megatron, the ``--save`` directory or one iteration in it.
+        tokenizer: A tokenizer directory that replaces the model's own.
         padded: Keep the padding of a Megatron vocabulary.
-        comparing: Accept a Megatron run whose tokenizer is missing or does not fit.
+        comparing: Ignore the tokenizer, and keep the padding.
 
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit its configuration or tokenizer.
         ConfigError: The tokenizer cannot be loaded.
     """
-    if is_hf_folder(path):
-        return _open_hf(path, tokenizer)
-    return _open_megatron(path, tokenizer, padded=padded, comparing=comparing)
+    source = _open_hf(path) if is_hf_folder(path) else _open_megatron(path)
+    if comparing:
+        return source
+    files = TokenizerFiles.open(source.checkpoint, tokenizer)
+    source = replace(source, tokenizer=files)
+    rows, entries = source.model.padded_vocab_size, len(files.loaded or ())
+    if entries > rows:
+        raise CheckpointError(
+            f"The tokenizer {files.origin} has {entries} entries, but the embedding has {rows} "
+            "rows. Pass the tokenizer of this model with --tokenizer."
+        )
+    if isinstance(source.checkpoint, HFCheckpoint):
+        return source
+    args = source.checkpoint.args
+    if padded:
+        kept = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
+        return replace(source, padding_arguments=kept)
+    multiple = math.prod(args.get(name) or 1 for name in _PADDING)
+    # the argument comes first, because a tokenizer may have fewer entries than its model
+    for size in (args.get("vocab_size"), entries):
+        if size and entries <= size <= rows < size + multiple:
+            return truncate_vocabulary(source, size)
+    return source  # padding does not explain the number of rows
 
 
-def _open_hf(path: Path, tokenizer: Path | None) -> Source:
+def _open_hf(path: Path) -> Source:
     checkpoint = HFCheckpoint.open(path)
-    companions = Companions.of_hf(path, checkpoint.config, tokenizer)
-    files, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
+    formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
     infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
-    # with far more places than tensors some tensor is missing, however many layers there are
-    wanted = file_shapes(model, files, 2 * len(infos) + 1000)
-    # models without shared experts may have tensors of no width for them
+    wanted: dict[str, tuple[int, ...]] = {}
+    # a configuration with a huge number of layers fails on a missing tensor, not on memory
+    for slot in islice(tensor_slots(model), 2 * len(infos) + 1000):
+        shape, names = slot.row.shape(model), formats.names(slot, model)
+        if min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
+            raise CheckpointError(f"{CONFIG} gives {names[0]} an impossible shape {shape}.")
+        parts = slot.row.split(torch.empty(shape, device="meta"), model)
+        parts = formats.write(slot, model, parts)
+        wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
+    # models without shared experts may have tensors of width 0 for them
     spare = {n for n, info in infos.items() if ".shared_experts." in n and 0 in info.shape}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if model.tied_embeddings and {head, embedding} <= infos.keys():  # some models are saved so
+    if model.tied_embeddings and {head, embedding} <= infos.keys():
         if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):
             raise CheckpointError(
                 f"{path}: {CONFIG} has tie_word_embeddings=True, but {head} differs from "
@@ -104,84 +134,81 @@ def _open_hf(path: Path, tokenizer: Path | None) -> Source:
             )
         spare.add(head)
     missing, unexpected = wanted.keys() - infos.keys(), infos.keys() - wanted.keys() - spare
-    _check_tensors(str(path), CONFIG, infos, wanted, missing, unexpected)
+    if problem := _mismatch(CONFIG, infos, wanted, missing, unexpected):
+        raise CheckpointError(f"{path} {problem}")
 
-    def read(place: Place, *, meta: bool = False) -> list[Tensor]:
-        names = files.names(place, model)
+    def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
+        names = formats.names(slot, model)
         if not meta:
-            return files.read(place, model, [checkpoint.tensor(name) for name in names])
+            return formats.read(slot, model, [checkpoint.tensor(name) for name in names])
         held = [torch.empty(infos[n].shape, dtype=infos[n].dtype, device="meta") for n in names]
-        return files.read(place, model, held)
+        return formats.read(slot, model, held)
 
-    return Source(checkpoint, companions, model, read, files)
+    return Source(checkpoint, model, read, formats)
 
 
-def _open_megatron(path: Path, tokenizer: Path | None, *, padded: bool, comparing: bool) -> Source:
+def _open_megatron(path: Path) -> Source:
     checkpoint = MegatronCheckpoint.open(path)
     args, infos = checkpoint.args, checkpoint.keys()
     if EMBEDDING not in infos:
-        raise CheckpointError(f"{checkpoint.path} lacks {EMBEDDING}. Expected a GPT model.")
+        raise CheckpointError(f"{path} has no tensor {EMBEDDING}. Expected a GPT model.")
     rows = infos[EMBEDDING].shape[0]
-    try:
-        companions = Companions.of_megatron(args, tokenizer)
-        entries = rows if padded else companions.vocabulary(args, rows)
-    except KHAError:
-        if not comparing:
-            raise
-        companions = Companions({})
-        entries = companions.vocabulary(args, rows)
-    step = 2 if hybrid_layers(args) else 1
     model = from_arguments(args, KHAConfig.from_entries(args) or KHAConfig(), rows)
-    model = replace(model, vocab_size=entries)
-    stored, unexpected, missing = locate(infos, model, step)
+    stored, unexpected, missing = locate(infos, model)
     wanted = {
         key: (
-            *infos[key].shape[: len(index) - (place.expert is not None)],
-            *(() if place.expert is None else (model.num_experts,)),
-            *place.row.shape(model),
+            *infos[key].shape[: len(index) - (slot.expert is not None)],
+            *(() if slot.expert is None else (model.num_experts,)),
+            *slot.row.shape(model),
         )
-        for place, (key, index) in stored.items()
+        for slot, (key, index) in stored.items()
     }
-    what = str(checkpoint.path)
-    _check_tensors(what, "training arguments", infos, wanted, missing, unexpected)
+    if problem := _mismatch("training arguments", infos, wanted, missing, unexpected):
+        raise CheckpointError(f"{path} {problem}")
 
-    def read(place: Place, *, meta: bool = False) -> list[Tensor]:
-        key, index = stored[place]
+    def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
+        key, index = stored[slot]
         if meta:
-            shape, dtype = place.row.shape(model), infos[key].dtype
-            return place.row.split(torch.empty(shape, dtype=dtype, device="meta"), model)
-        return place.row.split(checkpoint.tensor(key, index), model)
+            shape, dtype = slot.row.shape(model), infos[key].dtype
+            return slot.row.split(torch.empty(shape, dtype=dtype, device="meta"), model)
+        return slot.row.split(checkpoint.tensor(key, index), model)
 
-    kept = {name: args.get(name) for name in ("vocab_size", *PADDING)} if padded else {}
-    return Source(checkpoint, companions, model, read, padding_arguments=kept)
+    return Source(checkpoint, model, read)
 
 
-def _check_tensors(
-    what: str,
+def truncate_vocabulary(source: Source, rows: int) -> Source:
+    """Return a source with the first ``rows`` entries of the vocabulary."""
+
+    def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
+        parts = source.read(slot, meta=meta)
+        return [part[:rows] for part in parts] if isinstance(slot.row, VocabularyRow) else parts
+
+    return replace(source, model=replace(source.model, vocab_size=rows), read=read)
+
+
+def _mismatch(
     caller: str,
     infos: Mapping[str, Any],
     wanted: Mapping[str, tuple[int, ...]],
     missing: Iterable[str],
     unexpected: Iterable[str],
-) -> None:
-    """Check that a checkpoint holds the tensors that its configuration calls for."""
+) -> str | None:
+    """Return how the tensors of a checkpoint differ from those that ``caller`` requires."""
     for names, problem in (
-        (sorted(missing), "lacks {} tensors that its {} calls for"),
-        (sorted(unexpected), "holds {} tensors that its {} has no place for"),
+        (missing, "lacks {} tensors"),
+        (unexpected, "has {} other tensors than"),
     ):
-        if names:
-            listed = ", ".join(names[:5])
-            raise CheckpointError(f"{what} {problem.format(len(names), caller)}: {listed}")
+        if listed := sorted(names):
+            return f"{problem.format(len(listed))} its {caller} requires: {', '.join(listed[:5])}"
     for name, shape in wanted.items():
         if infos[name].shape != shape:
-            raise CheckpointError(
-                f"{what}: {name} is {infos[name].shape}, its {caller} calls for {shape}."
-            )
+            return f"has {name} of shape {infos[name].shape}, but its {caller} requires {shape}."
         if infos[name].dtype not in DTYPES.values():
-            raise CheckpointError(
-                f"{what}: {name} is {infos[name].dtype}. Expected one of {', '.join(DTYPES)}: a "
+            return (
+                f"has {name} in {infos[name].dtype}. Expected one of {', '.join(DTYPES)}. A "
                 "quantized model cannot be converted."
             )
+    return None
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

@@ -4,37 +4,30 @@ A new kind of attention or MLP is new rows. A tensor without a row, or a row wit
 an error.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
-from itertools import islice
-
-import torch
 
 from kha_megatron.checkpoint.megatron import LAYERS, other_names
 from kha_megatron.checkpoint.torch_dist import StoredTensor
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.rows import (
-    FileFormat,
     LatentRow,
-    Place,
     QKVRow,
     Row,
+    TensorSlot,
     VocabularyRow,
     When,
     head_row,
 )
-from kha_megatron.errors import CheckpointError
 
-_LARGEST = 2**56
-"""More elements than any file holds."""
+_HYBRID_NORM = "decoder.final_norm.weight"
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
-def places(model: Architecture) -> Iterator[Place]:
-    """Yield every place of a model in the order of its layers."""
-    first, *last = (Place(row) for row in MODEL if row.when(model, 0))
+def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
+    """Yield every slot of a model in the order of its layers."""
+    first, *last = (TensorSlot(row) for row in MODEL if row.when(model, 0))
     yield first
     rows = (*_INTO_HEADS, *map(head_row, model.head_tensors), *_BEHIND_HEADS)
     for layer in range(model.num_layers):
@@ -42,9 +35,9 @@ def places(model: Architecture) -> Iterator[Place]:
             if not row.when(model, layer):
                 continue
             if row.per_expert:
-                yield from (Place(row, layer, expert) for expert in range(model.num_experts))
+                yield from (TensorSlot(row, layer, expert) for expert in range(model.num_experts))
             else:
-                yield Place(row, layer)
+                yield TensorSlot(row, layer)
     yield from last
 
 
@@ -284,7 +277,7 @@ MODEL: tuple[Row, ...] = (
     VocabularyRow("model.embed_tokens.weight", ("embedding.word_embeddings.weight",), _vocabulary),
     Row(
         "model.norm.weight",
-        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+        ("decoder.final_layernorm.weight", _HYBRID_NORM),
         _hidden,
     ),
     OUTPUT_LAYER,
@@ -292,42 +285,23 @@ MODEL: tuple[Row, ...] = (
 """Rows outside the layers."""
 
 
-def file_shapes(model: Architecture, files: FileFormat, limit: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the first ``limit`` tensors in the files of a Hugging Face directory.
-
-    Raises:
-        CheckpointError: A shape is impossible.
-    """
-    wanted: dict[str, tuple[int, ...]] = {}
-    for place in islice(places(model), limit):
-        shape, names = place.row.shape(model), files.names(place, model)
-        if min(shape) < 0 or math.prod(shape) > _LARGEST:
-            raise CheckpointError(
-                f"The configuration gives {names[0]} an impossible shape {shape}."
-            )
-        parts = place.row.split(torch.empty(shape, device="meta"), model)
-        parts = files.write(place, model, parts)
-        wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
-    return wanted
-
-
 Stored = tuple[str, tuple[int, ...]]
 """A key of a Megatron checkpoint, and an index into its first dimensions."""
 
 
 def locate(
-    infos: Mapping[str, StoredTensor], model: Architecture, step: int
-) -> tuple[dict[Place, Stored], list[str], list[str]]:
-    """Find the tensor of each place in a Megatron checkpoint.
+    infos: Mapping[str, StoredTensor], model: Architecture
+) -> tuple[dict[TensorSlot, Stored], list[str], list[str]]:
+    """Find the tensor of each slot in a Megatron checkpoint.
 
     Args:
         infos: The tensors. Layers of the same shapes may be stacked.
-        model: What the checkpoint's arguments describe.
-        step: 2 for a HybridModel, in which attention and MLP are separate layers, otherwise 1.
+        model: The architecture that the checkpoint's arguments describe.
 
     Returns:
-        The tensor of each place; names of tensors without a place; names of missing tensors.
+        The tensor of each slot; names of tensors without a slot; names of missing tensors.
     """
+    step = 2 if _HYBRID_NORM in infos else 1  # a HybridModel numbers attention and MLP separately
     stored: dict[tuple[int | None, str], Stored] = {}
     for key, info in infos.items():
         if match := _SINGLE.fullmatch(key):
@@ -337,19 +311,19 @@ def locate(
             stored |= {(layer, name): (key, (layer,)) for layer in range(info.shape[0])}
         else:
             stored[None, key] = key, ()
-    found, used, lost = dict[Place, Stored](), set(), list[tuple[int | None, str]]()
-    for place in places(model):
+    found, used, lost = dict[TensorSlot, Stored](), set(), list[tuple[int | None, str]]()
+    for slot in tensor_slots(model):
         at: list[tuple[int | None, str]] = []
-        for name in place.row.names:
+        for name in slot.row.names:
             behind = step == 2 and not name.startswith(_IN_ATTENTION)
-            at.append((None if place.layer is None else step * place.layer + behind, name))
+            at.append((None if slot.layer is None else step * slot.layer + behind, name))
         held = [position for position in at if position in stored]
         used |= set(held)
         if not held:
             lost.append(at[0])
             continue
         key, index = stored[held[0]]
-        found[place] = key, index if place.expert is None else (*index, place.expert)
+        found[slot] = key, index if slot.expert is None else (*index, slot.expert)
     full = [
         [name if layer is None else f"{LAYERS}{layer}.{name}" for layer, name in positions]
         for positions in (stored.keys() - used, lost)

@@ -1,4 +1,4 @@
-"""Write any source as a Hugging Face directory, tensor by tensor."""
+"""Write a source as a Hugging Face directory, tensor by tensor."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,42 +12,52 @@ from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.companions import COMPANIONS
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.hf_configs import expressed, has_stock_heads, stock_type, to_hf_config
+from kha_megatron.conversion.hf_configs import (
+    add_required_tensors,
+    has_stock_heads,
+    stock_type,
+    to_hf_config,
+)
 from kha_megatron.conversion.hf_families import FAMILIES
 from kha_megatron.conversion.model_card import CARD, model_card
-from kha_megatron.conversion.rows import FileFormat, Place
+from kha_megatron.conversion.rows import FileFormat, TensorSlot
 from kha_megatron.conversion.sources import open_source, parse_dtype
-from kha_megatron.conversion.transforms import cast, express, folded, upcycled
+from kha_megatron.conversion.tokenizer_files import FILES
+from kha_megatron.conversion.transforms import (
+    add_zero_tensors,
+    cast,
+    fold_heads,
+    upcycle_heads,
+)
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class HFPlan(Plan):
-    """A model in one of transformers' architectures."""
+    """A model in a Hugging Face architecture."""
 
     config: PreTrainedConfig
     max_shard_bytes: int
     folded: KHAConfig | None = None
-    """The mechanisms that are folded into projections."""
+    """Mechanisms that were folded into projections."""
 
-    mark = MANIFEST
-    holds = (MANIFEST, CONFIG, INDEX, CARD, *COMPANIONS, "model*.safetensors", "*_kha.py")
+    marker = MANIFEST
+    patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
 
     @property
     def files(self) -> FileFormat:
-        """How the architecture's files hold the tensors."""
+        """Format of the architecture's files."""
         return FAMILIES[self.config.model_type].files
 
     @property
     def entries(self) -> list[TensorEntry]:
         """See ``Plan``."""
         found, model = [], self.source.model
-        for place, _ in self.source.entries():
-            parts = self.files.write(place, model, self.source.read(place, meta=True))
-            for name, part in zip(self.files.names(place, model), parts, strict=True):
+        for slot, _ in self.source.entries():
+            parts = self.files.write(slot, model, self.source.read(slot, meta=True))
+            for name, part in zip(self.files.names(slot, model), parts, strict=True):
                 found.append(TensorEntry(name, part.dtype, tuple(part.shape)))
         return found
 
@@ -60,9 +70,9 @@ class HFPlan(Plan):
         with staged_folder(target) as folder:
             writer = HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes)
 
-            def put(place: Place, parts: list[Tensor]) -> None:
-                held = files.write(place, model, parts)
-                for name, part in zip(files.names(place, model), held, strict=True):
+            def put(slot: TensorSlot, parts: list[Tensor]) -> None:
+                held = files.write(slot, model, parts)
+                for name, part in zip(files.names(slot, model), held, strict=True):
                     writer.write(name, part)
 
             wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
@@ -70,8 +80,8 @@ class HFPlan(Plan):
             shards = writer.close(origin)
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
-            source.companions.write(folder)
-            written = self.written(target, config.model_type, shards, wrong)
+            source.tokenizer.write(folder)
+            written = self.summarize(target, config.model_type, shards, wrong)
             card = model_card(written, model, config, origin=origin, folded=self.folded)
             (folder / CARD).write_text(card, encoding="utf-8")
         return written
@@ -93,34 +103,34 @@ def plan(
     Args:
         path: A checkpoint of either side.
         architecture: A ``model_type``, or ``auto`` for the stock architecture that fits and
-            ``kha`` if none does. None for ``kha``, and for ``auto`` with ``fold``.
-        dtype: A key of ``sources.DTYPES``; None keeps each tensor's own.
-        allow_overflow: Let numbers beyond the range of ``dtype`` become infinite.
-        tokenizer: A tokenizer directory instead of the model's own.
+            ``kha`` if none does. Default: ``kha``; with ``fold``: ``auto``.
+        dtype: A key of ``sources.DTYPES``; None keeps the dtypes.
+        allow_overflow: Convert numbers beyond the range of ``dtype`` to infinity.
+        tokenizer: A tokenizer directory that replaces the model's own.
         fold: Fold linear knocks and collaborative heads into the projections.
         upcycle: Head mechanisms to add without changing an output.
         max_shard_bytes: As in ``save_pretrained``.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or cannot be expressed, folded or upcycled.
+        CheckpointError: The checkpoint is damaged, or the model does not fit the architecture.
         ConfigError: The dtype is unknown, the tokenizer cannot be loaded, or the mechanisms cannot
             be added.
     """
-    asked = parse_dtype(dtype)
+    new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer)
-    knocked = source.model.kha if fold else None
-    if fold:
-        source = folded(source, source.model.kha)
+    folded = source.model.kha if fold else None
+    if folded is not None:
+        source = fold_heads(source, folded)
     if upcycle is not None:
-        source = upcycled(source, upcycle)
-    if asked is not None:
-        source = cast(source, asked, allow_overflow=allow_overflow)
-    if architecture == "auto" or (fold and architecture is None):
+        source = upcycle_heads(source, upcycle)
+    if new_dtype is not None:
+        source = cast(source, new_dtype, allow_overflow=allow_overflow)
+    architecture = architecture or ("auto" if fold else "kha")
+    if architecture == "auto":
         stock = fold or has_stock_heads(source.model)
         architecture = stock_type(source.model) if stock else "kha"
-    architecture = architecture or "kha"
     config = to_hf_config(source.model, architecture)
-    for name, value in source.companions.token_ids.items():
+    for name, value in source.tokenizer.token_ids.items():
         setattr(config, name, value)
-    source = express(source, expressed(source.model, architecture))
-    return HFPlan(source, config, max_shard_bytes, knocked)
+    source = add_zero_tensors(source, add_required_tensors(source.model, architecture))
+    return HFPlan(source, config, max_shard_bytes, folded)

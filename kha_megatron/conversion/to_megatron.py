@@ -1,7 +1,7 @@
-"""Write any source as a ``torch_dist`` checkpoint that Megatron loads under any layout of ranks.
+"""Write a source as a ``torch_dist`` checkpoint that Megatron loads under any layout of ranks.
 
-The checkpoint is a *release*: Megatron then starts at iteration 0 and does not ask for optimizer
-and random states, with ``--load`` and with ``--pretrained-checkpoint``.
+The checkpoint is a *release*: Megatron starts at iteration 0 and does not load optimizer and RNG
+state, both with ``--load`` and with ``--pretrained-checkpoint``.
 """
 
 import math
@@ -22,32 +22,34 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import STOCK_FACTOR, command_line, to_arguments
-from kha_megatron.conversion.rows import Place
+from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import open_source, parse_dtype
-from kha_megatron.conversion.table import MODEL, places
-from kha_megatron.conversion.transforms import cast, padded, upcycled
-from kha_megatron.errors import CheckpointError, ConfigError, OutputError
+from kha_megatron.conversion.table import MODEL, tensor_slots
+from kha_megatron.conversion.transforms import cast, pad_vocabulary, upcycle_heads
+from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.model.model import Model
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"
-"""The directory of the tokenizer beside the release."""
+"""Tokenizer directory next to the release."""
 
 
 @dataclass(frozen=True)
 class MegatronPlan(Plan):
-    """A model with the arguments that Megatron would have saved."""
+    """A model and the arguments that Megatron would have saved."""
 
     args: dict[str, Any]
 
-    mark = TRACKER
-    holds = TRACKER, RELEASE, _TOKENIZER
+    marker = TRACKER
+    patterns = TRACKER, RELEASE, _TOKENIZER
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
-        """See ``Plan``. Checkpoints of a training are never replaced."""
+        """Check the target as ``Plan`` does. Never replace checkpoints of a training run."""
         super().check_target(target, overwrite=overwrite)
         if (last := newest(target)) and last.name != RELEASE:
-            raise OutputError(f"{target} holds {last.name} of a training. Choose another path.")
+            raise OutputError(
+                f"{target} holds {last.name} of a training run. Choose another directory."
+            )
 
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
@@ -56,12 +58,12 @@ class MegatronPlan(Plan):
         source, args = self.source, dict(self.args)
         if (factor := args.get("rope_scaling_factor", STOCK_FACTOR)) != STOCK_FACTOR:
             announce(
-                f"Train this model with python -m kha_megatron.training: Megatron's own scripts "
-                f"ignore --rope-scaling-factor {factor:g} and compute with {STOCK_FACTOR:g}."
+                "Train this model with python -m kha_megatron.training. Megatron's own scripts "
+                f"ignore --rope-scaling-factor {factor:g} and use {STOCK_FACTOR:g}."
             )
         with staged_folder(target) as folder:
             check_room(folder, self.size)
-            if source.companions.write_tokenizer(folder / _TOKENIZER):
+            if source.tokenizer.write_tokenizer(folder / _TOKENIZER):
                 args["tokenizer_type"] = "HuggingFaceTokenizer"
                 args["tokenizer_model"] = str(target.resolve() / _TOKENIZER)
             release = folder / RELEASE
@@ -69,15 +71,15 @@ class MegatronPlan(Plan):
             with TorchDistWriter(release) as writer:
                 dtypes: dict[Any, torch.dtype] = {}
 
-                def put(place: Place, parts: list[Tensor]) -> None:
-                    key = place.row, None if source.model.is_uniform else place.layer
+                def put(slot: TensorSlot, parts: list[Tensor]) -> None:
+                    key = slot.row, None if source.model.is_uniform else slot.layer
                     for part in parts:
                         if dtypes.setdefault(key, part.dtype) != part.dtype:
                             raise CheckpointError(
-                                f"{place.hf_names(source.model)[0]} is {part.dtype}, but other "
+                                f"{slot.hf_names(source.model)[0]} is {part.dtype}, but other "
                                 f"parts of its Megatron tensor are {dtypes[key]}. Pass --dtype."
                             )
-                    _write_place(writer, source.model, place, parts)
+                    _write_slot(writer, source.model, slot, parts)
 
                 wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
                 _write_extra_states(writer, source.model)
@@ -85,7 +87,7 @@ class MegatronPlan(Plan):
                 writer.close(common, source.checkpoint.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = len(list(release.glob("*.distcp")))
-        return self.written(target, "megatron", shards, wrong, *command_line(args, str(target)))
+        return self.summarize(target, "megatron", shards, wrong, *command_line(args, str(target)))
 
 
 def plan(
@@ -101,33 +103,29 @@ def plan(
     """Open a checkpoint and decide what the Megatron checkpoint will hold.
 
     Args:
-        path: A checkpoint of either side. The padding of a Megatron vocabulary is kept.
-        dtype: A key of ``sources.DTYPES``; None keeps each tensor's own.
-        allow_overflow: Let numbers beyond the range of ``dtype`` become infinite.
-        tokenizer: A tokenizer directory instead of the model's own.
+        path: A Megatron or Hugging Face checkpoint. The padding of a Megatron vocabulary is kept.
+        dtype: A key of ``sources.DTYPES``; None keeps the dtypes.
+        allow_overflow: Convert numbers beyond the range of ``dtype`` to infinity.
+        tokenizer: A tokenizer directory that replaces the model's own.
         upcycle: Head mechanisms to add without changing an output.
-        divisible_by: The training's ``--make-vocab-size-divisible-by``.
-        tensor_parallel: The training's tensor-parallel size. The vocabulary is padded to a multiple
-            of both; Megatron loads it with any other size as well.
+        divisible_by: ``--make-vocab-size-divisible-by`` of the training run.
+        tensor_parallel: TP size of the training run. The vocabulary is padded to a multiple of
+            both. Megatron loads it with any other TP size as well.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or Megatron cannot express it.
+        CheckpointError: The checkpoint is damaged, or Megatron cannot compute the model.
         ConfigError: The dtype is unknown, the tokenizer cannot be loaded, or the mechanisms cannot
             be added.
     """
-    asked = parse_dtype(dtype)
-    if min(divisible_by, tensor_parallel) < 1:
-        raise ConfigError(
-            f"Expected a vocabulary padding of at least 1, got {divisible_by} x {tensor_parallel}."
-        )
+    new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer, padded=True)
     if upcycle is not None:
-        source = upcycled(source, upcycle)
+        source = upcycle_heads(source, upcycle)
     multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
-    source = padded(source, math.ceil(source.model.vocab_size / multiple) * multiple)
-    if asked is not None:
-        source = cast(source, asked, allow_overflow=allow_overflow)
-    first = source.read(Place(MODEL[0]), meta=True)[0].dtype
+    source = pad_vocabulary(source, math.ceil(source.model.vocab_size / multiple) * multiple)
+    if new_dtype is not None:
+        source = cast(source, new_dtype, allow_overflow=allow_overflow)
+    first = source.read(TensorSlot(MODEL[0]), meta=True)[0].dtype
     args = to_arguments(source.model) | {
         "params_dtype": first,
         "bf16": first == torch.bfloat16,
@@ -145,12 +143,12 @@ def plan(
     return MegatronPlan(source, args | dict(source.padding_arguments))
 
 
-def _write_place(
-    writer: TorchDistWriter, model: Architecture, place: Place, parts: list[Tensor]
+def _write_slot(
+    writer: TorchDistWriter, model: Architecture, slot: TensorSlot, parts: list[Tensor]
 ) -> None:
-    """Write the tensors of a place as chunks of the tensor that Megatron's model asks for."""
-    row = place.row
-    prefix, grid, position = _stack(model, place)
+    """Write the tensors of a slot as chunks of Megatron's tensor."""
+    row = slot.row
+    prefix, grid, position = _stack(model, slot)
     whole = (*grid, *row.shape(model))
     for name in row.names if row.both else row.names[:1]:
         start = 0
@@ -162,15 +160,12 @@ def _write_place(
 
 
 def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
-    """Write the extra states of linear layers and norms, all None without FP8.
-
-    Megatron refuses a checkpoint that lacks them.
-    """
+    """Write the extra states of linear layers and norms, which Megatron requires. All are None."""
     written = set()
-    for place in places(model):
-        prefix, grid, position = _stack(model, place)
-        modules = [name.rpartition(".")[0] for name in place.row.names]
-        if place.layer is not None:
+    for slot in tensor_slots(model):
+        prefix, grid, position = _stack(model, slot)
+        modules = [name.rpartition(".")[0] for name in slot.row.names]
+        if slot.layer is not None:
             modules.append(_CORE_ATTENTION)
         for module in modules:
             name = module.rpartition(".")[2]
@@ -181,13 +176,13 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
                 writer.write_object(key, None, shape=grid or (1,), offsets=position or (0,))
 
 
-def _stack(model: Architecture, place: Place) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return a place's key prefix, the grid of the tensors stacked under one key, and its index."""
+def _stack(model: Architecture, slot: TensorSlot) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return a slot's key prefix, the stacked dimensions of its key, and its index in them."""
     prefix, grid, position = "", tuple[int, ...](), tuple[int, ...]()
-    if place.layer is not None:
+    if slot.layer is not None:
         uniform = model.is_uniform
-        prefix = LAYERS if uniform else f"{LAYERS}{place.layer}."
-        grid, position = ((model.num_layers,), (place.layer,)) if uniform else ((), ())
-    if place.expert is not None:
-        grid, position = (*grid, model.num_experts), (*position, place.expert)
+        prefix = LAYERS if uniform else f"{LAYERS}{slot.layer}."
+        grid, position = ((model.num_layers,), (slot.layer,)) if uniform else ((), ())
+    if slot.expert is not None:
+        grid, position = (*grid, model.num_experts), (*position, slot.expert)
     return prefix, grid, position

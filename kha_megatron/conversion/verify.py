@@ -19,17 +19,16 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
-from kha_megatron.conversion.hf_configs import family_of, with_zeros
+from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.rows import Place
-from kha_megatron.conversion.sources import Source, open_source
+from kha_megatron.conversion.rows import TensorSlot
+from kha_megatron.conversion.sources import Source, open_source, truncate_vocabulary
 from kha_megatron.conversion.transforms import (
-    as_stored,
-    express,
-    first_entries,
-    folded,
-    not_finite,
-    upcycled,
+    add_zero_tensors,
+    count_not_finite,
+    fold_heads,
+    round_as_stored,
+    upcycle_heads,
 )
 from kha_megatron.errors import CheckpointError, in_one_line
 
@@ -133,7 +132,7 @@ class Pair:
         pair = [open_source(path, comparing=True) for path in (one, other)]
         # only one of them may know how much of its vocabulary is padding
         size = min(source.model.vocab_size for source in pair)
-        pair = [s if is_hf_folder(s.path) else first_entries(s, size) for s in pair]
+        pair = [s if is_hf_folder(s.path) else truncate_vocabulary(s, size) for s in pair]
         drops = [any(m.is_sparse for m in source.model.kha.mechanisms) for source in pair]
         pair, remark = _same_heads(pair)
         rounded = remark.endswith("folded")
@@ -143,10 +142,11 @@ class Pair:
             shared = max(model.shared_width for model in models)
             gate = any(model.moe_shared_expert_gate for model in models)
             pair = [
-                express(s, with_zeros(s.model, bias=bias, shared=shared, gate=gate)) for s in pair
+                add_zero_tensors(s, with_zero_tensors(s.model, bias=bias, shared=shared, gate=gate))
+                for s in pair
             ]
         for files in [source.files for source in pair if source.files.norms_minus_one]:
-            pair, rounded = [as_stored(source, files) for source in pair], True
+            pair, rounded = [round_as_stored(source, files) for source in pair], True
         dtypes = {_dtype(source) for source in pair}
         exact = drops[0] == drops[1] and not (rounded and dtypes != {torch.float32})
         return cls(pair[0], pair[1], remark, exact)
@@ -169,7 +169,7 @@ class Pair:
             CheckpointError: A tensor is damaged, or a library cannot load its own model.
         """
         tensors = compare_tensors(self, workers=workers)
-        differing = self.one.model.differing(self.other.model, _MAY_DIFFER)
+        differing = self.one.model.differences(self.other.model, _MAY_DIFFER)
         settings = [f"{name} {ours} against {theirs}" for name, (ours, theirs) in differing.items()]
         compared = Verification(tensors, settings=settings)
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
@@ -204,9 +204,9 @@ def _same_heads(pair: list[Source]) -> tuple[list[Source], str]:
         return pair, "as they are"
     kha, pair = pair[more].model.kha.without(*has[less]), list(pair)
     if kha.is_foldable:
-        pair[more] = folded(pair[more], kha)
+        pair[more] = fold_heads(pair[more], kha)
         return pair, f"the {order[more]} folded"
-    pair[less] = upcycled(pair[less], replace(kha, init="identity"))
+    pair[less] = upcycle_heads(pair[less], replace(kha, init="identity"))
     return pair, f"the {order[less]} upcycled"
 
 
@@ -218,15 +218,15 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     different: list[str] = []
     also: dict[str, int] = {}
 
-    def put(place: Place, parts: list[Tensor]) -> None:
-        names = place.hf_names(pair.one.model)
+    def put(slot: TensorSlot, parts: list[Tensor]) -> None:
+        names = slot.hf_names(pair.one.model)
         todo = [n for n in names if n in both and n not in mismatched]
         if not todo:
             return
         counterpart = pair.other.read(theirs[todo[0]][0])
         for name in todo:
             one, other = parts[ours[name][1]], counterpart[theirs[name][1]]
-            if count := not_finite(other):
+            if count := count_not_finite(other):
                 also[name] = count
             if not _equal(one, other):
                 different.append(name)
@@ -244,25 +244,25 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     )
 
 
-_Named = dict[str, tuple[Place, int, tuple[int, ...]]]
+_Named = dict[str, tuple[TensorSlot, int, tuple[int, ...]]]
 
 
 def _named(source: Source) -> _Named:
-    """Return the place, the index in it and the shape of every tensor."""
+    """Return the slot, the index in it and the shape of every tensor."""
     return {
-        entry.name: (place, number, entry.shape)
-        for place, held in source.entries()
+        entry.name: (slot, number, entry.shape)
+        for slot, held in source.entries()
         for number, entry in enumerate(held)
     }
 
 
 def _parameters(named: _Named) -> int:
-    return sum(math.prod(shape) for place, _, shape in named.values() if place.row.trained)
+    return sum(math.prod(shape) for slot, _, shape in named.values() if slot.row.trained)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal after rounding to the smaller dtype, NaN included."""
-    if not_finite(one) != not_finite(other):  # rounding may make infinities
+    if count_not_finite(one) != count_not_finite(other):  # rounding may make infinities
         return False
     if one.dtype != other.dtype:
         smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype

@@ -81,7 +81,7 @@ def test_upcycle_to_either_side(run, qwen3, tmp_path):
 BAD = {
     "nothing to knock": (("upcycle",), "Expected head mechanisms to add"),
     "unknown side": (("upcycle", "--to", "onnx"), "'onnx' is not one of"),
-    "nothing to fold": (("fold",), "has no knocking heads to fold away"),
+    "nothing to fold": (("fold",), "has neither knocking heads nor"),
     "unknown architecture": (("to-hf", "--architecture", "gpt2"), "Unknown architecture 'gpt2'"),
     "dense as experts": (("to-hf", "--architecture", "qwen3_moe"), "qwen3_moe cannot express"),
 }

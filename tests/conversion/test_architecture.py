@@ -6,7 +6,7 @@ from kha_megatron.announcements import forget
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
-from kha_megatron.conversion.megatron_arguments import REPRESENTED, from_arguments
+from kha_megatron.conversion.megatron_arguments import SUPPORTED, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
 
 FORBIDDEN = {
@@ -53,7 +53,7 @@ def args(sparse):
     return MegatronCheckpoint.open(sparse[0]).args
 
 
-@pytest.mark.parametrize("name", REPRESENTED)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_what_cannot_be_expressed_is_refused(args, name):
     assert name in args
     for value in (FORBIDDEN[name], "something new"):

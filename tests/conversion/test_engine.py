@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.companions import Companions
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.sources import Source
 
@@ -27,45 +26,45 @@ MODEL = Architecture(
 BESIDE = 256 * 2**20
 
 
-def read(place, *, meta=False):
+def read(slot, *, meta=False):
     """Return meta tensors: an embedding and an output layer of 800 MB each, and smaller ones."""
-    return place.row.split(torch.empty(place.row.shape(MODEL), device="meta"), MODEL)
+    return slot.row.split(torch.empty(slot.row.shape(MODEL), device="meta"), MODEL)
 
 
 def described():
     """Return a source that has only shapes."""
     checkpoint = SimpleNamespace(verifying=nullcontext)
-    return Source(checkpoint, Companions({}), MODEL, read)
+    return Source(checkpoint, MODEL, read)
 
 
 class Put:
-    """Notes what is moved when, and how much at a time; ``during(place)`` is the time it takes."""
+    """Notes what is moved when, and how much at a time; ``during(slot)`` is the time it takes."""
 
-    def __init__(self, fails_at=None, during=lambda place: None):
+    def __init__(self, fails_at=None, during=lambda slot: None):
         self.begun, self.held, self.most = [], 0, 0
         self._fails_at, self._during, self._lock = fails_at, during, threading.Lock()
 
-    def __call__(self, place, parts):
+    def __call__(self, slot, parts):
         size = sum(part.nbytes for part in parts)
         with self._lock:
-            self.begun.append(place)
+            self.begun.append(slot)
             self.held += 2 * size
             self.most = max(self.most, self.held)
-        if place == self._fails_at:
+        if slot == self._fails_at:
             raise OSError("full")
-        self._during(place)
+        self._during(slot)
         with self._lock:
             self.held -= 2 * size
 
 
 @pytest.fixture(scope="module")
 def sizes():
-    return {place: sum(e.nbytes for e in held) for place, held in described().entries()}
+    return {slot: sum(e.nbytes for e in held) for slot, held in described().entries()}
 
 
 @pytest.mark.parametrize("workers", [1, 5])
 def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
-    put, done = Put(during=lambda place: time.sleep(0.002 if sizes[place] < 2**29 else 0.1)), []
+    put, done = Put(during=lambda slot: time.sleep(0.002 if sizes[slot] < 2**29 else 0.1)), []
     transfer(described(), put, workers=workers, on_bytes=done.append)
     assert len(put.begun) == len(sizes)
     assert set(put.begun) == sizes.keys()
@@ -75,7 +74,7 @@ def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
 
 def test_an_error_stops_the_rest(sizes):
     first = max(sizes, key=sizes.get)
-    put = Put(fails_at=first, during=lambda place: time.sleep(0.05))  # time to hear of it
+    put = Put(fails_at=first, during=lambda slot: time.sleep(0.05))  # time to hear of it
     with pytest.raises(OSError, match="full"):
         transfer(described(), put, workers=2)
     assert len(put.begun) < len(sizes) / 2

@@ -275,7 +275,7 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     assert "gives token 57, but the model has 51" in stderr
     code, _, stderr = upcycle("none", *heads, "--text", tmp_path / "lost", "--no-verify")
     assert code == 2
-    assert f"cannot read {tmp_path / 'lost'}" in stderr
+    assert f"Cannot read {tmp_path / 'lost'}" in stderr
     assert not (tmp_path / "none").exists()
 
 

@@ -80,7 +80,7 @@ def test_windows_that_hide_nothing_are_harmless(raw):
     with pytest.raises(CheckpointError, match="sliding_window=8"):
         from_hf_config(raw["qwen3"] | {"sliding_window": 8, "use_sliding_window": True})
     kinds = ["full_attention", "sliding_attention"]
-    with pytest.raises(CheckpointError, match="layer_types='sliding_attention'"):
+    with pytest.raises(CheckpointError, match=r"layer_types=.*sliding_attention"):
         from_hf_config(raw["qwen3"] | {"layer_types": kinds})
 
 
@@ -121,7 +121,7 @@ def test_every_pair_is_exact_or_refused(raw, name, target):
         possible |= target in gated and model.kha.mechanisms == (gate,)
     possible |= target == "glm4_moe" and plain and not model.num_experts  # all layers dense
     if not possible:
-        with pytest.raises(CheckpointError, match=r"cannot (be expressed|express)"):
+        with pytest.raises(CheckpointError, match=r"(not supported|cannot express)"):
             to_hf_config(model, target)
         return
     back = from_hf_config(json.loads(to_hf_config(model, target).to_json_string()))
@@ -137,11 +137,11 @@ def _edit_config(folder, **changes):
     ("changes", "message"),
     [
         ({"num_hidden_layers": 3}, "lacks 11 tensors .*model.layers.2"),
-        ({"num_hidden_layers": 1}, "holds 11 tensors .*no place for: model.layers.1"),
-        ({"num_key_value_heads": 3}, r"k_proj.weight is \(12, 36\), .* calls for \(18, 36\)"),
-        ({"hidden_size": 42}, r"is \(51, 36\), its config.json calls for \(51, 42\)"),
+        ({"num_hidden_layers": 1}, "has 11 other tensors than .*requires: model.layers.1"),
+        ({"num_key_value_heads": 3}, r"k_proj.weight of shape \(12, 36\), .* requires \(18, 36\)"),
+        ({"hidden_size": 42}, r"of shape \(51, 36\), but its config.json requires \(51, 42\)"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
-        ({"vocab_size": 52}, r"calls for \(52, 36\)"),
+        ({"vocab_size": 52}, r"requires \(52, 36\)"),
     ],
 )
 def test_a_config_that_disagrees_with_its_tensors_is_refused(tmp_path, changes, message):
@@ -170,6 +170,6 @@ def test_quantised_tensors_are_refused(tmp_path):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, file, metadata={"format": "pt"})
     for convert in (to_hf, to_megatron):
-        with pytest.raises(CheckpointError, match=r"model.norm.weight is torch.float8_e4m3fn"):
+        with pytest.raises(CheckpointError, match=r"model.norm.weight in torch.float8_e4m3fn"):
             convert.plan(tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

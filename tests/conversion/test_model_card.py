@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from kha_megatron.conversion import to_hf
-from kha_megatron.conversion.companions import Companions
+from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
 
@@ -76,13 +76,13 @@ def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     model.save_pretrained(knocked)
     to_hf.plan(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
-    assert "vLLM's attention does not support talking: serve it with" in card
+    assert "talking" in card.split("vLLM does not serve this model.")[1]
     assert "vllm serve" not in card
 
 
 def test_there_is_a_token_to_pad_with(tokenizer, tmp_path):
     """In tokenizer and generation, and not in the model, whose embedding of it would not learn."""
-    companions = Companions({"eos_token_id": 0, "pad_token_id": None}, "run", tokenizer)
+    companions = TokenizerFiles({"eos_token_id": 0, "pad_token_id": None}, "run", tokenizer)
     companions.write(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "<end>"
     assert GenerationConfig.from_pretrained(tmp_path).pad_token_id == tokenizer.eos_token_id

@@ -140,7 +140,7 @@ def refusal(kha, overrides):
     ("dim", "overrides", "words"),
     [
         (6, {}, "blocks with dim=6 for 8 heads .*dim=8 or more, or .*start=ones"),
-        (10, {"add_qkv_bias": True}, r"no biases. Remove --add-qkv-bias"),
+        (10, {"add_qkv_bias": True}, "no biases: remove --add-qkv-bias"),
         (10, {"multi_latent_attention": True}, "use MHA, MQA or GQA"),
     ],
     ids=["blocks", "bias", "mla"],

@@ -1,7 +1,6 @@
-"""The tokenizer, special token ids and generation settings that travel with a model's tensors."""
+"""Copy the tokenizer and the generation settings that lie next to a model's weights."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from kha_megatron.checkpoint.hf_reader import copy_file, has_file, json_object
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint, copy_file, has_file, json_object
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -28,14 +28,12 @@ _TOKENIZER = (
     "chat_template.json",
 )
 _TEMPLATES = "additional_chat_templates"
-COMPANIONS = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
-"""Names and patterns of the files that :meth:`Companions.write` writes."""
-PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
-"""Megatron pads a vocabulary to a multiple of the product of these arguments."""
+FILES = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
+"""Patterns of the files that :meth:`TokenizerFiles.write` writes."""
 
 
 @dataclass(frozen=True)
-class Companions:
+class TokenizerFiles:
     """The tokenizer of a model and its generation settings."""
 
     token_ids: Mapping[str, Any]
@@ -49,73 +47,41 @@ class Companions:
     """Files that are copied from ``folder``: the tokenizer's and ``generation_config.json``."""
 
     @classmethod
-    def of_megatron(cls, args: Mapping[str, Any], override: Path | None) -> "Companions":
-        """Return those of a Megatron run, empty if it used no Hugging Face tokenizer.
+    def open(
+        cls, checkpoint: HFCheckpoint | MegatronCheckpoint, override: Path | None
+    ) -> "TokenizerFiles":
+        """Find the tokenizer of a checkpoint. Empty if a Megatron run used another kind.
 
-        ``override`` is a tokenizer directory instead of the one in ``args``.
+        ``override`` is a tokenizer directory that replaces the checkpoint's own. It then also
+        gives the token ids.
 
         Raises:
             ConfigError: The directory does not exist or holds no tokenizer.
-            CheckpointError: One of its files is a link out of it, or not a regular file.
+            CheckpointError: A file is a link out of the directory or not a regular file.
         """
-        if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
-            return cls({})
-        named = Path(override or args.get("tokenizer_model") or "")
-        return cls.of_tokenizer(named, settings=named)
-
-    @classmethod
-    def of_tokenizer(cls, folder: Path, *, settings: Path) -> "Companions":
-        """Return a tokenizer directory's, with the generation settings of ``settings``.
-
-        Raises as :meth:`of_megatron`.
-        """
+        if isinstance(checkpoint, MegatronCheckpoint):
+            args = checkpoint.args
+            if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
+                return cls({})
+            folder = settings = Path(override or args.get("tokenizer_model") or "")
+        elif override is not None:
+            folder, settings = override, checkpoint.path
+        else:
+            path, config = checkpoint.path, checkpoint.config
+            files = _files(path)
+            origin = str(path) if set(files) & set(VOCABULARIES) else None
+            ids = {name: config.get(name) for name in _TOKEN_IDS}
+            # some old configurations have -1 instead of null
+            ids = {name: None if token == -1 else token for name, token in ids.items()}
+            return cls(ids, origin, folder=path, files=files)
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"No tokenizer directory {folder}. Pass one with --tokenizer.")
-        _files(folder)  # checks them
+        _files(folder)  # raises for links out of the directory
         loaded = load_tokenizer(folder)
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
-    @classmethod
-    def of_hf(cls, path: Path, config: Mapping[str, Any], override: Path | None) -> "Companions":
-        """Return those of a Hugging Face directory with the content of its ``config.json``.
-
-        ``override`` is a tokenizer directory instead of ``path``, which also gives the token ids.
-        Raises as :meth:`of_megatron`.
-        """
-        if override is not None:
-            found, rows = cls.of_tokenizer(override, settings=path), config.get("vocab_size")
-            if type(rows) is int:
-                found.vocabulary({}, rows)  # refuses a tokenizer with more entries
-            return found
-        files = _files(path)
-        origin = str(path) if set(files) & set(VOCABULARIES) else None
-        # some old configurations have -1 instead of null
-        ids = {name: None if config.get(name) == -1 else config.get(name) for name in _TOKEN_IDS}
-        return cls(ids, origin, folder=path, files=files)
-
-    def vocabulary(self, args: Mapping[str, Any], rows: int) -> int:
-        """Return the rows of an embedding without Megatron's padding.
-
-        All ``rows`` of the embedding are kept if padding does not explain them.
-
-        Raises:
-            CheckpointError: The tokenizer has more entries than the embedding has rows.
-        """
-        multiple = math.prod(args.get(name) or 1 for name in PADDING)
-        entries = len(self.loaded) if self.loaded is not None else 0
-        if entries > rows:
-            raise CheckpointError(
-                f"The tokenizer {self.origin} has {entries} entries, but the embedding has {rows} "
-                "rows. Pass the tokenizer of this model with --tokenizer."
-            )
-        # the argument comes first: a tokenizer may have fewer entries than its model
-        for size in (args.get("vocab_size"), entries):
-            if size and entries <= size <= rows < size + multiple:
-                return size
-        return rows
-
-    def read(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
+    def tokenize(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
         """Return the first tokens of a text, ``[B, S]`` with ``B <= rows`` and ``S <= length``.
 
         Raises:
@@ -123,7 +89,7 @@ class Companions:
             CheckpointError: A token is outside the vocabulary of ``entries`` entries.
         """
         if self.origin is None:
-            raise ConfigError("No tokenizer to read the text with. Pass one with --tokenizer.")
+            raise ConfigError("The model has no tokenizer. Pass one with --tokenizer.")
         tokenizer = self.loaded or load_tokenizer(Path(self.origin))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
@@ -138,9 +104,9 @@ class Companions:
         return torch.tensor(ids[: rows * length]).view(rows, length)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer and the generation settings; return False if there is no tokenizer.
+        """Write the tokenizer and the generation settings. Return False without a tokenizer.
 
-        Generation settings of another directory than the tokenizer's get the tokenizer's ids.
+        Generation settings from another directory get the tokenizer's ids.
 
         Raises:
             CheckpointError: ``generation_config.json`` is not a JSON object.
@@ -164,10 +130,10 @@ class Companions:
         return True
 
     def write(self, target: Path) -> None:
-        """Write everything into a Hugging Face directory.
+        """Write tokenizer and generation settings into a Hugging Face directory.
 
-        A tokenizer without a padding token pads with its end of text. ``config.json`` names no
-        padding token then, because the embedding of that token would get no gradient.
+        A tokenizer without a padding token gets its end-of-text token. ``config.json`` then has no
+        padding token, because the embedding of that token would get no gradient.
 
         Raises:
             CheckpointError: See :meth:`write_tokenizer`.
@@ -188,7 +154,7 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> tuple[str, ...]:
-    """Return the files of a tokenizer and the generation settings that a directory has."""
+    """Return the names of a directory's tokenizer files and generation settings."""
     templates = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
     return tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
 
@@ -197,11 +163,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer directory without running code from it.
 
     Raises:
-        ConfigError: It cannot be loaded.
+        ConfigError: The tokenizer cannot be loaded.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a damaged file fails anywhere in the loader
+    except Exception as error:  # damaged files raise many exception types
         raise ConfigError(
             f"The tokenizer {folder} cannot be loaded ({type(error).__name__}: "
             f"{in_one_line(error)}). Pass another with --tokenizer."
