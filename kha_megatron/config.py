@@ -24,7 +24,7 @@ from kha_megatron.heads import (
     Projection,
     TalkingHeads,
 )
-from kha_megatron.heads.knock import PROJECTIONS, KnockSettings, parse_variant
+from kha_megatron.heads.knock import PROJECTIONS, KnockSettings
 
 AttentionKind = Literal["gta", "gla"]
 
@@ -65,45 +65,34 @@ class KHAConfig(KnockSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.attention not in (None, *ATTENTIONS):
+        is_gla = self.attention == "gla"
+        if self.latent_heads < 1 or not (is_gla or self.latent_heads == type(self).latent_heads):
             raise ConfigError(
-                f"unknown KHA attention {self.attention!r}: choose one of {', '.join(ATTENTIONS)}, "
-                "or none for what Megatron's own flags ask for"
-            )
-        if type(self.latent_heads) is not int or self.latent_heads < 1:
-            raise ConfigError(f"KHA latent_heads {self.latent_heads!r}: use 1 or more")
-        if self.attention != "gla" and self.latent_heads != type(self).latent_heads:
-            raise ConfigError(
-                f"KHA latent_heads={self.latent_heads} without attention=gla, which alone has "
-                "them: remove one"
+                "Expected kha_latent_heads of 1 or more, and only with kha_attention=gla, got "
+                f"{self.latent_heads} with kha_attention={self.attention}."
             )
         if self.attention == "gta" and self.key is not None:
             raise ConfigError(
-                f"KHA key={self.key} on grouped-tied attention: half of a key is the tied state, "
-                "which value= knocks, and the other half is one head that all share: leave key out"
+                "GTA ties keys to values, so kha_key must be none, got "
+                f"{self.key}. Set kha_value to knock the tied state."
             )
-        self._check_made()
-        if self.attention:
-            self.check(HeadFacts(multi_latent=self.attention == "gla"))
-
-    def _check_made(self) -> None:
-        """Raise ConfigError if a knock or gate acts on a query or key that a mechanism makes
-        itself."""
         gated = self.gate.positions if self.gate else {}
         for mechanism in self.mechanisms:
             for projection in mechanism.own_projections:
-                found = [f"--kha-{projection}"] if getattr(self, projection) else []
-                if found := found + ([f"gate.{projection}"] if projection in gated else []):
+                found = f"gate.{projection}" if projection in gated else None
+                if found := f"--kha-{projection}" if getattr(self, projection) else found:
                     raise ConfigError(
-                        f"{found[0]} with {mechanism}, which makes a {projection} of its own for "
-                        f"all heads: leave {found[0]} out (values and outputs may have theirs)"
+                        f"{mechanism} shares one {projection} among all heads and does not support "
+                        f"{found}. Remove {found}."
                     )
+        if self.attention:
+            self.check(HeadFacts(multi_latent=is_gla))
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
-        """Return the preset ``name`` (a key of :data:`PRESETS`) with some fields replaced."""
+        """Return a preset (a key of :data:`PRESETS`) with some fields replaced."""
         if name not in PRESETS:
-            raise ConfigError(f"unknown KHA preset {name!r}: choose one of {', '.join(PRESETS)}")
+            raise ConfigError(f"Unknown KHA preset {name!r}. Choose one of {', '.join(PRESETS)}.")
         return cls.from_dict({**PRESETS[name], **overrides})
 
     @classmethod
@@ -115,30 +104,29 @@ class KHAConfig(KnockSettings):
         """
         values: dict[str, Any] = {}
         for name in names:
-            cls.from_preset(name)  # which refuses one that there is not
+            cls.from_preset(name)  # raises an error if it is unknown
             for setting, value in PRESETS[name].items():
                 earlier = values.get(setting, {})
-                of_mechanism = isinstance(value, Mapping)
-                if setting in values and not (of_mechanism and earlier.keys().isdisjoint(value)):
+                is_mechanism = isinstance(value, Mapping)
+                if setting in values and not (is_mechanism and earlier.keys().isdisjoint(value)):
                     raise ConfigError(
-                        f"the presets {', '.join(names)} say {setting} twice: leave one out"
+                        f"Presets {', '.join(names)} set {setting} more than once. Remove one."
                     )
-                values[setting] = {**earlier, **value} if of_mechanism else value
+                values[setting] = {**earlier, **value} if is_mechanism else value
         return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read the result of :meth:`to_dict`. Raises ConfigError for an unknown key."""
-        unknown = sorted(set(values) - {f.name for f in fields(cls)})
-        if unknown:
+        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
             raise ConfigError(
-                f"unknown KHA setting {', '.join(unknown)}: written by another version of "
-                f"kha-megatron; known are {', '.join(f.name for f in fields(cls))}"
+                f"Unknown KHA setting {', '.join(unknown)}. Expected one of "
+                f"{', '.join(f.name for f in fields(cls))}."
             )
-        others = mechanism_types(cls)
+        types = mechanism_types(cls)
         read: dict[str, Any] = {
-            name: others[name].from_dict(value)
-            if name in others and not isinstance(value, Mechanism | None)
+            name: types[name].from_dict(value)
+            if name in types and not isinstance(value, Mechanism | None)
             else value
             for name, value in values.items()
         }
@@ -146,23 +134,19 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self | None:
-        """Read the options of a command line. Return None if they name no preset and no mechanism.
+        """Read command-line options. Return None if they name no preset and no mechanism.
 
         Args:
             given: parsed values by field, with ``preset`` and ``heads`` (the words of ``--heads``).
                 None means "not given", ``none`` means "no such mechanism".
-
-        Raises:
-            ConfigError: an unknown name or value.
         """
         words = {name: value for name, value in given.items() if value is not None}
         preset = words.pop("preset", None)
         words = parse_heads(words.pop("heads", ())) | words
         if preset is None and not words.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
             return None
-        for projection in PROJECTIONS & words.keys():
-            words[projection] = parse_variant(words[projection])
-        if preset in PRESETS:  # single settings of a mechanism that the preset has
+        words |= {name: None for name in PROJECTIONS if words.get(name) == "none"}
+        if preset in PRESETS:  # options may replace single settings of the preset's mechanisms
             for name in mechanism_types(cls).keys() & words.keys() & PRESETS[preset].keys():
                 words[name] = words[name] and {**PRESETS[preset][name], **words[name]}
         return cls.from_preset(preset or "baseline", **words)
@@ -172,11 +156,8 @@ class KHAConfig(KnockSettings):
         """Read the ``kha_*`` entries of a checkpoint or an export. Return None if there are none.
 
         Args:
-            entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's may name a
-                preset in ``spec`` instead, and have their own ``attention_output_gate``.
-
-        Raises:
-            ConfigError: an unknown variant or init.
+            entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's arguments
+                may name a preset in ``spec``, and may set ``attention_output_gate``.
         """
         gated = entries.get("attention_output_gate") is True
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
@@ -187,8 +168,7 @@ class KHAConfig(KnockSettings):
             if not (is_preset or gated):
                 return None
             return cls.from_preset(name if is_preset else "baseline").with_output_gate(gated)
-        for projection in PROJECTIONS:
-            values[projection] = parse_variant(values.get(projection))
+        values |= {name: None for name in PROJECTIONS if values.get(name) == "none"}
         return cls.from_dict(values).with_output_gate(gated)
 
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
@@ -220,8 +200,8 @@ class KHAConfig(KnockSettings):
             gate = replace(gate, output="element")
         if not gate.is_stock:
             raise ConfigError(
-                "--attention-output-gate multiplies by the sigmoid of gate.output=element, and "
-                f"{self.gate} asks for another: remove one"
+                "--attention-output-gate multiplies by the sigmoid of gate.output=element and does "
+                f"not support {self.gate}. Remove one of them."
             )
         return replace(self, gate=gate)
 
@@ -340,29 +320,25 @@ class KHAConfig(KnockSettings):
     def check(self, facts: HeadFacts) -> None:
         """Raise ConfigError if a model with these facts does not support the configuration."""
         if self.attention == "gta" and facts.multi_latent:
-            raise ConfigError(
-                "attention=gta and --multi-latent-attention are two kinds of attention: remove one"
-            )
+            raise ConfigError("kha_attention=gta does not support --multi-latent-attention.")
         if self.attention == "gla" and not facts.multi_latent:
             raise ConfigError(
-                "attention=gla takes its sizes from Megatron's multi-latent attention: add "
-                "--multi-latent-attention (with --kv-lora-rank for all latent heads together)"
+                "kha_attention=gla needs --multi-latent-attention, with --kv-lora-rank as the size "
+                "of all latent heads together."
             )
         facts = replace(facts, attention=self.attention)
         for mechanism in self.mechanisms:
             if why := mechanism.unsupported_reason(facts):
                 raise ConfigError(why)
-        if facts.predictions and (self.mechanisms or self.attention):
+        if not (self.mechanisms or self.attention):
+            return
+        if facts.predictions:
             raise ConfigError(
-                f"mtp_num_layers={facts.predictions}: Megatron builds its multi-token prediction "
-                "layers without the layer spec, so they would train plain attention: remove "
-                "--mtp-num-layers, or use the baseline preset"
+                f"Expected mtp_num_layers=0 with KHA, got {facts.predictions}: Megatron builds "
+                "multi-token prediction layers without the layer spec. Remove --mtp-num-layers."
             )
-        if facts.flash_decode and (self.mechanisms or self.attention):
-            raise ConfigError(
-                f"flash_decode=True decodes in kernels that were never run with KHA on {self}: "
-                "remove --flash-decode, or use the baseline preset"
-            )
+        if facts.flash_decode:
+            raise ConfigError(f"flash_decode does not support {self}. Remove --flash-decode.")
 
     def __str__(self) -> str:
         """Format for logs: ``query=linear key=linear value=linear``, ``value=mlp in gta``."""
@@ -373,59 +349,54 @@ class KHAConfig(KnockSettings):
         return words + kind
 
 
-def mechanism_types(config: type = KHAConfig) -> dict[str, type[Mechanism]]:
-    """Return the mechanisms except the knock, by field."""
+def mechanism_types(config: type = KHAConfig) -> Mapping[str, type[Mechanism]]:
+    """Return the classes of all mechanisms except the knock, by field."""
     return _mechanism_types(config)
 
 
-@cache  # a planner asks thousands of times
-def _mechanism_types(config: type) -> dict[str, type[Mechanism]]:
-    hints = get_type_hints(config)
-    choices = {f.name: get_args(hints[f.name]) for f in fields(config)}
+@cache
+def _mechanism_types(config: type) -> Mapping[str, type[Mechanism]]:
     return {
         name: kind
-        for name, kinds in choices.items()
-        for kind in kinds
+        for name, hint in get_type_hints(config).items()
+        for kind in get_args(hint)
         if isinstance(kind, type) and issubclass(kind, Mechanism)
     }
 
 
 def parse_heads(words: Iterable[str]) -> dict[str, Any]:
-    """Parse ``--heads`` words: ``NAME.FIELD=VALUE``, ``NAME`` for its defaults, ``NAME=none``.
+    """Parse the words of ``--heads`` to fields of :class:`KHAConfig`, with mechanisms as dicts.
 
-    Returns fields of :class:`KHAConfig`, with mechanisms as dicts. Values are JSON or words;
-    ``none`` is None. ``knock.value=mlp`` is ``--kha-value mlp``.
+    A word is ``NAME.FIELD=VALUE``, ``NAME`` for defaults, or ``NAME=none``. Values are JSON or
+    strings, and ``none`` is None. ``knock.value=mlp`` is ``--kha-value mlp``.
 
     Raises:
         ConfigError: an unknown mechanism or a malformed word.
     """
     result: dict[str, Any] = {}
-    known = (Knock.name, *mechanism_types())
+    known, knock = (Knock.name, *mechanism_types()), [f.name for f in fields(Knock)]
     for word in words:
         path, equals, text = word.partition("=")
         name, dot, setting = path.partition(".")
-        if name not in known or bool(equals) < bool(dot) or (equals and not dot and text != "none"):
+        is_complete = equals if dot else not equals or text == "none"
+        is_known = name in known and (name != Knock.name or setting in knock)
+        if not (is_complete and is_known):
             raise ConfigError(
-                f"--heads {word}: write NAME, NAME.FIELD=VALUE or NAME=none, where NAME is one of "
-                f"{', '.join(known)}"
+                "Expected --heads NAME.FIELD=VALUE, NAME or NAME=none, where NAME is one of "
+                f"{', '.join(known)}, got {word}."
             )
         if name == Knock.name:
-            settings = [f.name for f in fields(Knock)]
-            if setting not in settings:
-                raise ConfigError(f"--heads {word}: {name} has {', '.join(settings)}")
-            result[setting] = _value(text)
+            result[setting] = _parse_value(text)
         elif dot:
-            result[name] = (result.get(name) or {}) | {setting: _value(text)}
+            result[name] = (result.get(name) or {}) | {setting: _parse_value(text)}
         else:
             result[name] = None if equals else result.get(name) or {}
     return result
 
 
-def _value(text: str) -> Any:
-    if text == "none":
-        return None
+def _parse_value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return None if text == "none" else json.loads(text)
     except (ValueError, RecursionError):
         return text
 

@@ -16,7 +16,6 @@ from kha_megatron.heads.mechanism import (
     HeadTensor,
     Mechanism,
     Projection,
-    Start,
 )
 from kha_megatron.heads.ranks import Ranks
 
@@ -33,12 +32,9 @@ FUSED_DIM = 256
 class CollaborativeHeads(Mechanism):
     """Width of the shared query and key, and initial value of the mixing vectors.
 
-    A cache needs ``dim + G D`` numbers per token. QK-norm comes after the mixing vector. For
+    The cache holds ``dim + G D`` numbers per token. QK-norm comes after the mixing vector. For
     export, ``W_Q diag(m_i)`` folds into ordinary query projections with one repeated key; where all
     features of a head rotate, this needs ``dim`` = ``kv_channels``.
-
-    Raises:
-        ConfigError: a field has an invalid value.
     """
 
     name: ClassVar[str] = "collaborative"
@@ -52,37 +48,34 @@ class CollaborativeHeads(Mechanism):
     "concatenate"). ``ones``: every head starts with all features."""
 
     def __post_init__(self) -> None:
-        if type(self.dim) is not int or self.dim < 2 or self.dim % 2:
-            raise ConfigError(f"collaborative dim={self.dim!r}: give an even number from 2 up")
-        self._check_choices()
+        super().__post_init__()
+        if self.dim < 2 or self.dim % 2:
+            raise ConfigError(f"Expected collaborative.dim to be even, got {self.dim}.")
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         """Return query and key projections ``[dim, hidden]`` and mixing vectors ``[H, dim]``."""
-        begins: Start = self.start
-        shared: tuple[Projection, ...] = ("query", "key")
-        return (
-            *(
-                HeadTensor(
-                    name=f"collaborative_{projection}",
-                    shape=(self.dim, sizes.hidden_size),
-                    gradient="heads",
-                    heads=projection,
-                    starts=("normal",),
-                    hf=f"collaborative_{projection}",
-                    reads_input=True,
-                )
-                for projection in shared
-            ),
+        projections = tuple(
             HeadTensor(
-                name="collaborative_mixing",
-                shape=(sizes.query_heads, self.dim),
+                name=f"collaborative_{projection}",
+                shape=(self.dim, sizes.hidden_size),
                 gradient="heads",
-                heads="query",
-                starts=(begins,),
-                hf="collaborative_mixing",
-                per_head=True,
-            ),
+                heads=projection,
+                starts=("normal",),
+                hf=f"collaborative_{projection}",
+                reads_input=True,
+            )
+            for projection in self.own_projections
         )
+        mixing = HeadTensor(
+            name="collaborative_mixing",
+            shape=(sizes.query_heads, self.dim),
+            gradient="heads",
+            heads="query",
+            starts=(self.start,),
+            hf="collaborative_mixing",
+            per_head=True,
+        )
+        return (*projections, mixing)
 
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
@@ -116,29 +109,27 @@ class CollaborativeHeads(Mechanism):
         """Return why fused attention kernels cannot compute it, or None."""
         if self.dim <= FUSED_DIM:
             return None
-        return f"its keys are {self.dim} features wide, and fused kernels take at most {FUSED_DIM}"
+        return f"its keys are {self.dim} features wide, and fused kernels support {FUSED_DIM}"
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Refuse MLA, GTA and a ``dim`` that is too small or too wide for the model."""
+        """Refuse MLA, GTA and a ``dim`` that does not fit the model."""
         if why := super().unsupported_reason(facts):
             return why
         if facts.fused_attention and self.dim > FUSED_DIM:
             return (
-                f"collaborative.dim={self.dim} on fused attention kernels, whose heads have at "
-                f"most {FUSED_DIM} features: use collaborative.dim={FUSED_DIM} or less, or "
-                "--attention-backend unfused"
+                f"Fused attention kernels support at most {FUSED_DIM} features per head, got "
+                f"collaborative.dim={self.dim}. Reduce it or pass --attention-backend unfused."
             )
         if facts.rotary_features > self.dim:
             return (
-                f"collaborative.dim={self.dim}, and the rotary embedding of the model turns "
-                f"{facts.rotary_features} features: give collaborative.dim={facts.rotary_features} "
-                "or more, or a smaller --rotary-percent (partial_rotary_factor)"
+                f"Expected collaborative.dim of at least {facts.rotary_features}, the rotary "
+                f"features of a head, got {self.dim}. Increase it or reduce --rotary-percent "
+                "(partial_rotary_factor)."
             )
         if self.start == "blocks" and self.dim < facts.query_heads:
             return (
-                f"collaborative.start=blocks with dim={self.dim} for {facts.query_heads} heads "
-                f"leaves heads without a feature: use collaborative.dim={facts.query_heads} or "
-                "more, or collaborative.start=ones"
+                f"Expected collaborative.dim of at least {facts.query_heads} (one per head) with "
+                f"start=blocks, got {self.dim}. Increase it or set collaborative.start=ones."
             )
         return None
 

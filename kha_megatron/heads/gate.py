@@ -39,11 +39,7 @@ SHUT = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Mechanism):
-    """Gates of one form at one or more positions.
-
-    Raises:
-        ConfigError: a field has an invalid value, or no position is set.
-    """
+    """Gates of one form at one or more positions."""
 
     name: ClassVar[str] = "gate"
     stages: ClassVar[tuple[Stage, ...]] = ("qkv", "output", "dense")
@@ -78,18 +74,11 @@ class Gate(Mechanism):
     """False: a parameter replaces ``X W`` (the paper's input-independent gate)."""
 
     def __post_init__(self) -> None:
-        for position in get_args(Position):
-            found = getattr(self, position)
-            known = ("element",) if position == "dense" else get_args(Granularity)
-            if found is not None and found not in known:
-                raise ConfigError(
-                    f"gate {position}={found!r}: choose one of {', '.join(known)}, or leave it out"
-                )
-        self._check_choices()
+        super().__post_init__()
         if not self.positions:
             raise ConfigError(
-                f"gate at no position: say where, {', '.join(get_args(Position))} "
-                f"({', '.join(ALIASES)}), as in gate.output=element"
+                f"Expected a gate at {', '.join(get_args(Position))} ({', '.join(ALIASES)}), got "
+                "none. Set one, as in gate.output=element."
             )
 
     @classmethod
@@ -100,11 +89,10 @@ class Gate(Mechanism):
             ConfigError: an unknown setting, or a position that is given twice.
         """
         if not isinstance(values, Mapping):
-            return super().from_dict(values)  # which refuses it
-        if twice := [name for name in values if ALIASES.get(name) in values]:
-            raise ConfigError(
-                f"gate.{twice[0]} is gate.{ALIASES[twice[0]]}, which is given too: leave one out"
-            )
+            return super().from_dict(values)  # raises the error
+        for name in ALIASES.keys() & values:
+            if ALIASES[name] in values:
+                raise ConfigError(f"gate.{name} is an alias of gate.{ALIASES[name]}. Set only one.")
         return super().from_dict({ALIASES.get(name, name): v for name, v in values.items()})
 
     @property
@@ -191,40 +179,38 @@ class Gate(Mechanism):
     def activations(self, sizes: HeadSizes) -> int:
         """Count the gated tensor, if multiplied, and its float32 score (two 16-bit elements).
 
-        All activations but the sigmoid keep a second score.
+        Activations other than the sigmoid save a second score.
         """
-        kept = 0
+        total = 0
         for position, granularity in self.positions.items():
             if position != "dense":
                 heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
                 score = {"element": heads * dim, "head": heads, "shared": dim}[granularity]
-                kept += self._kept(heads * dim, score)
-        return kept
+                total += self._activations(heads * dim, score)
+        return total
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
         """Count the same for the ``dense`` gate."""
-        return self._kept(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
+        return self._activations(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
 
-    def _kept(self, size: int, score: int) -> int:
+    def _activations(self, size: int, score: int) -> int:
         multiplied = self.form == "multiply"
         scores = 1 + (multiplied and self.activation != "sigmoid")
         return size * multiplied + 2 * score * scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """Return what precedes each multiplying sigmoid, which is one half at zero.
+        """Return the projection before each multiplying sigmoid, which is 1/2 at zero.
 
         Raises:
-            ConfigError: the gate at zero is neither a power of two nor adds zero.
+            ConfigError: the gate at zero is not exactly invertible.
         """
         if (self.form, self.activation) == ("multiply", "sigmoid"):
             return tuple("output" if p == "dense" else p for p in self.positions)
         if (self.form, self.activation) == ("add", "silu"):
             return ()
-        score = {"sigmoid": "1/2", "silu": "0", "half_sigmoid": "3/4"}[self.activation]
-        does = "multiplies by" if self.form == "multiply" else "adds"
         raise ConfigError(
-            f"{self} {does} {score} where its score is zero, which no weights before it undo bit "
-            "for bit: use a sigmoid that multiplies, or a silu that is added"
+            f"{self} changes the outputs of a trained model. Use form=multiply with "
+            "activation=sigmoid, or form=add with activation=silu."
         )
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
@@ -232,16 +218,15 @@ class Gate(Mechanism):
         if facts.attention:
             return super().unsupported_reason(facts)
         if facts.multi_latent and set(self.positions) != {"output"}:
-            wrong = ", ".join(p for p in self.positions if p != "output")
             return (
-                f"{self} on multi-latent attention, which never forms q, k and v at inference: "
-                f"leave out {wrong}; gate.output is its one gate"
+                f"Multi-latent attention supports only gate.output, got {self}: at inference it "
+                "does not compute queries, keys and values. Remove the other positions."
             )
-        idle = [p for p in ("query", "key") if self.positions.get(p) == "head"]
-        if facts.qk_norm and idle and self.form == "multiply":
+        scaled = [p for p in ("query", "key") if self.positions.get(p) == "head"]
+        if facts.qk_norm and scaled and self.form == "multiply":
             return (
-                f"gate.{idle[0]}=head before QK-norm, which divides the one factor of a head out "
-                f"again: use gate.{idle[0]}=element, or remove --qk-layernorm"
+                f"gate.{scaled[0]}=head has no effect with QK-norm, which removes the scale of a "
+                f"head. Use gate.{scaled[0]}=element or remove --qk-layernorm."
             )
         return None
 

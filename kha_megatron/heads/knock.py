@@ -9,7 +9,7 @@ in the paper. (``torch.nn.Linear`` has the transpose.)
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -19,6 +19,7 @@ from kha_megatron.heads.mechanism import (
     Mechanism,
     Projection,
     Start,
+    check_fields,
 )
 
 if TYPE_CHECKING:
@@ -45,24 +46,9 @@ INITS: tuple[Init, ...] = get_args(Init)
 FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 
-def parse_variant(text: str | None) -> Variant | None:
-    """Parse the name of a variant; ``"none"`` is None. Raises ConfigError for any other word."""
-    if text is None or text == "none":
-        return None
-    if not isinstance(text, str) or text not in MATRICES:  # JSON may hold anything
-        raise ConfigError(
-            f"unknown KHA variant {text!r}: choose one of {', '.join(MATRICES)} or none"
-        )
-    return cast(Variant, text)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KnockSettings:
-    """Variants of the knocked projections. Fields of ``Knock`` and of ``KHAConfig``.
-
-    Raises:
-        ConfigError: a field has an invalid value.
-    """
+    """Variants of the knocked projections. Fields of ``Knock`` and of ``KHAConfig``."""
 
     query: Variant | None = None
     """Variant for query heads, before QK-norm and RoPE."""
@@ -71,8 +57,8 @@ class KnockSettings:
     value: Variant | None = None
     """Variant for value heads."""
     init: Init = "identity"
-    """``identity`` (section 3.3) starts as a bit-exact no-op. ``random`` is the paper's ablation,
-    which trains to a much higher loss."""
+    """``identity`` starts as a bit-exact no-op. ``random`` is an ablation, for which the paper
+    reports much higher losses (section 3.3)."""
     init_seed: int = 1234
     """Seed of ``init="random"``, independent of the random state of a rank."""
     fold: Fold = field(default="auto", compare=False)
@@ -81,20 +67,10 @@ class KnockSettings:
     affect equality, and is not stored in checkpoints or exports."""
 
     def __post_init__(self) -> None:
-        for projection in PROJECTIONS:
-            parse_variant(getattr(self, projection))
-            if getattr(self, projection) == "none":
-                raise ConfigError(f"KHAConfig({projection}='none'): write None")
-        if self.init not in INITS:
-            raise ConfigError(f"unknown KHA init {self.init!r}: choose one of {', '.join(INITS)}")
-        if type(self.init_seed) is not int:
-            raise ConfigError(f"KHA init_seed {self.init_seed!r} is not a whole number")
-        if self.fold not in FOLDS:
-            raise ConfigError(f"unknown KHA fold {self.fold!r}: choose one of {', '.join(FOLDS)}")
+        check_fields(self, "kha_")
         if self.fold == "always" and "linear" not in self.variants.values():
             raise ConfigError(
-                f"KHA fold=always, and nothing linear to fold in {self}: use auto, or a linear "
-                "variant"
+                f"kha_fold=always needs a linear variant to fold, got {self}. Set kha_fold=auto."
             )
 
     @property
@@ -156,9 +132,9 @@ class Knock(KnockSettings, Mechanism):
         return set(self.variants.values()) <= {"linear"}
 
     def projections_to_double(self) -> tuple[()]:
-        """Return (): it starts as the identity. Raises ConfigError for a random start."""
+        """Return (), because the matrices start as the identity."""
         if self.init != "identity":
-            raise ConfigError(f"KHA on {self} is no start for a trained model: leave init out")
+            raise ConfigError(f"{self} changes the outputs of a trained model. Set init=identity.")
         return ()
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
@@ -167,14 +143,11 @@ class Knock(KnockSettings, Mechanism):
             return None
         if nonlinear := [f"{p}={v}" for p, v in self.variants.items() if v != "linear"]:
             return (
-                f"KHA {' '.join(nonlinear)} on multi-latent attention: MLA never forms q, k and v "
-                "at inference, so only matrices that fold away are allowed: use linear"
+                f"Multi-latent attention supports only linear KHA, got {' '.join(nonlinear)}: at "
+                "inference it does not compute queries, keys and values. Use linear."
             )
         if self.fold == "always":
-            return (
-                "fold=always with multi-latent attention, whose matrices are applied to "
-                "activations while training: use --kha-fold auto"
-            )
+            return "kha_fold=always does not support multi-latent attention. Set --kha-fold auto."
         return None
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
 """Base class of head mechanisms, and the descriptions of their tensors."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from kha_megatron.errors import ConfigError
@@ -84,9 +84,9 @@ class HeadTensor:
     shape: tuple[int, ...]
     """Shape over all ranks."""
     gradient: Gradient
-    """The gradient that a tensor-parallel rank computes: a partial sum over its ``heads``, over its
-    ``tokens`` (sequence parallelism), or the ``whole``. If ``reads_input``, of the projection's
-    output."""
+    """The gradient on one tensor-parallel rank: a partial sum over its ``heads``, over its
+    ``tokens`` (sequence parallelism), or the ``whole``. If ``reads_input``, the gradient of the
+    projection's output."""
     heads: Projection
     """The projected tensor whose heads it applies to."""
     starts: tuple[Start, ...] = ("zeros",)
@@ -147,11 +147,15 @@ class HeadRows:
         return sizes.heads(self.heads) * self.features * sizes.hidden_size
 
 
-class Mechanism(ABC):
-    """Base of a mechanism's settings: a frozen dataclass of plain values.
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """Base class of head mechanisms: a frozen dataclass of plain values.
 
-    Its fields are flags (``--heads NAME.FIELD=VALUE``) and JSON keys. Invalid values raise
-    :class:`~kha_megatron.errors.ConfigError`.
+    The fields are flags (``--heads NAME.FIELD=VALUE``) and JSON keys. Subclasses implement
+    :meth:`tensors` and :meth:`apply`, and override other methods where the defaults are wrong.
+
+    Raises:
+        ConfigError: a field has an invalid value.
     """
 
     name: ClassVar[str]
@@ -166,17 +170,8 @@ class Mechanism(ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings."""
 
-    def _check_choices(self) -> None:
-        """Raise ConfigError if a value of a boolean or Literal field is not one of its choices."""
-        assert is_dataclass(self)
-        for item in fields(self):
-            value, words = getattr(self, item.name), get_args(item.type)
-            if item.type is bool and type(value) is not bool:
-                raise ConfigError(f"{self.name} {item.name}={value!r}: choose true or false")
-            if get_origin(item.type) is Literal and value not in words:
-                raise ConfigError(
-                    f"{self.name} {item.name}={value!r}: choose one of {', '.join(words)}"
-                )
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.name}.")
 
     def for_layer(self, layer: int) -> Self:
         """Return the settings of the layer with this index (from 0)."""
@@ -184,8 +179,20 @@ class Mechanism(ABC):
 
     @property
     def own_dim(self) -> int | None:
-        """Features of each head of the projections in ``own_projections``."""
+        """Features of each head of the ``own_projections``."""
         return None
+
+    def acts_at(self, stage: Stage) -> bool:
+        """Return whether these settings change anything at ``stage``."""
+        return stage in self.stages
+
+    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
+        """Return the parameters of one layer, over all ranks."""
+        return ()
+
+    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
+        """Return its rows of ``linear_qkv``, in order."""
+        return ()
 
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
@@ -207,18 +214,6 @@ class Mechanism(ABC):
         """
         return {}
 
-    def acts_at(self, stage: Stage) -> bool:
-        """Return whether these settings change anything at ``stage``."""
-        return stage in self.stages
-
-    @abstractmethod
-    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return the parameters of one layer, over all ranks."""
-
-    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Return its rows of ``linear_qkv``, in order."""
-        return ()
-
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
         """Count its parameters in one layer on each of ``tp`` ranks, without padding rows."""
         rows = sum(row.size(sizes) for row in self.rows(sizes))
@@ -233,27 +228,23 @@ class Mechanism(ABC):
         return 0
 
     def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        """Count FLOPs that kernels could save by skipping the heads it switches off; none do today.
+        """Count FLOPs of the heads that it switches off. Kernels do not skip them today.
 
         Returns:
             Per layer, forward: FLOPs of projections per token, and of scores and values per pair.
         """
         return 0, 0
 
-    def pair_activations(self, sizes: HeadSizes) -> int:
-        """Count the elements per query-key pair and layer kept for backward."""
-        return 0
-
-    def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return why fused attention kernels cannot compute its layer, or None if they can."""
-        return None
-
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the elements per token and layer kept for backward, without recomputation."""
+        """Count 16-bit elements per token and layer saved for backward, without recomputation."""
         return 0
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Count the part of kept elements that sequence parallelism shards."""
+        """Count further saved elements per token, which sequence parallelism shards."""
+        return 0
+
+    def pair_activations(self, sizes: HeadSizes) -> int:
+        """Count 16-bit elements per query-key pair and layer saved for backward."""
         return 0
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
@@ -276,22 +267,21 @@ class Mechanism(ABC):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether tokens lose heads, so that adding it to a trained model changes the outputs."""
+        """Whether tokens use a part of the heads, so that upcycling changes the outputs."""
         return False
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """Return the projections to double when it is added to a trained model, so that outputs
-        stay.
+        """Return the projections to double when it is added to a trained model.
 
-        Each is doubled as often as it is named, which is exact in any dtype. Tensors that read the
-        input then start at zero.
+        Outputs then stay the same. Each is doubled as often as it is named, which is exact in any
+        dtype. Tensors that read the input start at zero.
 
         Raises:
-            ConfigError: no initial value preserves the outputs.
+            ConfigError: no initial value preserves the outputs (the default).
         """
         raise ConfigError(
-            f"{self} changes what a trained model computes, however it begins: train with it from "
-            "the start"
+            f"{self} changes the outputs of a trained model with any initial value. Use it in a "
+            "training from scratch."
         )
 
     @property
@@ -305,43 +295,80 @@ class Mechanism(ABC):
         drawn = any("normal" in tensor.starts for tensor in self.tensors(sizes))
         return not (doubled or drawn or self.rows(sizes))
 
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
+        """Return why fused attention kernels cannot compute its layer, or None if they can."""
+        return None
+
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Return why a model cannot have it, with a remedy, or None if it can.
+        """Return an error message if the model does not support it, otherwise None.
 
         By default, mechanisms support MHA, MQA and GQA.
         """
         kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
-        return kind and f"{self} on {kind}, which gives it no place to act: use MHA, MQA or GQA"
+        return kind and f"{self} does not support {kind}. Use MHA, MQA or GQA."
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read the result of :meth:`to_dict`. Raises ConfigError for an unknown setting."""
-        assert is_dataclass(cls)
-        known = [f.name for f in fields(cls)]
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{cls.name}={values!r}: give an object of {', '.join(known)}")
-        if unknown := sorted(set(values) - set(known)):
+            raise ConfigError(f"Expected {cls.name} to be an object of settings, got {values!r}.")
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted({*values} - {*known}):
             raise ConfigError(
-                f"unknown setting {', '.join(unknown)} of {cls.name}: it has "
-                f"{', '.join(known) or 'none'}"
+                f"Unknown setting {', '.join(unknown)} of {cls.name}. Expected some of {known}."
             )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values of all fields that take part in comparisons."""
-        assert is_dataclass(self)
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     def non_defaults(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults."""
-        assert is_dataclass(self)
-        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
 
     def __str__(self) -> str:
         """Format for logs: ``name``, or ``name(setting=value)``."""
         settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())
         return f"{self.name}({settings})" if settings else self.name
+
+
+def check_fields(settings: Any, prefix: str) -> None:
+    """Raise ConfigError if a field of a dataclass has a value that its annotation does not allow.
+
+    Numbers must not be negative. Error messages put ``prefix`` before the name of the field.
+    """
+    for item in fields(settings):
+        value, kind = getattr(settings, item.name), item.type
+        kinds = (kind,) if get_origin(kind) in (None, Literal) else get_args(kind)
+        if not any(_is_valid(value, kind) for kind in kinds):
+            literal = [
+                word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
+            ]
+            words = literal + [_WORDS[kind] for kind in kinds if kind in _WORDS]
+            raise ConfigError(
+                f"Expected {prefix}{item.name} to be {' or '.join(words)}, got {value!r}."
+            )
+
+
+_WORDS = {
+    NoneType: "none",
+    bool: "true or false",
+    int: "a whole number from 0 up",
+    float: "a number from 0 up",
+    tuple[int, ...]: "a list of them",
+}
+
+
+def _is_valid(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_valid(n, get_args(kind)[0]) for n in value)
+    if kind in (int, float):
+        return type(value) in (int, kind) and 0 <= value < math.inf
+    return isinstance(value, kind)
 
 
 def apply_stage(

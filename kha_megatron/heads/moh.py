@@ -32,10 +32,6 @@ class MixtureOfHeads(Mechanism):
     """Numbers of shared and active heads, the router and the weights.
 
     Set ``shared`` and ``active``, or ``share``, or ``share`` and one of the two.
-
-    Raises:
-        ConfigError: a field has an invalid value, or the numbers of heads are incomplete or
-            contradictory.
     """
 
     name: ClassVar[str] = "moh"
@@ -71,42 +67,27 @@ class MixtureOfHeads(Mechanism):
     """Initial value of the learned router. At ``zeros`` with ``scale=code``, all heads weigh 1."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.active, list):  # as JSON has it
+        if isinstance(self.active, list):  # from JSON
             object.__setattr__(self, "active", tuple(self.active))
-        self._check_choices()
-        for setting in ("balance", "anneal"):
-            value = getattr(self, setting)
-            kinds = (int, float) if setting == "balance" else (int,)
-            if type(value) not in kinds or not 0 <= value < float("inf"):
-                raise ConfigError(f"moh {setting}={value!r}: use 0 or more")
-        if self.router == "query_norm" and self.start != type(self).start:
-            raise ConfigError(f"moh start={self.start} without a router to start: leave it out")
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        several = isinstance(self.active, tuple)
+        super().__post_init__()
         active = self.active if isinstance(self.active, tuple) else (self.active,)
-        numbers = [n for n in (self.shared, *active) if n is not None]
-        if any(type(n) is not int or n < 0 for n in numbers) or not active or 0 in active:
+        given = [name for name in ("shared", "active", "share") if getattr(self, name) is not None]
+        if given not in (["shared", "active"], ["share"], ["shared", "share"], ["active", "share"]):
             raise ConfigError(
-                f"moh shared={self.shared} active={self.active}: use whole numbers of heads, with "
-                "1 or more active"
+                "Expected moh.shared and moh.active, or moh.share with at most one of them, got "
+                f"{', '.join(given) or 'none'}. Set for example moh.share=0.75."
             )
+        if not active or 0 in active or (isinstance(self.active, tuple) and self.share is not None):
+            raise ConfigError(
+                "Expected moh.active to be 1 or more, or a list of such numbers without moh.share, "
+                f"got active={self.active} and share={self.share}."
+            )
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ConfigError(f"Expected moh.share above 0 and at most 1, got {self.share}.")
         if self.shared == 0 and self.router == "learned":
             raise ConfigError(
-                "moh shared=0 with a learned router, which weighs shared heads against routed ones "
-                "(equation 6): use 1 or more, or router=query_norm"
-            )
-        if self.share is not None and (
-            type(self.share) not in (int, float) or not 0 < self.share <= 1
-        ):
-            raise ConfigError(f"moh share={self.share!r}: use more than 0 and at most 1")
-        given = [name for name in ("shared", "active", "share") if getattr(self, name) is not None]
-        complete = given == ["shared", "active"] or (len(given) < 3 and "share" in given)
-        if not complete or (several and self.share is not None):
-            raise ConfigError(
-                f"moh with {', '.join(given) or 'no number of heads'}: give moh.shared and "
-                "moh.active, or moh.share, as in moh.share=0.75"
+                "moh.shared=0 does not work with a learned router, which weights shared against "
+                "routed heads (equation 6). Set moh.shared=1 or more, or moh.router=query_norm."
             )
 
     def shared_heads(self, heads: int) -> int:
@@ -178,7 +159,7 @@ class MixtureOfHeads(Mechanism):
         return 2 * sum(tensor.size for tensor in self.tensors(sizes))
 
     def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        """Count output projection, logits and values of idle heads, and queries if unused."""
+        """Count output projection, logits and values of unused heads, and queries if unused."""
         heads, hidden = sizes.query_heads, sizes.hidden_size
         idle = heads - self.shared_heads(heads) - self.active_heads(heads)
         query, value = sizes.dim("query"), sizes.dim("value")
@@ -186,7 +167,7 @@ class MixtureOfHeads(Mechanism):
         return 2 * idle * hidden * projected, 2 * idle * (query + value)
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the output, about four float32 weights per head, and float32 queries if routed by.
+        """Count the output, five float32 numbers per head, and float32 queries for ``query_norm``.
 
         One float32 counts as two 16-bit elements.
         """
@@ -195,7 +176,7 @@ class MixtureOfHeads(Mechanism):
         return heads * (sizes.dim("value") + 10) + queries
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """Count float32 query norms sent to all ranks, and the weights' gradients sent back."""
+        """Count gathered float32 query norms, and gathered gradients of the weights."""
         of_heads = 4 * sizes.query_heads
         return (of_heads if self.router == "query_norm" else 0), of_heads
 
@@ -224,12 +205,11 @@ class MixtureOfHeads(Mechanism):
         return True
 
     def projections_to_double(self) -> tuple[()]:
-        """Return (): used heads have weight 1 (section 4.4). Raises ConfigError for a learned
-        router."""
+        """Return (). Heads in use weigh 1 (section 4.4), but not with a learned router."""
         if self.router == "learned" or not self.quantized:
             raise ConfigError(
-                f"{self} weighs a trained model's heads by numbers that it has not learnt: use "
-                "moh.router=query_norm and moh.quantized=true"
+                f"{self} changes the weights of a trained model's heads. Set "
+                "moh.router=query_norm and moh.quantized=true."
             )
         return ()
 
@@ -238,26 +218,22 @@ class MixtureOfHeads(Mechanism):
         if why := super().unsupported_reason(facts):
             return why
         layers, heads = facts.layers, facts.query_heads
-        several = self.active if isinstance(self.active, tuple) else ()
-        if layers and several and len(several) != layers:
-            return (
-                f"moh active={list(several)} names {len(several)} layers, and the model has "
-                f"{layers}: give one number, or {layers}"
-            )
+        per_layer = self.active if isinstance(self.active, tuple) else ()
+        if layers and per_layer and len(per_layer) != layers:
+            return f"Expected one number or {layers} numbers in moh.active, got {len(per_layer)}."
         if not heads:
             return None
-        least, shared = int(self.router == "learned"), self.shared_heads(heads)
+        shared, least = self.shared_heads(heads), int(self.router == "learned")
         if not least <= shared < heads:
             return (
-                f"{self} shares {shared} of {heads} heads: use moh.shared from {least} to "
-                f"{heads - 1}, which leaves some to route"
+                f"Expected {least} to {heads - 1} shared heads of {heads}, got {shared} from "
+                f"{self}. Set moh.shared."
             )
-        routed = heads - shared
-        wanted = several or (self.active_heads(heads),)
-        if wrong := [active for active in wanted if not 1 <= active <= routed]:
+        active, routed = per_layer or (self.active_heads(heads),), heads - shared
+        if not 1 <= min(active) <= max(active) <= routed:
             return (
-                f"{self} has {wrong[0]} active of {routed} routed heads ({heads} heads, {shared} "
-                f"of them shared): use moh.active from 1 to {routed}"
+                f"Expected 1 to {routed} active heads of {heads} with {shared} shared, got "
+                f"{max(active)} from {self}. Set moh.active."
             )
         return None
 

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkingHeads(Mechanism):
-    """The mixings before and after the softmax. Both start as a bit-exact no-op.
+    """Mixing before and after the softmax. Both matrices start as a bit-exact no-op.
 
     No fused kernel computes them, so a layer holds ``H L^2`` logits and weights for ``L`` tokens.
-
-    Raises:
-        ConfigError: no mixing, or an invalid limit.
     """
 
     name: ClassVar[str] = "talking"
@@ -38,11 +35,9 @@ class TalkingHeads(Mechanism):
     """Longest supported sequence. Not stored in checkpoints."""
 
     def __post_init__(self) -> None:
-        self._check_choices()
+        super().__post_init__()
         if not (self.pre or self.post):
-            raise ConfigError("talking with pre=false and post=false mixes nothing: leave it out")
-        if type(self.max_tokens) is not int or self.max_tokens < 1:
-            raise ConfigError(f"talking max_tokens={self.max_tokens!r}: give a number from 1 up")
+            raise ConfigError("Expected talking.pre or talking.post to be true, got neither.")
 
     @property
     def mixings(self) -> tuple[str, ...]:
@@ -135,13 +130,13 @@ class TalkingHeads(Mechanism):
         return super().unsupported_reason(facts) or self.too_long(facts.tokens)
 
     def too_long(self, tokens: int) -> str | None:
-        """Return why a sequence of ``tokens`` is refused, with a remedy, or None."""
+        """Return an error message if a sequence is longer than ``max_tokens``, otherwise None."""
         if tokens <= self.max_tokens:
             return None
         return (
-            f"talking heads on {tokens} tokens, more than talking.max_tokens={self.max_tokens}: no "
-            f"fused kernel mixes heads, so each holds {tokens} x {tokens} logits of every sequence "
-            f"in every layer: shorten --seq-length, or give --heads talking.max_tokens={tokens}"
+            f"Expected at most talking.max_tokens={self.max_tokens} tokens, got {tokens}. Each "
+            f"head stores {tokens} x {tokens} logits. Reduce --seq-length or pass --heads "
+            f"talking.max_tokens={tokens}."
         )
 
     def pair_flops(self, sizes: HeadSizes) -> int:
@@ -164,8 +159,8 @@ class TalkingHeads(Mechanism):
         return width * (turned + gathered), width * (turned + gathered)
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return why fused attention kernels cannot compute it."""
-        return "heads mix their logits, of which fused kernels never hold more than one head's"
+        """Return the reason, which applies to every model."""
+        return "heads mix their logits, and fused kernels process one head at a time"
 
 
 def mix_heads(x: "Tensor", weight: "Tensor") -> "Tensor":

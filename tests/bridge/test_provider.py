@@ -50,7 +50,7 @@ def unknown_variant():
     from kha_megatron.bridge.provider import KHAModelProvider
     from kha_megatron.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="unknown KHA variant 'mpl'"):
+    with pytest.raises(ConfigError, match="got 'mpl'"):
         KHAModelProvider(num_layers=1, hidden_size=8, kha_key="mpl").finalize()
 
 

@@ -80,11 +80,11 @@ def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("--heads moh.shared=4 --heads moh.active=1", "shares 4 of 4 heads"),
-        ("--heads gate.key=head", "before QK-norm"),
-        ("--heads gate.output=head --flash-decode", "remove --flash-decode"),
-        ("--heads talking.max_tokens=255", "256 tokens, more than"),
-        ("--heads collaborative.dim=30", "turns 32 features"),
+        ("--heads moh.shared=4 --heads moh.active=1", "shared heads of 4, got 4"),
+        ("--heads gate.key=head", "with QK-norm"),
+        ("--heads gate.output=head --flash-decode", "Remove --flash-decode"),
+        ("--heads talking.max_tokens=255", "max_tokens=255 tokens, got 256"),
+        ("--heads collaborative.dim=30", "at least 32, the rotary"),
     ],
 )
 def test_heads_that_the_ranks_would_refuse_are_refused(words, match):
@@ -99,7 +99,7 @@ def test_heads_too_wide_for_fused_kernels_are_refused_before_submission(nemorun_
     words += ["--heads", "collaborative.dim=512"]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError)
-    assert "dim=512 on fused attention kernels" in str(result.exception)
+    assert "got collaborative.dim=512" in str(result.exception)
     run(*words, "--attention-backend", "unfused")
 
 

@@ -74,8 +74,8 @@ OF_A_KIND = {
         {"rotary_percent": 0.5, "kha_attention": "gta", "hybrid_layer_pattern": "*-*E*E"},
         {"attention": "gta"},
     ),
-    "add --multi-latent-attention": ({}, {"attention": "gla"}),
-    "value=mlp on multi-latent attention": (LATENT, {"value": "mlp"}),
+    "kha_attention=gla needs --multi-latent-attention": ({}, {"attention": "gla"}),
+    "supports only linear KHA, got value=mlp": (LATENT, {"value": "mlp"}),
     "q_lora_rank=None.*qk_layernorm": (LATENT | {"q_lora_rank": None}, {"value": "linear"}),
     "mscale_all_dim=1.0.*rope_type=rope": (
         PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0},

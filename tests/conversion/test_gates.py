@@ -266,7 +266,7 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
     assert all(torch.equal(one[name], other[name]) for name in one)
     code, _, stderr = upcycle("none", *heads[:-2], "--no-verify")
     assert code == 2
-    assert "use moh.router=query_norm and moh.quantized=true" in stderr
+    assert "Set moh.router=query_norm and moh.quantized=true" in stderr
     write_tokenizer(tmp_path / "base", 60)  # of another model
     words = (*heads, "--text", tmp_path / "text", "--no-verify")
     (tmp_path / "text").write_text("w3 w57 " * 40)

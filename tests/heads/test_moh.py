@@ -1,4 +1,4 @@
-"""Mixture-of-head attention on paper: numbers of heads, what is recorded, what is refused."""
+"""Settings of mixture-of-head attention: numbers of heads, round trips, costs and errors."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kha_megatron.heads import HeadFacts, HeadSizes
 from kha_megatron.heads.moh import MixtureOfHeads
 
 
-def test_a_share_is_rounded_and_half_of_it_shared():
+def test_a_share_is_rounded_and_half_of_it_is_shared():
     for share, heads, shared, active in (
         (0.75, 12, 4, 5),  # LLM-S of the paper's Table 4
         (0.75, 16, 6, 6),
@@ -23,14 +23,14 @@ def test_a_share_is_rounded_and_half_of_it_shared():
     assert MixtureOfHeads(share=0.75, active=8).shared_heads(32) == 16
 
 
-def test_heads_are_turned_off_one_after_the_other():
+def test_annealing_reduces_active_heads_linearly():
     moh = MixtureOfHeads(shared=1, active=2, anneal=3)
     assert [moh.active_heads(8, i) for i in range(5)] == [7, 6, 4, 2, 2]
     assert moh.active_heads(8) == 2
     assert MixtureOfHeads(shared=1, active=2).active_heads(8, 0) == 2
 
 
-def test_each_layer_has_its_number():
+def test_each_layer_may_have_its_own_number():
     kha = KHAConfig(moh=MixtureOfHeads(shared=1, active=[2, 3]))
     assert [kha.moh.for_layer(layer).active_heads(8) for layer in (0, 1)] == [2, 3]
     assert kha.to_dict()["moh"]["active"] == [2, 3]
@@ -40,7 +40,7 @@ def test_each_layer_has_its_number():
     )
 
 
-def test_what_the_router_costs():
+def test_costs_of_the_router():
     sizes = HeadSizes(query_heads=16, kv_heads=16, head_dim=96, hidden_size=1536)
     kha = KHAConfig.from_preset("moh_75")
     assert kha.parameters(sizes) == kha.parameters(sizes, tp=4) == 18 * 1536
@@ -50,44 +50,37 @@ def test_what_the_router_costs():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
-        ({}, ["no number of heads", "moh.shared and moh.active", "moh.share=0.75"]),
-        ({"shared": 4}, ["moh with shared", "moh.share=0.75"]),
-        ({"share": 1.5}, ["share=1.5", "at most 1"]),
-        ({"share": 0.5, "shared": 1, "active": 2}, ["shared, active, share"]),
-        ({"share": 0.5, "active": [2, 3]}, ["moh with active, share"]),
-        ({"shared": -1, "active": 2}, ["-1", "whole numbers"]),
-        ({"shared": 1, "active": 2.5}, ["2.5", "whole numbers"]),
-        ({"shared": 1, "active": 0}, ["active=0", "1 or more"]),
-        ({"shared": 0, "active": 2}, ["shared=0", "router=query_norm"]),
-        ({"share": 0.5, "router": "noisy"}, ["'noisy'", "learned, query_norm"]),
-        ({"share": 0.5, "scale": "mean"}, ["'mean'", "code, paper"]),
-        ({"share": 0.5, "balance": -1}, ["balance=-1", "0 or more"]),
-        ({"share": 0.5, "balance": float("nan")}, ["balance=nan", "0 or more"]),
-        ({"share": 0.5, "anneal": 1.5}, ["anneal=1.5", "0 or more"]),
-        ({"share": 0.5, "quantized": 1}, ["quantized=1", "true or false"]),
-        ({"share": 0.5, "router": "query_norm", "start": "zeros"}, ["start=zeros", "leave it out"]),
+        ({}, "got none. Set for example moh.share=0.75"),
+        ({"shared": 4}, "got shared"),
+        ({"share": 0.5, "shared": 1, "active": 2}, "got shared, active, share"),
+        ({"share": 1.5}, "at most 1, got 1.5"),
+        ({"share": 0.5, "active": [2, 3]}, "without moh.share"),
+        ({"shared": 1, "active": 0}, "1 or more.*got active=0"),
+        ({"shared": -1, "active": 2}, "moh.shared to be .*whole number.*got -1"),
+        ({"shared": 1, "active": [2, 2.5]}, "a list of them.*2.5"),
+        ({"shared": 0, "active": 2}, "moh.shared=0.*moh.router=query_norm"),
+        ({"share": 0.5, "router": "noisy"}, "learned or query_norm, got 'noisy'"),
+        ({"share": 0.5, "balance": float("nan")}, "moh.balance to be a number.*got nan"),
+        ({"share": 0.5, "quantized": 1}, "true or false, got 1"),
     ],
 )
-def test_settings_that_are_none(settings, words):
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_settings_raise_an_error(settings, message):
+    with pytest.raises(ConfigError, match=message):
         MixtureOfHeads(**settings)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize(
-    ("settings", "facts", "words"),
+    ("settings", "facts", "message"),
     [
-        ({"shared": 8, "active": 1}, {"query_heads": 8}, ["8 of 8 heads", "from 1 to 7"]),
-        ({"shared": 3, "active": 6}, {"query_heads": 8}, ["6 active of 5 routed", "from 1 to 5"]),
-        ({"shared": 3, "active": [5, 6]}, {"query_heads": 8}, ["6 active of 5", "from 1 to 5"]),
-        ({"shared": 3, "active": [5, 5]}, {"layers": 3}, ["2 layers", "has 3", "one number"]),
-        ({"share": 0.1}, {"query_heads": 8}, ["0 of 8 heads", "from 1 to 7"]),
-        ({"share": 0.5}, {"multi_latent": True}, ["multi-latent", "use MHA, MQA or GQA"]),
+        ({"shared": 8, "active": 1}, {"query_heads": 8}, "1 to 7 shared heads of 8, got 8"),
+        ({"shared": 3, "active": [5, 6]}, {"query_heads": 8}, "1 to 5 active .*3 shared, got 6"),
+        ({"shared": 3, "active": [5, 5]}, {"layers": 3}, "3 numbers in moh.active, got 2"),
+        ({"share": 0.1}, {"query_heads": 8}, "1 to 7 shared heads of 8, got 0"),
+        ({"share": 0.5}, {"multi_latent": True}, "multi-latent attention. Use MHA, MQA or GQA"),
     ],
 )
-def test_models_that_cannot_have_it(settings, facts, words):
-    with pytest.raises(ConfigError) as caught:
+def test_unsupported_models_raise_an_error(settings, facts, message):
+    with pytest.raises(ConfigError, match=message):
         KHAConfig(moh=MixtureOfHeads(**settings)).check(HeadFacts(**facts))
-    assert all(word in str(caught.value) for word in words), caught.value

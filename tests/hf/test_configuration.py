@@ -35,9 +35,9 @@ ROUTED = {"shared": 2, "active": 2}
         ({"kha_gate": {}}, "gate"),
         ({"kha_gate": {"query": "head"}}, "gate.*query"),
         (GTA | {"kha_gate": {"output": "head"}}, "gate.*gta"),
-        ({"kha_moh": {"shared": 2, "active": [1, 2]}}, "2 layers"),
+        ({"kha_moh": {"shared": 2, "active": [1, 2]}}, "moh.active, got 2"),
         (LATENT | {"kha_moh": ROUTED}, "moh"),
-        ({"kha_collaborative": {"dim": 8}}, "collaborative.*dim=8"),
+        ({"kha_collaborative": {"dim": 8}}, "collaborative.dim .*got 8"),
     ],
 )
 def test_contradictory_settings_are_refused(settings, message):

@@ -139,9 +139,9 @@ def refusal(kha, overrides):
 @pytest.mark.parametrize(
     ("dim", "overrides", "words"),
     [
-        (6, {}, "blocks with dim=6 for 8 heads .*dim=8 or more, or .*start=ones"),
+        (6, {}, "dim of at least 8 .*start=blocks, got 6.*start=ones"),
         (10, {"add_qkv_bias": True}, "no biases: remove --add-qkv-bias"),
-        (10, {"multi_latent_attention": True}, "use MHA, MQA or GQA"),
+        (10, {"multi_latent_attention": True}, "Use MHA, MQA or GQA"),
     ],
     ids=["blocks", "bias", "mla"],
 )
@@ -152,14 +152,16 @@ def test_a_layer_refuses(ranks, dim, overrides, words):
 
 def test_a_rotary_embedding_wider_than_the_shared_key_is_refused():
     kha = KHAConfig(collaborative=CollaborativeHeads(dim=6))
-    with pytest.raises(ConfigError, match=r"turns 8 features: give .*dim=8"):
+    with pytest.raises(ConfigError, match=r"dim of at least 8, .*got 6"):
         kha.check(HeadFacts(rotary_features=8))
 
 
 def test_keys_too_wide_for_fused_kernels_are_refused_where_there_are_no_others():
     wide = KHAConfig(collaborative=CollaborativeHeads(dim=512))
     wide.check(HeadFacts())
-    with pytest.raises(ConfigError, match=r"dim=512 .* at most 256 .*--attention-backend unfused"):
+    with pytest.raises(
+        ConfigError, match=r"at most 256 features .*dim=512.*--attention-backend unfused"
+    ):
         wide.check(HeadFacts(fused_attention=True))
     assert "512 features wide" in wide.collaborative.unfused_reason(SIZES)
     assert CollaborativeHeads().unfused_reason(SIZES) is None
@@ -168,10 +170,10 @@ def test_keys_too_wide_for_fused_kernels_are_refused_where_there_are_no_others()
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"query": "linear"}, "--kha-query with collaborative"),
-        ({"key": "mlp"}, "--kha-key with collaborative"),
-        ({"gate": Gate(query="element")}, r"gate\.query with collaborative"),
-        ({"attention": "gta"}, "use MHA, MQA or GQA"),
+        ({"query": "linear"}, "collaborative.* shares .*--kha-query"),
+        ({"key": "mlp"}, "collaborative.* shares .*--kha-key"),
+        ({"gate": Gate(query="element")}, r"collaborative.* shares .*gate\.query"),
+        ({"attention": "gta"}, "Use MHA, MQA or GQA"),
     ],
     ids=str,
 )

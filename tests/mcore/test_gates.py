@@ -294,17 +294,17 @@ def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
         (
             KHAConfig(gate=Gate(query="head")),
             {"qk_layernorm": True},
-            ["gate.query=head before QK-norm", "use gate.query=element", "--qk-layernorm"],
+            ["gate.query=head has no effect", "Use gate.query=element", "--qk-layernorm"],
         ),
         (
             KHAConfig(gate=Gate(output="head")),
             {"attention_output_gate": True},
-            ["--attention-output-gate", "gate(output=head) asks for another", "remove one"],
+            ["--attention-output-gate", "does not support gate(output=head)", "Remove one"],
         ),
         (
             KHAConfig(gate=Gate(output="element", value="head")),
             {"multi_latent_attention": True},
-            ["multi-latent attention", "leave out value"],
+            ["Multi-latent attention supports only gate.output"],
         ),
         (
             KHAConfig(gate=Gate(output="head")),

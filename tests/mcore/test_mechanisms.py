@@ -177,8 +177,8 @@ def test_factors_are_cut_with_their_heads_or_whole_where_ranks_share_one(ranks, 
 
 def test_what_is_no_grouped_query_attention_refuses_it():
     for facts in (HeadFacts(multi_latent=True), HeadFacts(attention="gta")):
-        assert "use MHA, MQA or GQA" in Scale().unsupported_reason(facts)
-    with pytest.raises(ConfigError, match=r"shared on gta"):
+        assert "Use MHA, MQA or GQA" in Scale().unsupported_reason(facts)
+    with pytest.raises(ConfigError, match=r"shared does not support gta"):
         Scaled(attention="gta", shared=Shared())
 
 
@@ -190,5 +190,5 @@ def test_its_settings_go_the_ways_of_the_others():
     assert Scaled.from_entries({"kha_scale": {}}) == Scaled(scale=Scale())
     assert BOTH.to_options()["heads"] == ("scale", "shared")
     assert str(BOTH) == "value=mlp scale shared"
-    with pytest.raises(ConfigError, match=r"unknown setting size of scale"):
+    with pytest.raises(ConfigError, match=r"Unknown setting size of scale"):
         Scaled.from_dict({"scale": {"size": 3}})

@@ -184,8 +184,8 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
     cases = [
         ("kha", None, {}, "KHA_CONFIG, which is not set"),
         ("kha", '{"init_seed": 5}', {}, "names none of query, key, value"),
-        ("kha", '{"value": "mlp", "seed": 5}', {}, "unknown KHA setting seed"),
-        ("kha", '{"value": "mpl"}', {}, "unknown KHA variant 'mpl'"),
+        ("kha", '{"value": "mlp", "seed": 5}', {}, "Unknown KHA setting seed"),
+        ("kha", '{"value": "mpl"}', {}, "got 'mpl'"),
         ("kha", "[1]", {}, "expected a JSON object"),
         ("kha", str(tmp_path / "none.json"), {}, "expected a JSON object"),
         ("kha", str(broken), {}, "expected a JSON object"),

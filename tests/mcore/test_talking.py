@@ -191,7 +191,7 @@ def refusal(kha, overrides, tokens):
 @pytest.mark.parametrize(
     ("talking", "overrides", "words"),
     [
-        ({"max_tokens": 6}, {}, "7 tokens, more than talking.max_tokens=6.*talking.max_tokens=7"),
+        ({"max_tokens": 6}, {}, "talking.max_tokens=6 tokens, got 7.*talking.max_tokens=7"),
         ({}, {"window_size": (3, 0)}, "window_size=.*remove --window-size"),
         ({}, {"softmax_type": "learnable"}, "softmax_type=learnable.*remove --softmax-type"),
     ],
@@ -226,7 +226,7 @@ def test_packed_sequences_and_dynamic_batches_are_refused(ranks):
 
 def test_longer_sequences_are_refused_before_anything_is_built():
     kha = KHAConfig(talking=TalkingHeads())
-    with pytest.raises(ConfigError, match=r"4096 tokens, more than talking.max_tokens=2048"):
+    with pytest.raises(ConfigError, match=r"talking.max_tokens=2048 tokens, got 4096"):
         kha.check(HeadFacts(tokens=4096))
     asked = KHAConfig.from_options({"heads": ["talking.max_tokens=4096"]})
     asked.check(HeadFacts(tokens=4096))
@@ -235,7 +235,7 @@ def test_longer_sequences_are_refused_before_anything_is_built():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"pre": False, "post": False}, {"pre": 1}, {"max_tokens": 0}], ids=str
+    "settings", [{"pre": False, "post": False}, {"pre": 1}, {"max_tokens": -1}], ids=str
 )
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match="talking"):

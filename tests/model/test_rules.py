@@ -175,12 +175,12 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
 @pytest.mark.parametrize(
     ("kha", "asked", "words"),
     [
-        (KHAConfig(value="mlp"), {"flash_decode": True}, ["value=mlp", "remove --flash-decode"]),
-        (KHAConfig(value="mlp"), {"mtp_num_layers": 2}, ["=2", "remove --mtp-num-layers"]),
+        (KHAConfig(value="mlp"), {"flash_decode": True}, ["value=mlp", "Remove --flash-decode"]),
+        (KHAConfig(value="mlp"), {"mtp_num_layers": 2}, ["got 2", "Remove --mtp-num-layers"]),
         (
             KHAConfig(collaborative=CollaborativeHeads(dim=14)),
             {"position_embedding_type": "rope"},
-            ["dim=14", "16 features", "collaborative.dim=16 or more", "--rotary-percent"],
+            ["collaborative.dim of at least 16", "got 14", "--rotary-percent"],
         ),
         (KHAConfig(), {"kha_upcycle": True}, ["nothing", "start at the identity"]),
         (

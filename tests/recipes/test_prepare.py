@@ -25,8 +25,8 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
     [
         ("--tensor-model-parallel-size 3", 3, "8 query heads .* 3"),
         ("--tensor-model-parallel-size two", 2, "--tensor-model-parallel-size two"),
-        ("--kha-preset kha_mpl", 2, "unknown KHA preset 'kha_mpl'"),
-        ("--multi-latent-attention", 2, "value=mlp on multi-latent attention"),
+        ("--kha-preset kha_mpl", 2, "Unknown KHA preset 'kha_mpl'"),
+        ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
         ("--pipeline-model-parallel-size 2", 2, "tensor 2 x pipeline 2"),
         ("--moe-layer-freq __import__('os')", 2, "give a whole number"),
     ],

@@ -76,7 +76,7 @@ def test_folding_is_chosen_by_the_run_not_by_the_model(checked):
     )
     assert [kha.fold for kha in (plain, never, always)] == ["auto", "never", "always"]
     assert plain == never == always
-    assert "KHA fold=always, and nothing linear to fold in value=mlp" in str(nothing)
+    assert "kha_fold=always needs a linear variant to fold, got value=mlp" in str(nothing)
 
 
 TIED = ["--kha-attention", "gta", "--kv-channels", "8"]
@@ -87,12 +87,12 @@ def test_a_kind_of_attention_and_what_contradicts_it(checked):
     lines = [
         ([*MLP, *TIED, "--rotary-percent", "0.5"], KHAConfig(value="mlp", attention="gta")),
         ([*MLP, *TIED], "with --rotary-percent 1.0: give"),
-        ([*linear, *TIED, "--rotary-percent", "0.5"], "key=linear on grouped-tied attention"),
+        ([*linear, *TIED, "--rotary-percent", "0.5"], "kha_key must be none, got linear"),
         ([*MLP, "--kha-attention", "gta", "--rotary-percent", "0.5"], "--kv-channels 6"),
-        ([*linear, "--kha-attention", "gla"], "add --multi-latent-attention"),
-        ([*MLP, "--multi-latent-attention"], "value=mlp on multi-latent attention"),
+        ([*linear, "--kha-attention", "gla"], "kha_attention=gla needs --multi-latent-attention"),
+        ([*MLP, "--multi-latent-attention"], "supports only linear KHA, got value=mlp"),
         ([*linear, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
-        ([*linear, "--kha-latent-heads", "4"], "latent_heads=4 without attention=gla"),
+        ([*linear, "--kha-latent-heads", "4"], "only with kha_attention=gla, got 4"),
     ]
     for (_, want), answer in zip(
         lines, checked(*([*MOCK, *words] for words, _ in lines)), strict=True
@@ -117,8 +117,8 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
     folder = tmp_path / "nowhere"
     cases = [
         ([*MOCK, *MLP, tensor, "3"], ConfigError, "8 query heads cannot be divided over 3"),
-        ([*MOCK, "--kha-preset", "kha_mpl"], ConfigError, "unknown KHA preset 'kha_mpl'"),
-        ([*MOCK, "--kha-value", "lienar"], ConfigError, "unknown KHA variant 'lienar'"),
+        ([*MOCK, "--kha-preset", "kha_mpl"], ConfigError, "Unknown KHA preset 'kha_mpl'"),
+        ([*MOCK, "--kha-value", "lienar"], ConfigError, "got 'lienar'"),
         (MOCK, ConfigError, "no KHA configuration: give --kha-preset"),
         ([*MOCK, *MLP, "--spec", "a", "b"], ConfigError, "remove --spec"),
         ([*MOCK, *MLP, "--inprocess-restart"], ConfigError, "remove --inprocess-restart"),
@@ -130,7 +130,7 @@ def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
         ),
         ([*MOCK, *MLP, "--kha-log-interval", "9"], ConfigError, "--kha-log-interval 9: expected"),
         ([*MOCK, *MLP, "--kha-perturb-embedding", "nan"], ConfigError, "nan: expected a share"),
-        ([*MOCK, "--heads", "talking.max_tokens=27"], ConfigError, "28 tokens, more than"),
+        ([*MOCK, "--heads", "talking.max_tokens=27"], ConfigError, "max_tokens=27 tokens, got 28"),
         ([*MLP, *corpus[2:]], DataError, "No training data given"),
         (
             [*MLP, *corpus[2:], "--data-path", "0.3", prefix, "0.7", str(folder)],

@@ -219,8 +219,8 @@ def test_without_arguments_nothing_is_stored():
     [
         (["--kha-value", "mlp"], {"spec": ["local"]}, "--spec local and --kha-*"),
         (["--kha-value", "mlp"], {"hybrid_layer_pattern": "M*"}, "HybridModel"),
-        (["--kha-preset", "kha"], {}, "unknown KHA preset 'kha'"),
-        (["--kha-value", "mpl"], {}, "unknown KHA variant 'mpl'"),
+        (["--kha-preset", "kha"], {}, "Unknown KHA preset 'kha'"),
+        (["--kha-value", "mpl"], {}, "got 'mpl'"),
         (["--kha-init", "random"], {}, "no KHA configuration"),
     ],
 )
