@@ -63,7 +63,7 @@ class MegatronCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
-        """Open one iteration, or a ``--save`` directory at the iteration that ``judge`` chooses.
+        """Open an iteration, or the one to load from a ``--save`` directory.
 
         ``verify`` checks the hash of each file before it is first read.
 

@@ -34,7 +34,7 @@ _CHECKPOINT_FILES = (
 """Files of a checkpoint, in the order of removal. Hashes without a mark would look like damage."""
 
 
-class Verdict(NamedTuple):
+class Selection(NamedTuple):
     """The checkpoints of a ``--save`` directory, and the one to load."""
 
     folder: Path
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
         return f"{self.folder}: {'; '.join(words)}" if words else None
 
 
-def judge(folder: Path) -> Verdict:
+def select_checkpoint(folder: Path) -> Selection:
     """Choose the checkpoint of a ``--save`` directory.
 
     Follow the tracker file if it names a complete checkpoint, unless a higher iteration was
@@ -90,7 +90,7 @@ def judge(folder: Path) -> Verdict:
         if newest != named:
             problem = f"names {tracker}, and {saves[newest].name} was completed after it"
     cut_short = sorted(n for n in saves if n not in marks and n > (newest or 0))
-    return Verdict(
+    return Selection(
         folder,
         tracker,
         saves[newest] if newest is not None else None,
@@ -102,7 +102,7 @@ def judge(folder: Path) -> Verdict:
 
 def newest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint of a ``--save`` directory, if there is one."""
-    return judge(folder).newest if folder.is_dir() else None
+    return select_checkpoint(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
@@ -123,21 +123,21 @@ def resolve(path: Path) -> Path:
         (path / COMMIT_MARK).exists() or iteration_of(path) is not None
     ):
         return path
-    verdict = judge(path)
-    if (found := verdict.newest or verdict.named) is None:
-        held = "no" if verdict.tracker is None else f"{verdict.tracker[:20]!r} in"
+    selection = select_checkpoint(path)
+    if (found := selection.newest or selection.named) is None:
+        held = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
         raise CheckpointError(f"{path} has {held} {TRACKER}. {choices(path)}")
-    if line := verdict.line("loading"):
+    if line := selection.line("loading"):
         announce(line, once=line)
     return found
 
 
-def repair(verdict: Verdict) -> None:
+def repair(selection: Selection) -> None:
     """Write the chosen checkpoint into the tracker file, atomically, and log it."""
-    if verdict.problem and verdict.newest:
-        with staged_file(verdict.folder / TRACKER) as staged:
-            staged.write_text(tracker_word(verdict.newest))
-    if line := verdict.line("resuming from"):
+    if selection.problem and selection.newest:
+        with staged_file(selection.folder / TRACKER) as staged:
+            staged.write_text(tracker_word(selection.newest))
+    if line := selection.line("resuming from"):
         announce(line)
 
 

@@ -21,9 +21,9 @@ from kha_megatron.checkpoint.torch_dist import reason
 from kha_megatron.checkpoint.tracker import (
     RELEASE,
     TRACKER,
-    judge,
     newest,
     repair,
+    select_checkpoint,
     tracker_word,
 )
 from kha_megatron.errors import CheckpointError, OutputError
@@ -49,7 +49,7 @@ def repair_tracker(args: Namespace) -> None:
     folder = Path(args.load)
     if not folder.is_dir() or folder.resolve() != Path(args.save).resolve():
         return
-    verdict = judge(folder)
+    verdict = select_checkpoint(folder)
     # Megatron reads the tracker file even with --ckpt-step
     readable = verdict.tracker in (None, RELEASE) or verdict.tracker.isdecimal()
     if args.ckpt_step and readable:
@@ -66,7 +66,7 @@ def repair_tracker(args: Namespace) -> None:
                 "directory among all machines"
             )
         time.sleep(0.1)
-        verdict = judge(folder)
+        verdict = select_checkpoint(folder)
 
 
 def warn_of_a_new_start(args: Namespace) -> None:

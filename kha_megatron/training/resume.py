@@ -16,8 +16,8 @@ from kha_megatron.checkpoint.tracker import (
     TRACKER,
     folder_name,
     iteration_of,
-    judge,
     resolve,
+    select_checkpoint,
     tracker_word,
 )
 from kha_megatron.config import KHAConfig
@@ -66,7 +66,9 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
     if args.ckpt_step:  # 0 is none, as in Megatron
         chosen = path / folder_name(args.ckpt_step)
     elif (
-        _is_tracked(path) or (path.is_dir() and judge(path).newest) or starts_from_pretrained(args)
+        _is_tracked(path)
+        or (path.is_dir() and select_checkpoint(path).newest)
+        or starts_from_pretrained(args)
     ):
         chosen = _as_megatron_reads(path)
     if args.non_persistent_ckpt_type == "global":
@@ -105,7 +107,7 @@ def _as_megatron_reads(folder: Path) -> Path:
 
     With a bad tracker file, Megatron would exit with code 0 or start from scratch.
     """
-    verdict = judge(folder) if folder.is_dir() else None
+    verdict = select_checkpoint(folder) if folder.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
         raise CheckpointError(
             f"{folder / TRACKER} {verdict.problem}, and only a directory that the run saves into "

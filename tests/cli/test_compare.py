@@ -34,7 +34,7 @@ VARIANTS = "baseline,kv=--kha-key linear --kha-value mlp"
     ("words", "error", "match"),
     [
         ("--recipe quikstart", ConfigError, "unknown recipe"),
-        ("--nproc 2", DataError, "no training data"),
+        ("--nproc 2", DataError, "No training data"),
         ("--device cuda --jobs 2 -- --mock-data", ConfigError, "Expected --jobs 1 on GPUs"),
     ],
 )

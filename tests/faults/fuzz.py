@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
-from kha_megatron.checkpoint.tracker import TRACKER, judge
+from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
 from kha_megatron.errors import KHAError
 
 TOKENS = [
@@ -59,7 +59,7 @@ def read_hugging_face(folder: Path) -> None:
 
 def follow_tracker(folder: Path) -> None:
     """The complete iteration is found, whatever the tracker file says."""
-    found = judge(folder)
+    found = select_checkpoint(folder)
     assert found.newest == folder / "iter_0000007", found
     assert "\n" not in (found.line("taking") or "")
 

@@ -85,7 +85,7 @@ def test_mock_data_uses_the_recipes_vocabulary():
 
 
 def test_missing_data_is_refused(data, tmp_path):
-    refused(DataError, "no training data")
+    refused(DataError, "No training data")
     good = str(data / "corpus")
     blend = f"--data-path 0.3 {tmp_path}/other 0.7 {tmp_path}/other"
     refused(DataError, r"other\.bin", blend, data=data)

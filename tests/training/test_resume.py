@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.checkpoint.tracker import TRACKER, judge
+from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import CollaborativeHeads, MixtureOfHeads, TalkingHeads
@@ -145,7 +145,7 @@ def test_a_converted_checkpoint_moves_as_it_has_no_optimizer(copy):
     moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
     with pytest.raises(CheckpointError, match="optimizer state for TP 1 and PP 1 only"):
         check(copy, KHA, **moved, transformer_impl="local")
-    judge(copy).newest.rename(copy / "release")
+    select_checkpoint(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
     check(copy, KHA, **moved)
 
