@@ -23,7 +23,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads.kernels.fused import KERNELS_VARIABLE
 from kha_megatron.heads.knock import Fold
 from kha_megatron.mcore import compat, cpu
-from kha_megatron.model.words import Arguments, parse, render
+from kha_megatron.model.run import Arguments, parse, render
 from kha_megatron.recipes import get_recipe
 
 SHAPES = {

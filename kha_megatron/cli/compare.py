@@ -34,48 +34,32 @@ _POLL_SECONDS = 1.0
 """Only the main thread handles signals, and a signal to another thread does not wake it."""
 
 
+Variants = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated presets (join with +), random-init or NAME=--kha-key linear ... "
+        "The first is the reference.",
+        autocompletion=preset_names,
+    ),
+]
+
+
 def compare(
     megatron: MegatronArguments = None,
-    recipe: Annotated[
-        str, typer.Option(help="Recipe to train.", autocompletion=recipe_names)
-    ] = "quickstart",
-    variants: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated presets (join with +), random-init or NAME=--kha-key linear ... "
-            "The first is the reference.",
-            autocompletion=preset_names,
-        ),
-    ] = "baseline,kha_mlp",
+    recipe: Annotated[str, typer.Option(autocompletion=recipe_names)] = "quickstart",
+    variants: Variants = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs per variant.")] = 3,
     null: Annotated[
-        bool,
-        typer.Option(
-            "--null",
-            help="Also train the reference from weights that differ by rounding alone, to measure "
-            "the noise of its loss.",
-        ),
+        bool, typer.Option("--null", help="Measure how far rounding alone moves the loss.")
     ] = False,
     held_out: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Evaluate each run on N validation sequences at its end."
-        ),
+        int, typer.Option(min=0, metavar="N", help="Validation sequences to evaluate at the end.")
     ] = 0,
     data: DataFolder = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Output directory. Default: compare/RECIPE.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per run. Default: the recipe's.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Default: compare/RECIPE.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per run.")] = None,
     device: TrainingDevice = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1000, help="Parallel runs. Default: one per CPU core and rank; 1 on GPUs."
-        ),
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=1000, help="Parallel runs.")] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Train variants of a recipe on the same data and write a report.
@@ -84,7 +68,9 @@ def compare(
     same command again: unfinished runs resume from their last checkpoint. Seeds, variants and null
     runs can be added later.
 
-    Exits with code 1 if a run failed and 2 after bad input.
+    --null trains the reference once more per seed from weights that differ by rounding alone.
+    --jobs defaults to one run per CPU core and rank, and to 1 on GPUs. Exits with code 1 if a run
+    failed.
 
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python

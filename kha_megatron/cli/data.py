@@ -77,7 +77,6 @@ def prepare(
 ) -> None:
     """Train a tokenizer on text files and write Megatron's indexed dataset.
 
-    \b
     Every file becomes one document, or several if it is longer than
     --max-file-bytes. Empty, unreadable and non-UTF-8 files are listed.
     To reuse the tokenizer for other text, pass --tokenizer OUT/tokenizer.

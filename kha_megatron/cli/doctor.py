@@ -128,17 +128,14 @@ def _package(
     except VersionError:
         found = None
     # NVIDIA's containers call builds after torch 2.6 "2.7.0a0+..."
-    if found and SpecifierSet(versions).contains(Version(found).base_version):
-        return Finding(
-            name=name, status="ok", found=found, supported=versions or "any", effect=present
-        )
+    ok = found and SpecifierSet(versions).contains(Version(found).base_version)
     return Finding(
         name=name,
-        status="wrong" if found else "missing",
+        status="ok" if ok else "wrong" if found else "missing",
         found=found or "-",
         supported=versions or "any",
-        effect=absent,
-        remedy=install or f"pip install '{name}{versions}'",
+        effect=present if ok else absent,
+        remedy="" if ok else install or f"pip install '{name}{versions}'",
     )
 
 

@@ -25,10 +25,7 @@ _QUANTITIES = {"diagonal_mean": "diag", "off_diagonal_share": "off", "distance":
 def inspect(
     checkpoint: Annotated[
         Path,
-        typer.Argument(
-            metavar="CKPT_OR_HF",
-            help="Megatron's --save directory, an iter_0000123 in it, or a Hugging Face model.",
-        ),
+        typer.Argument(metavar="CKPT_OR_HF", help="Megatron checkpoint or Hugging Face model."),
     ],
     out_dir: Annotated[Path, typer.Argument(help="Directory for the PNG files.")],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text file to run the model on.")] = None,

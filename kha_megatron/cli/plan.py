@@ -101,18 +101,14 @@ def plan(
 
 
 def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict[str, Any]:
-    layout = plan.layout
-    data = asdict(plan)
-    data["layout"] = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep")}
-    data["layout"] |= {
-        "etp": layout.expert_tp,
-        "dp": layout.dp,
-        "expert_dp": layout.expert_dp,
-        "sequence_parallel": layout.sequence_parallel,
-        "loss_as_layer": layout.loss_as_layer,
+    names = ("tp", "pp", "vpp", "cp", "ep", "dp", "expert_dp", "sequence_parallel", "loss_as_layer")
+    layout = {name: getattr(plan.layout, name) for name in names} | {"etp": plan.layout.expert_tp}
+    return asdict(plan) | {
+        "layout": layout,
+        "fits": planner.fits(plan, capacity),
+        "total_memory": plan.total_memory,
+        "arguments": _arguments(plan, setup),
     }
-    data |= {"fits": planner.fits(plan, capacity), "total_memory": plan.total_memory}
-    return data | {"arguments": _arguments(plan, setup)}
 
 
 def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
@@ -122,20 +118,20 @@ def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
     """Print memory and communication as two tables."""
-    memory_columns = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
-    spent = console.numbers("layout", *memory_columns, title="GB on the fullest rank")
-    path_columns = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
-    sent = console.numbers("layout", *path_columns, title="GB that a rank sends in a step")
+    parts = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
+    memory = console.numbers("layout", *parts, title="GB on the fullest rank")
+    paths = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
+    sent = console.numbers("layout", *paths, title="GB that a rank sends in a step")
     for plan in plans:
-        memory, path = plan.memory, plan.communication
-        parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
-        parts += [plan.kha_memory.total, plan.total_memory]
+        own, path, name = plan.memory, plan.communication, _name(plan.layout)
+        spent = [own.weights, own.gradients, own.optimizer, own.activations]
+        spent += [plan.kha_memory.total, plan.total_memory]
         fits = "yes" if planner.fits(plan, capacity) else "no"
-        spent.add_row(_name(plan.layout), *map(_gigabytes, parts), fits)
-        paths = [path.tensor, path.context, path.pipeline, path.expert, path.data]
-        paths += [path.kha + path.kha_data, path.total]
-        sent.add_row(_name(plan.layout), *map(_gigabytes, paths), f"{plan.idle:.1%}")
-    console.out.print(spent, "", sent)
+        memory.add_row(name, *map(_gigabytes, spent), fits)
+        bytes_sent = [path.tensor, path.context, path.pipeline, path.expert, path.data]
+        bytes_sent += [path.kha + path.kha_data, path.total]
+        sent.add_row(name, *map(_gigabytes, bytes_sent), f"{plan.idle:.1%}")
+    console.out.print(memory, "", sent)
 
 
 def _name(layout: Layout) -> str:
@@ -149,9 +145,7 @@ def _name(layout: Layout) -> str:
 
 
 def _gigabytes(count: float) -> str:
-    if not count:
-        return "-"
     value = count / 1e9
     if value < 0.01:
-        return "<.01"
+        return "<.01" if count else "-"
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"

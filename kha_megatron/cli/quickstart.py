@@ -102,7 +102,7 @@ def quickstart(
 
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
-    """Prepare the corpus unless an earlier run prepared it."""
+    """Prepare the text unless an earlier run prepared it."""
     from kha_megatron.data import prepare, verify
 
     try:

@@ -5,6 +5,7 @@ for SIGHUP, SIGINT and SIGTERM; 1 for any other exception, whose traceback is wr
 """
 
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -30,11 +31,12 @@ class Commands(typer.Typer):
 
 
 class _Command(TyperCommand):
-    """A command that prints its examples itself, because rich would reflow their lines."""
+    """A command whose help is wrapped to the terminal, except for its examples."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.help, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
+        text, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
+        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)  # typer keeps line ends in a paragraph
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

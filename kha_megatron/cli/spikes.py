@@ -18,18 +18,12 @@ from kha_megatron.recipes.log_lines import LOSS, read_history, read_log
 def spikes(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="LOG_OR_TENSORBOARD", help="Megatron's log file or its --tensorboard-dir."
-        ),
+        typer.Argument(metavar="LOG_OR_TENSORBOARD", help="Log file or --tensorboard-dir."),
     ],
     name: Annotated[str, typer.Option(help="Scalar to examine.")] = LOSS,
-    window: Annotated[
-        int, typer.Option(max=10**6, help="Logged values that define the level.")
-    ] = Definition.window,
-    deviations: Annotated[
-        float, typer.Option(help="Threshold in units of the noise.")
-    ] = Definition.deviations,
-    margin: Annotated[float, typer.Option(help="Minimum threshold in nats.")] = Definition.margin,
+    window: Annotated[int, typer.Option(max=10**6, help="Logged values.")] = Definition.window,
+    deviations: Annotated[float, typer.Option(help="Unit: the noise.")] = Definition.deviations,
+    margin: Annotated[float, typer.Option(help="Unit: nats.")] = Definition.margin,
     as_json: AsJSON = False,
 ) -> None:
     """Find the loss spikes of a Megatron run with their height and recovery time.

@@ -26,8 +26,7 @@ from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, ModelVariant, with_null
 from kha_megatron.errors import ConfigError, DataError, OutputError
-from kha_megatron.model.run import Run
-from kha_megatron.model.words import parse
+from kha_megatron.model.run import Run, parse
 from kha_megatron.recipes import Job, Recipe, prepare
 from kha_megatron.recipes.log_lines import LOSS, SECONDS, VALIDATION_LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD

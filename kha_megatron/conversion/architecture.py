@@ -83,13 +83,11 @@ class Architecture(Model):
     scaling: Scaling | None = None
     normalised: bool = True
     """Whether the weights of a token's experts sum to one before they are scaled."""
-    moe_router_topk_scaling_factor: float | None = flag(
-        "--moe-router-topk-scaling-factor", None, hf="routed_scaling_factor"
-    )
-    moe_router_num_groups: int | None = flag("--moe-router-num-groups", None, hf="n_group")
+    moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
+    moe_router_num_groups: int | None = flag(None, hf="n_group")
     """Groups of experts that a token's experts are chosen from (DeepSeek-V3)."""
-    moe_router_group_topk: int | None = flag("--moe-router-group-topk", None, hf="topk_group")
-    moe_shared_expert_gate: bool = flag("--moe-shared-expert-gate", False, hf="shared_expert_gate")
+    moe_router_group_topk: int | None = flag(None, hf="topk_group")
+    moe_shared_expert_gate: bool = flag(False, hf="shared_expert_gate")
 
     def __post_init__(self) -> None:
         super().__post_init__()

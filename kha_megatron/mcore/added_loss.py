@@ -1,6 +1,6 @@
 """Add an auxiliary loss to the backward pass without adding it to the reported loss.
 
-Megatron tells the scale of the main loss to its own auxiliary losses only in models with experts
+Megatron passes the scale of the main loss to its auxiliary losses only in models with experts
 (``pipeline_parallel/schedules.py``). For every model it calls
 ``config.experimental_attention_variant_loss_scale_func``, which is :class:`LossScale` here.
 """
@@ -12,14 +12,14 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-_DOOR = "experimental_attention_variant_loss_scale_func"
+_SCALE_FUNCTION = "experimental_attention_variant_loss_scale_func"
 
 
 class LossScale:
     """Scale of the gradient of an added loss; 1 outside of Megatron's schedules.
 
-    A schedule calls it with the loss scale, times CP ranks, divided by the number of microbatches;
-    for a loss per token with the loss scale only. ``others`` is called as well.
+    A schedule calls it with the loss scale times CP ranks divided by microbatches, or for a loss
+    per token with the loss scale. ``others`` is called as well.
     """
 
     def __init__(self, others: Callable[[Tensor], None] | None = None) -> None:
@@ -28,7 +28,7 @@ class LossScale:
 
     def __call__(self, scale: Tensor) -> None:
         if isinstance(self.value, Tensor):
-            self.value.copy_(scale)  # the very tensor that a CUDA graph reads
+            self.value.copy_(scale)  # in place, because a CUDA graph reads this tensor
         else:
             self.value = scale.detach().clone()
         if self.others is not None:
@@ -37,10 +37,10 @@ class LossScale:
     @classmethod
     def of(cls, config: TransformerConfig) -> "LossScale":
         """Return the model's instance, created if needed. ``config`` must not be a copy."""
-        found = getattr(config, _DOOR)
+        found = getattr(config, _SCALE_FUNCTION)
         if not isinstance(found, cls):
             found = cls(found)
-            setattr(config, _DOOR, found)
+            setattr(config, _SCALE_FUNCTION, found)
         return found
 
 
@@ -57,5 +57,5 @@ class _Added(torch.autograd.Function):
 
 
 def with_loss(carrier: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
-    """Return ``carrier``; its backward pass also starts that of ``loss`` (0-d), times the scale."""
+    """Return ``carrier``, whose backward pass adds ``scale`` times that of ``loss`` (0-d)."""
     return _Added.apply(carrier, loss, scale)

@@ -26,15 +26,15 @@ def load_from_either(*, scales: bool) -> None:
     missing tensor is still an error.
 
     Args:
-        scales: read the modules' FP8 state. Only delayed scaling uses it.
+        scales: read the FP8 state of modules. Only delayed scaling uses it.
     """
     load = dist_checkpointing.load
 
     @functools.wraps(load)
-    def loading(wanted: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        stored = load_sharded_metadata(str(folder))
+    def load_renamed(state: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        stored = load_sharded_metadata(str(directory))
 
-        def ask(entry: Any) -> Any:
+        def rename(entry: Any) -> Any:
             if isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state"):
                 # local layers save None
                 return entry if scales else LocalNonpersistentObject(None)
@@ -42,7 +42,6 @@ def load_from_either(*, scales: bool) -> None:
                 entry.key = next(filter(stored.__contains__, other_names(entry.key)), entry.key)
             return entry
 
-        asked = dict_list_map_outplace(ask, wanted)
-        return load(asked, folder, *args, **kwargs)
+        return load(dict_list_map_outplace(rename, state), directory, *args, **kwargs)
 
-    dist_checkpointing.load = loading
+    dist_checkpointing.load = load_renamed

@@ -38,7 +38,7 @@ def step_of_bias(loads: Tensor, update: Update) -> Tensor:
     offset = loads.mean(dim=-1, keepdim=True) - loads
     if update == "sign":
         return torch.sign(offset)
-    # the smallest number, for a perfect balance, where it would be 0 / 0
+    # avoids 0 / 0 if all loads are equal
     tiny = torch.finfo(offset.dtype).tiny
     return offset / (offset.square().mean(dim=-1, keepdim=True) + tiny).sqrt()
 
@@ -56,17 +56,24 @@ def balance_experts(
     @contextmanager
     @torch.no_grad()
     def balanced(chunks: list[Any], groups: Any) -> Iterator[None]:
-        routers = _routers(models)
-        # before Megatron takes its own step, and counts from zero again
+        routers: list[Any] = [  # with a trained bias, in Megatron's order
+            module
+            for model in models
+            for module in model.modules()
+            if getattr(module, "expert_bias", None) is not None
+            and module.training
+            and not getattr(module, "frozen_expert_bias", False)
+        ]
+        # read before Megatron takes its own step and resets the counts
         loads = _stacked([router.local_tokens_per_expert for router in routers])
         biases = _stacked([router.expert_bias for router in routers])
         yield
-        sharing = (
+        group = (
             parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
             if groups is None
             else groups.tp_dp_cp
         )
-        dist.all_reduce(loads, group=sharing)  # over all copies of a bias
+        dist.all_reduce(loads, group=group)  # all copies of a bias
         biases = biases + rate * step_of_bias(loads, update)
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
@@ -79,18 +86,6 @@ def balance_experts(
 def violation(loads: Tensor) -> Tensor:
     """Return MaxVio of Wang et al. 2024, ``[..., E] -> [...]``: maximal over mean load, minus 1."""
     return loads.amax(dim=-1) / loads.mean(dim=-1) - 1
-
-
-def _routers(models: list[torch.nn.Module]) -> list[Any]:
-    """Return routers with a trained bias, in Megatron's order."""
-    return [
-        module
-        for model in models
-        for module in model.modules()
-        if getattr(module, "expert_bias", None) is not None
-        and module.training
-        and not getattr(module, "frozen_expert_bias", False)
-    ]
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Version checks, and workarounds for what Megatron-Core 0.19 gets wrong or cannot do.
+"""Version checks, and workarounds for faults and limits of Megatron-Core 0.19.
 
 No other module checks a version of Megatron-Core. The package supports :data:`OLDEST` to
 :data:`NEWEST`: the newest release and, once there is a newer one, the release before it.
@@ -32,26 +32,15 @@ def installed_version() -> str:
     """
     try:
         spec = util.find_spec("megatron.core")
-        folders = spec.submodule_search_locations if spec else None
-        return (folders and megatron_version(Path(folders[0]))) or metadata.version("megatron-core")
+        if spec and spec.submodule_search_locations:  # may be a checkout without metadata
+            info = Path(spec.submodule_search_locations[0], "package_info.py")
+            text = info.read_text() if info.is_file() else ""
+            numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)
+            if len(numbers) == 3:
+                return ".".join(numbers)
+        return metadata.version("megatron-core")
     except ImportError:
         raise VersionError(f"megatron-core is not installed: run `{INSTALL}`") from None
-
-
-def megatron_version(core: Path) -> str | None:
-    """Read the version from ``package_info.py`` in a ``megatron/core`` directory."""
-    try:
-        text = (core / "package_info.py").read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
-    return ".".join(numbers.values()) if len(numbers) == 3 else None
-
-
-def release(version: str) -> tuple[int, int]:
-    """Return ``(0, 19)`` for ``0.19.2``."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
 
 
 @functools.cache
@@ -64,12 +53,14 @@ def check_version() -> str:
         VersionError: Megatron-Core is not installed or older than :data:`OLDEST`.
     """
     found = installed_version()
-    if release(found) < OLDEST:
+    major, minor, *_ = re.findall(r"\d+", found)
+    release = int(major), int(minor)
+    if release < OLDEST:
         raise VersionError(
-            f"kha_megatron needs megatron-core {OLDEST[0]}.{OLDEST[1]} or newer, and {found} is "
+            f"kha_megatron needs megatron-core {OLDEST[0]}.{OLDEST[1]} or newer, but {found} is "
             f"installed: run `{INSTALL}`"
         )
-    if release(found) > NEWEST and is_first_rank():
+    if release > NEWEST and is_first_rank():
         warnings.warn(
             f"kha_megatron was not tested with megatron-core {found}, which is newer than "
             f"{NEWEST[0]}.{NEWEST[1]}",
@@ -107,7 +98,7 @@ def lacks_te_extension() -> bool:
     modules: dict[str, Any] = sys.modules
     hidden = modules.get("transformer_engine", ...) is None
     if hidden:
-        del modules["transformer_engine"]  # a hidden package would not be found
+        del modules["transformer_engine"]  # find_spec does not find a hidden package
     try:
         spec = util.find_spec("transformer_engine")
     finally:
@@ -115,10 +106,10 @@ def lacks_te_extension() -> bool:
             modules["transformer_engine"] = None
     if spec is None or spec.origin is None:
         return False
-    file = "transformer_engine_torch*.so"  # the places where Transformer Engine itself looks
-    places = (file, f"transformer_engine/{file}", f"transformer_engine/wheel_lib/{file}")
-    folders = Path(spec.origin).parents[1], Path(sysconfig.get_paths()["purelib"])
-    return not any(any(folder.glob(place)) for folder in folders for place in places)
+    file = "transformer_engine_torch*.so"  # where Transformer Engine itself looks for it
+    patterns = (file, f"transformer_engine/{file}", f"transformer_engine/wheel_lib/{file}")
+    parents = Path(spec.origin).parents[1], Path(sysconfig.get_paths()["purelib"])
+    return not any(any(parent.glob(pattern)) for parent in parents for pattern in patterns)
 
 
 def hide_incomplete_te() -> None:
@@ -169,10 +160,10 @@ def use_forked_checkpoint_writers() -> None:
 def guard_checkpoints() -> None:
     """Make saving crash-safe, loading safe, and hashing fast.
 
-    - Megatron overwrites a complete checkpoint without removing its commit mark first. A killed
-      save would leave a mixture that looks complete, so the mark is removed.
+    - Megatron overwrites a complete checkpoint without removing its commit marker first. A killed
+      save would leave a mixture that looks complete, so the marker is removed.
     - PyTorch ignores Megatron's list of safe classes when it unpickles non-tensor state.
-    - TensorBoard is flushed with each save, so that a resumed run has no gap in its curves.
+    - TensorBoard is flushed at each save, so that the curves of a resumed run have no gap.
     - Hashes come from :mod:`kha_megatron.checkpoint.integrity`.
     """
     import torch.distributed as dist
@@ -195,7 +186,7 @@ def guard_checkpoints() -> None:
             clear_for_overwriting(checkpoint_dir)
         if writer := get_tensorboard_writer():
             writer.flush()
-        dist.barrier()  # no rank writes before
+        dist.barrier()  # before any rank writes
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     TorchDistSaveShardedStrategy.async_save = guarded
@@ -205,10 +196,10 @@ def guard_checkpoints() -> None:
 def let_distributed_optimizer_resume() -> None:
     """Let DistributedOptimizer resume in float32, and with torch's Adam.
 
-    Megatron copies in place into float32 parameters, which autograd refuses. And it expects the
-    state of Transformer Engine's or apex's Adam. Torch's Adam keeps ``step`` per parameter:
-    Megatron asserts the state before the first step creates it, lets all parameters share one
-    ``step`` tensor, and looks for ``step`` among tensors that do not contain it.
+    Megatron copies in place into float32 parameters, which autograd refuses. It also expects the
+    state of Transformer Engine's or apex's Adam. Torch's Adam has a ``step`` per parameter, but
+    Megatron needs the state before the first step, gives all parameters the same ``step`` tensor,
+    and looks for ``step`` among tensors that do not contain it.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
@@ -253,8 +244,8 @@ def let_distributed_optimizer_resume() -> None:
 def let_adams_exchange_states() -> None:
     """Let torch's Adam load the state of Transformer Engine's and apex's Adam, and the reverse.
 
-    Torch stores ``step`` in each parameter's state, the others in each parameter group. A loaded
-    group also loses the settings that the other kind does not have.
+    Torch stores ``step`` in the state of each parameter, the others in each parameter group. Load
+    also drops settings of a group that the other optimizer does not have.
     """
     import torch
     from megatron.core import optimizer
@@ -279,7 +270,7 @@ def let_adams_exchange_states() -> None:
 def skip_fusion_warm_up() -> None:
     """Skip the warm-up of fused CUDA kernels. CPU only.
 
-    The warm-up draws random numbers before the model is initialised, and their count depends on the
+    Before the model is initialised, the warm-up draws random numbers, whose count depends on the
     layout. Without it, a seed gives the same weights under every layout.
     """
     from megatron.training import training
@@ -296,30 +287,31 @@ def let_fsdp2_resume() -> None:
     from megatron.training import checkpointing, training
 
     read, load = checkpointing._load_base_checkpoint, training.load_checkpoint
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
 
     @functools.wraps(read)
-    def reading(*args: Any, **kwargs: Any) -> Any:
-        answer = read(*args, **kwargs)
-        found.update(answer[0] or {})
-        return answer
+    def read_and_keep(*args: Any, **kwargs: Any) -> Any:
+        result = read(*args, **kwargs)
+        state_dict.update(result[0] or {})
+        return result
 
     @functools.wraps(load)
-    def loading(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        found.clear()
-        answer = load(model, optimizer, *args, **kwargs)
-        if kwargs.get("skip_load_to_model_and_opt") and "optimizer" in found:
-            saved = found["optimizer"].get("optimizer", found["optimizer"])
+    def load_with_step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state_dict.clear()
+        result = load(model, optimizer, *args, **kwargs)
+        if kwargs.get("skip_load_to_model_and_opt") and "optimizer" in state_dict:
+            saved = state_dict["optimizer"].get("optimizer", state_dict["optimizer"])
             adam = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
-            for group, held in zip(adam.param_groups, saved["param_groups"], strict=True):
-                group |= {"step": held["step"]} if "step" in held else {}
+            for group, loaded in zip(adam.param_groups, saved["param_groups"], strict=True):
+                group |= {"step": loaded["step"]} if "step" in loaded else {}
             if "common_step" in saved["state"]:
                 for state in adam.state.values():
                     state["step"] = saved["state"]["common_step"].clone()
-        found.clear()
-        return answer
+        state_dict.clear()
+        return result
 
-    checkpointing._load_base_checkpoint, training.load_checkpoint = reading, loading
+    checkpointing._load_base_checkpoint = read_and_keep
+    training.load_checkpoint = load_with_step
 
 
 def gpt_config(args: Any, transformer: Any) -> Any:

@@ -27,11 +27,11 @@ Model = Any
 _FIRST, _LAST = -1.0, math.inf  # before and after all layers
 
 
-class NotFinite(NamedTuple):
-    """A finding. The smallest one over all ranks is the cause.
+class Finding(NamedTuple):
+    """A tensor that is not finite. The smallest finding over all ranks is the cause.
 
-    Bad parameters cause bad activations (first in forward order), which cause bad gradients (first
-    in backward order).
+    Parameters affect activations (first in forward order), which affect gradients (first in
+    backward order).
     """
 
     kind: int
@@ -52,19 +52,17 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
     ``overlap_grad_reduce`` and FSDP2, gradients are checked after the sum over data-parallel ranks.
     With CUDA graphs, the layers' outputs are not checked.
     """
-    sites: list[_Site] = []
-    outputs = [_watched(model) for model in models]
-    count = sum(map(len, outputs))
-    largest = torch.zeros(count, dtype=torch.float32, device=torch.cuda.current_device())
-    for site, module in (pair for watched in outputs for pair in watched):
-        module.register_forward_hook(_recorder(largest, len(sites)))
-        sites.append(site)
+    watched = [pair for model in models for pair in _watched_modules(model)]
+    sites = [site for site, _ in watched]
+    largest = torch.zeros(len(sites), dtype=torch.float32, device=torch.cuda.current_device())
+    for index, (_, module) in enumerate(watched):
+        module.register_forward_hook(_recorder(largest, index))
 
     @contextmanager
     def checked(chunks: list[Model], groups: Any) -> Iterator[None]:
         wrapped = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
         overlaps = any(config.overlap_grad_reduce for config in wrapped)
-        if overlaps:  # until then the gradients may be on their way
+        if overlaps:  # gradients are complete only after finalization
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
         if any(isinstance(p, DTensor) for model in models for p in model.parameters()):
@@ -77,7 +75,7 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
     around_finalization(models, checked)
 
 
-def _watched(model: Model) -> list[tuple[_Site, Model]]:
+def _watched_modules(model: Model) -> list[tuple[_Site, Model]]:
     """Return embedding, knocked heads, layers, final norm and the output of one stage."""
     found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
     for layer in model.decoder.layers:
@@ -89,7 +87,7 @@ def _watched(model: Model) -> list[tuple[_Site, Model]]:
     norm = getattr(model.decoder, "final_layernorm", None)
     found.append(((_LAST, 0), "decoder.final_layernorm", norm))
     if model.config.cuda_graph_impl != "none":
-        found = []  # a module that is captured must not have hooks
+        found = []  # captured modules must not have hooks
     if model.post_process:
         found.append(((_LAST, 1), "the loss or the logits", model))
     return [(_Site(order, name), module) for order, name, module in found if module is not None]
@@ -101,7 +99,7 @@ def _recorder(largest: Tensor, index: int) -> Callable:
             return
         output = output[0] if isinstance(output, tuple) else output
         with torch.no_grad():
-            low, high = torch.aminmax(output)  # which keep a NaN, as the maximum does
+            low, high = torch.aminmax(output)  # propagates NaN, as does maximum
             largest[index] = torch.maximum(largest[index], torch.maximum(-low, high))
 
     return record
@@ -114,7 +112,7 @@ def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: 
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     if not bad.item():
         return
-    findings: list[NotFinite | None] = [None] * dist.get_world_size()
+    findings: list[Finding | None] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, _first_finding(models, sites, largest, summed_by))
     first = min(filter(None, findings), default=None)
     if first is None:
@@ -122,37 +120,36 @@ def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: 
     ranks = [rank for rank, finding in enumerate(findings) if finding == first]
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     raise NonFiniteError(
-        f"{first.text} on {where}: training stopped before the optimizer step, no weight was "
-        "changed and nothing saved: start again to resume from the last checkpoint; if it comes "
-        "back, look at that layer and lower --lr"
+        f"{first.text} on {where}. Training stopped before the optimizer step, so no weight was "
+        "changed and no checkpoint saved. Restart to resume from the last checkpoint. If the error "
+        "returns, look at that layer and lower --lr."
     )
 
 
 def _first_finding(
     models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None
-) -> NotFinite | None:
+) -> Finding | None:
     found = []
     parameters = list(_parameters(models))
     for order, name, parameter, _ in parameters:
         if not torch.isfinite(parameter).all():
-            found.append(NotFinite(0, order, f"{_amount(parameter)} parameter {name}"))
+            found.append(Finding(0, order, f"{_count(parameter)} parameter {name}"))
     for site, peak in zip(sites, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
-            found.append(NotFinite(1, site.order, f"{what} in the output of {site.name}"))
+            found.append(Finding(1, site.order, f"{what} in the output of {site.name}"))
     note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
     for (layer, position), name, _, gradient in parameters:
         if gradient is not None and not torch.isfinite(gradient).all():
-            text = f"{_amount(gradient)} the gradient of {name}{note}"
-            found.append(NotFinite(2, (-layer, -position), text))
+            text = f"{_count(gradient)} the gradient of {name}{note}"
+            found.append(Finding(2, (-layer, -position), text))
     return min(found, default=None)
 
 
 def _parameters(
     models: Iterable[Model],
 ) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
-    """Yield forward order, checkpoint name (layers from 0 over all stages), and local shards of the
-    parameter and of its gradient."""
+    """Yield forward order, checkpoint name, and local shards of a parameter and its gradient."""
     for model in models:
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
@@ -161,15 +158,11 @@ def _parameters(
             if local := re.match(r"decoder\.layers\.(\d+)\.", name):
                 order = int(local[1]) + offset
                 name = f"decoder.layers.{order}.{name[local.end() :]}"
-            gradient = gradient_of(parameter)
-            held = gradient if gradient is None else _held(gradient)
-            yield (order, position), name, _held(parameter), held
+            tensors = parameter, gradient_of(parameter)
+            shards = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+            yield (order, position), name, *shards
 
 
-def _held(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _amount(tensor: Tensor) -> str:
+def _count(tensor: Tensor) -> str:
     kind = "NaN" if tensor.isnan().any() else "Inf"
     return f"{kind} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements of"

@@ -12,19 +12,15 @@ tokens that this rank's GEMM sees and ``r`` heads with a linear matrix out of th
 =====================================  ============  ===============
 operation                              direct        folded
 =====================================  ============  ===============
-forward                                ``2 t r``     ``2 K n``
-gradient of activations or weight      ``2 t r``     ``2 K n``
-gradient of ``T``                      ``2 t r``     ``2 K n``
+forward, and each of two gradients     ``2 t r``     ``2 K n``
 no gradient-accumulation fusion                      ``2 K n``
-kept for the backward pass             ``t r``       ``K n``
+stored for the backward pass           ``t r``       ``K n``
 =====================================  ============  ===============
 
-``fold="auto"`` folds if ``t r > K n`` (4/3 of that if folding turns fusion off), which is also
-where folding keeps less memory.
+``fold="auto"`` folds if ``t r > K n`` (4/3 of that if folding turns fusion off).
 
 ``W_eff`` has no ``main_grad``, so gradient-accumulation fusion is turned off in a ``linear_qkv``
-that may be folded: if the fused GEMM added some gradients and data parallelism others, the latter
-would be lost.
+that may be folded: gradients that the fused GEMM does not add would be lost.
 
 Legend: ``s`` sequence, ``b`` microbatch, ``h`` and ``K`` hidden, ``D`` head dim.
 """
@@ -53,9 +49,6 @@ from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.model.qkv import QKVLayout
 
 _LINEARS = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear)
-
-_WAITS_FOR_PARAMETERS = "megatron.core.distributed.distributed_data_parallel"
-"""Module of the forward pre-hook that waits until a module's parameters are gathered."""
 
 
 class Folding:
@@ -97,9 +90,6 @@ class Folding:
 
         Returns:
             The output ``[s, b, rows of this rank]``, and the projections already knocked in it.
-
-        Raises:
-            ConfigError: ``fold="always"``, but ``linear_qkv`` was replaced.
         """
         linear, folds = self.attention.linear_qkv, self.folds(hidden_states)
         if folds != self.was_folded and hasattr(linear, "is_first_microbatch"):
@@ -108,7 +98,8 @@ class Folding:
         if not folds:
             return linear(hidden_states)[0], frozenset()
         for hook in linear._forward_pre_hooks.values():
-            if hook.__module__ == _WAITS_FOR_PARAMETERS:
+            # the hook that waits until the parameters of the module are gathered
+            if hook.__module__ == "megatron.core.distributed.distributed_data_parallel":
                 hook(linear, (hidden_states,))
         matrices = [knocking()[0] for knocking in self.knockings.values()]
         folded = {
@@ -121,7 +112,7 @@ class Folding:
 
     @cached_property
     def owners(self) -> tuple[int | None, ...]:
-        """For each head in this rank's rows, the index of its projection, or None."""
+        """Index of the projection of each head in this rank's rows, or None."""
         ranks = self.attention.tp_group.size()
         each, rank = len(self.heads) // ranks, get_pg_rank(self.attention.tp_group)
         known: dict[str, int] = {projection: i for i, projection in enumerate(self.knockings)}
@@ -141,10 +132,14 @@ class Folding:
             return False
         linear: Any = self.attention.linear_qkv
         obstacle = self.obstacle
-        if type(linear) not in _LINEARS:  # an adapter adds an output that is knocked as well
+        if type(linear) not in _LINEARS:  # the output of an adapter is knocked, too
             obstacle = f"the QKV projection was replaced by a {type(linear).__name__}"
-        elif _is_fsdp(linear):
-            obstacle = "folding was never run with FSDP"
+        elif (
+            isinstance(linear.weight, DTensor)
+            or hasattr(linear.weight, "__fsdp_param__")
+            or getattr(linear, "is_fsdp2", False)
+        ):
+            obstacle = "folding is not tested with FSDP"
         if obstacle and self.choice == "always":
             raise _refusal(obstacle)
         if obstacle:
@@ -157,8 +152,8 @@ class Folding:
         if self.attention.training:
             way = "folded into the QKV weight" if folds else "applied to activations"
             announce(
-                f"KHA-Linear on {', '.join(self.knockings)} is {way} (microbatches of {tokens:,} "
-                f"tokens a rank; folding pays above {self.least_tokens:,.0f})",
+                f"KHA-Linear on {', '.join(self.knockings)} is {way} (microbatches have {tokens:,} "
+                f"tokens per rank; folding is faster above {self.least_tokens:,.0f})",
                 once=("folding", way),
             )
         return folds
@@ -171,17 +166,12 @@ class Folding:
         if config.delay_wgrad_compute:
             return "--delay-wgrad-compute writes the gradient of a weight outside of autograd"
         if config.cuda_graph_impl != "none":
-            return "folding was never captured in a CUDA graph"
+            return "folding is not tested with CUDA graphs"
         if not self.heads:
             return "gates have rows between the heads of queries, keys and values"
         if len(self.heads) % ranks:
             return f"{len(self.heads)} heads of q, k and v cannot be divided over {ranks} TP ranks"
         return None
-
-
-def _is_fsdp(linear: Any) -> bool:
-    wrapped = isinstance(linear.weight, DTensor) or hasattr(linear.weight, "__fsdp_param__")
-    return wrapped or getattr(linear, "is_fsdp2", False)
 
 
 def _refusal(obstacle: str) -> ConfigError:

@@ -30,19 +30,17 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.attention import UNSPLIT, KHASelfAttention
+from kha_megatron.mcore.attention import KHASelfAttention
 from kha_megatron.mcore.knocking import parameter_device
-
-_FUSED_NORM = "input_layernorm."
 
 
 class RotaryKeyProjection(MegatronModule):
     """Projects ``[s, b, h]`` to the rotary half of all keys, ``[s, b, 1, D / 2]``.
 
     With sequence parallelism, the input is this rank's part of the sequence. The weight
-    ``[D / 2, h]`` is replicated on all tensor-parallel ranks. Each rank's gradient is a partial
-    sum, which autograd sums over the ranks: for the key where ranks have the same tokens, for the
-    weight where they have different ones. Nothing else may reduce it again.
+    ``[D / 2, h]`` is replicated on all tensor-parallel ranks. Autograd sums the partial gradients
+    of the ranks: of the key if ranks have the same tokens, else of the weight. Nothing else may
+    reduce them.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -54,8 +52,7 @@ class RotaryKeyProjection(MegatronModule):
             torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
         )
         if config.perform_initialization:
-            # tensor-parallel ranks share this random state
-            config.init_method(self.weight)
+            config.init_method(self.weight)  # with the random state that TP ranks share
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
@@ -67,7 +64,7 @@ class RotaryKeyProjection(MegatronModule):
 
 
 class KHAGroupedTiedAttention(KHASelfAttention):
-    """``SelfAttention`` with tied keys and values.
+    """Tie keys and values in ``SelfAttention``.
 
     ``linear_qkv`` is ``[(H + G) * D, h]``: for each group its query heads, then its tied state.
     ``linear_k_rope`` is ``[D / 2, h]``. ``knock_value`` has the matrices of the tied state.
@@ -84,20 +81,19 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         kha: KHAConfig,
         **kwargs: Any,
     ) -> None:
-        check_tied(config)
         super().__init__(config, submodules, layer_number, *args, kha=kha, **kwargs)
         self.linear_k_rope = RotaryKeyProjection(config, self.tp_group)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ``SelfAttention.forward``; needs ``rotary_pos_emb`` of ``D / 2`` features."""
+        """Call ``SelfAttention.forward``. ``rotary_pos_emb`` has ``D / 2`` features."""
         rotary = kwargs.get("rotary_pos_emb")
-        found = None if rotary is None else (rotary if torch.is_tensor(rotary) else rotary[0])
-        turned = 0 if found is None else found.shape[-1]
-        if turned != self.config.kv_channels // 2:
+        rotary = rotary[0] if isinstance(rotary, tuple) else rotary
+        rotated = 0 if rotary is None else rotary.shape[-1]
+        if rotated != self.config.kv_channels // 2:
             raise ConfigError(
-                f"attention=gta needs a rotary embedding of {self.config.kv_channels // 2} "
-                f"features, and the model's is of {turned}: give --position-embedding-type rope "
-                "--rotary-percent 0.5"
+                f"Expected a rotary embedding of {self.config.kv_channels // 2} features for "
+                f"attention=gta, got {rotated}. Use --position-embedding-type rope "
+                "--rotary-percent 0.5."
             )
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -109,11 +105,9 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
         """Return this rank's query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``."""
-        if not split_qkv:
-            raise ConfigError(UNSPLIT)
         query, tied, rotary = self.project(hidden_states)
         query = self._normed(self.q_layernorm, query)
-        return self._apart(query, self.keys(tied, rotary), tied)
+        return self._copy_views(query, self.keys(tied, rotary), tied)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return knocked queries, knocked tied states and the rotary half of the keys.
@@ -132,14 +126,14 @@ class KHAGroupedTiedAttention(KHASelfAttention):
 
 
 def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """Return a layer spec with a separate input norm, which two projections follow.
+    """Return a layer spec with a separate input norm, whose output two projections read.
 
     Transformer Engine fuses the norm with ``linear_qkv``. In checkpoints of both backends the norm
     is ``input_layernorm``.
     """
     attention = layer.self_attention
     renamed = dict(layer.sharded_state_dict_keys_map or {})
-    renamed.pop(_FUSED_NORM, None)
+    renamed.pop("input_layernorm.", None)
     layer = replace(layer, sharded_state_dict_keys_map=renamed)
     linear = attention.submodules.linear_qkv
     if HAVE_TE and linear is TELayerNormColumnParallelLinear:
@@ -151,19 +145,7 @@ def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
         return replace(layer, input_layernorm=norm, self_attention=attention)
     if linear not in (ColumnParallelLinear, TEColumnParallelLinear):
         raise ConfigError(
-            f"attention=gta does not support the projection {linear}: use --transformer-impl "
-            "transformer_engine or local"
+            f"attention=gta does not support the QKV projection {linear}. Use --transformer-impl "
+            "transformer_engine or local."
         )
     return layer
-
-
-def check_tied(config: TransformerConfig) -> None:
-    """Raise ConfigError for an option that GTA does not have."""
-    for option, flag in (
-        ("attention_output_gate", "--attention-output-gate"),
-        ("add_bias_linear", "the biases: add --disable-bias-linear and remove --add-bias-linear"),
-        ("add_qkv_bias", "--add-qkv-bias"),
-        ("no_rope_freq", "--no-rope-freq"),
-    ):
-        if getattr(config, option):
-            raise ConfigError(f"attention=gta has no {option}: remove {flag}")

@@ -39,25 +39,25 @@ class InputProjection(HeadWeight):
         """Project ``hidden``; without it, return the weight."""
         if hidden is None:
             return super().forward()
-        group, parted = self.tp_group, self.config.sequence_parallel
+        group, is_sharded = self.tp_group, self.config.sequence_parallel
         if self.tensor.per_head:
             weight = super().forward()
-            score = torch.nn.functional.linear(self._met_by_heads(hidden), weight.flatten(0, 1))
+            score = torch.nn.functional.linear(self._sum_over_heads(hidden), weight.flatten(0, 1))
             return score.unflatten(-1, weight.shape[:2])
         weight = self.weight
-        if parted:
+        if is_sharded:
             weight = copy_to_tensor_model_parallel_region(weight, group=group)
         score = torch.nn.functional.linear(hidden, weight)
         if self.tensor.gradient == "heads":
-            return self._met_by_heads(score).unsqueeze(-2)
-        if self.tensor.gradient == "whole" and parted:
-            # every rank has all of the gradient: it takes its tokens' part, and sums nothing
+            return self._sum_over_heads(score).unsqueeze(-2)
+        if self.tensor.gradient == "whole" and is_sharded:
+            # every rank has the whole gradient and keeps the part of its own tokens
             score = gather_from_sequence_parallel_region(
                 score, tensor_parallel_output_grad=False, group=group
             )
         return score
 
-    def _met_by_heads(self, x: Tensor) -> Tensor:
+    def _sum_over_heads(self, x: Tensor) -> Tensor:
         """Return ``x`` of all tokens; its gradient is summed over the ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
@@ -65,12 +65,12 @@ class InputProjection(HeadWeight):
 
 
 class NormedInput:
-    """The normed input of an attention, also if Transformer Engine fuses the norm.
+    """Returns the normed input of an attention, also if Transformer Engine fuses the norm.
 
     Args:
         attention: the attention module.
-        name: name of its first projection. If that has a fused norm, it also returns the normed
-            input, which a hook removes from its result.
+        name: name of its first projection. A projection with a fused norm also returns the normed
+            input, which a hook removes from the result.
     """
 
     def __init__(self, attention: Module, name: str) -> None:
@@ -79,18 +79,18 @@ class NormedInput:
         linear: Any = getattr(attention, name, None)
         if hasattr(linear, "return_layernorm_output"):
             linear.return_layernorm_output = True
-            linear.register_forward_hook(self._caught)
+            linear.register_forward_hook(self._take_normed)
 
-    def _caught(self, module: Any, inputs: Any, result: Any) -> Any:
+    def _take_normed(self, module: Any, inputs: Any, result: Any) -> Any:
         if module.return_layernorm_output_gathered:
             raise ConfigError(
-                f"an adapter on {self._name} has its normed input gathered over tensor-parallel "
-                "ranks, and the heads' mechanisms read this rank's part of it: leave "
-                f"{self._name} out of the adapter's target_modules, or turn off sequence_parallel"
+                f"The adapter on {self._name} gathers the normed input over tensor-parallel ranks, "
+                f"but head mechanisms read the part of one rank. Remove {self._name} from "
+                "target_modules, or turn off sequence_parallel."
             )
         (output, self._normed), bias = result
         if getattr(self._attention, self._name) is not module:
-            return result  # to an adapter around it, which reads the normed input too
+            return result  # an adapter around the module reads the normed input, too
         return output, bias
 
     def __call__(self, hidden_states: Tensor) -> Tensor:

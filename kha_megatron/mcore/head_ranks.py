@@ -25,7 +25,7 @@ class HeadRanks(Ranks):
         layer_number: global, from 1.
         groups: process groups with ``tp`` and ``cp``.
         is_training: returns whether the layer is in training mode.
-        adds_loss: whether :meth:`add_loss` will be called.
+        adds_loss: whether a mechanism calls :meth:`add_loss`.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class HeadRanks(Ranks):
         self.tp, self.cp = groups.tp, groups.cp
         self.is_training = is_training
         self.loss_scale = LossScale.of(config) if adds_loss else None
-        self.listeners: list[Listener] = []  # the instruments, where there are any
+        self.listeners: list[Listener] = []
 
     @property
     def trains(self) -> bool:
-        """In training mode, and not in the forward pass that is recomputed."""
+        """Whether the layer trains, except in the first forward pass of recomputation."""
         return self.is_training() and torch.is_grad_enabled()
 
     @property
@@ -61,19 +61,16 @@ class HeadRanks(Ranks):
         """
         if self.config.cuda_graph_impl != "none":
             raise ConfigError(
-                "moh.anneal with CUDA graphs, which keep the heads that a token had at their "
-                "capture: leave out moh.anneal, or use --cuda-graph-impl none"
+                "moh.anneal does not support CUDA graphs, which would keep the heads of the "
+                "captured iteration. Remove moh.anneal, or use --cuda-graph-impl none."
             )
-        arguments = training_arguments()
-        known = [
-            count
-            for name in ("iteration", "curr_iteration")
-            if (count := getattr(arguments, name, None)) is not None
-        ]
+        arguments = vars(training_arguments())
+        known = [arguments.get(name) for name in ("iteration", "curr_iteration")]
+        known = [count for count in known if count is not None]
         if not known and self.trains:
             raise ConfigError(
-                "moh.anneal counts iterations of Megatron's training loop, which does not run: "
-                "leave it out"
+                "moh.anneal needs Megatron's training loop, which counts iterations. Remove "
+                "moh.anneal."
             )
         return max(known, default=None)
 
@@ -99,9 +96,9 @@ class HeadRanks(Ranks):
         All TP ranks add the same loss. It counts once, because its inputs have a ``whole`` gradient
         (:mod:`kha_megatron.mcore.head_inputs`) or come from :meth:`all_heads`.
         """
-        if self.config.calculate_per_token_loss:  # all gradients are divided by all tokens
+        if self.config.calculate_per_token_loss:  # gradients are later divided by all tokens
             loss = loss * (carrier.numel() // carrier.shape[-1])
-        else:  # of a sequence, this rank's share; the schedule multiplies by the ranks
+        else:  # the schedule multiplies by the number of CP ranks
             loss = loss / self.cp.size()
         assert self.loss_scale is not None
         return with_loss(carrier, loss, self.loss_scale)

@@ -1,4 +1,4 @@
-"""Hooks on a projection of a layer that follow a replacement of the module."""
+"""Hook on a projection of a layer that stays when an adapter replaces the projection."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,16 +7,15 @@ from typing import Any
 from torch.nn import Module
 
 
-class PlacedHook:
-    """A hook on a layer's submodule that follows when adapters replace the submodule.
+class ProjectionHook:
+    """Wrap the ``forward`` of a layer's submodule, also after an adapter replaces the submodule.
 
-    It wraps the module's ``forward``, because Megatron does not capture a module with a pre-forward
-    hook in a CUDA graph.
+    Megatron does not capture a module with a forward pre-hook in a CUDA graph.
 
     Args:
         layer: calls :meth:`follow` before each forward pass.
-        name: name of the module, such as ``linear_proj``.
-        hook: maps the module's result; with ``before``, maps its positional inputs.
+        name: name of the submodule, such as ``linear_proj``.
+        hook: maps the module's result; with ``before``, its positional inputs.
     """
 
     def __init__(
@@ -27,12 +26,12 @@ class PlacedHook:
         self.follow(layer)
 
     def follow(self, layer: Module) -> None:
-        """Move to the current module, if there is one: MLA deletes an absorbed projection."""
+        """Move to the current submodule, if any. MLA deletes an absorbed projection."""
         module: Any = getattr(layer, self._name, None)
         if module is self._module or module is None:
             return
         if self._module is not None:
-            del self._module.forward  # uncovers the method
+            del self._module.forward  # restore the method of the class
         module.forward = partial(self._around, module.forward)
         self._module = module
 

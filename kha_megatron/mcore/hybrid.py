@@ -34,7 +34,7 @@ with megatron_imports():
 class KHAHybridStack(HybridStack):
     """``HybridStack`` with KHA in its attention layers, for both backends.
 
-    Takes what ``HybridStack`` does, except ``submodules``.
+    Takes the arguments of ``HybridStack`` except ``submodules``.
 
     Args:
         kha: configuration, or the name of a spec (see ``kha_megatron.mcore.settings``).
@@ -61,7 +61,7 @@ class KHAHybridStack(HybridStack):
             *args,
             layer_type_list=layer_type_list,
             pp_layer_offset=pp_layer_offset,
-            post_layer_norm=False,  # upstream's is Transformer Engine's whatever the backend
+            post_layer_norm=False,  # Megatron's is always Transformer Engine's
             pg_collection=pg_collection,
             **kwargs,
         )
@@ -71,44 +71,40 @@ class KHAHybridStack(HybridStack):
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
         if name:
-            publish(name, kha, pg_collection, speak=pp_layer_offset == 0)
+            publish(name, kha, pg_collection, logs=pp_layer_offset == 0)
 
 
 def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None:
-    """Check that this stage can be built with KHA.
-
-    Raises:
-        ConfigError: The configuration has an option that hybrid models with KHA do not have.
-    """
+    """Raise ConfigError if this stage of a hybrid model cannot be built with KHA."""
     if (stages := config.virtual_pipeline_model_parallel_size) is not None:
         raise ConfigError(
-            f"virtual_pipeline_model_parallel_size={stages}: Megatron documents virtual pipeline "
-            "stages as unsupported for hybrid models: remove it"
+            f"Hybrid models do not support virtual_pipeline_model_parallel_size={stages}. Remove "
+            "the virtual pipeline stages."
         )
     if kha.attention:
         raise ConfigError(
-            f"attention={kha.attention} is not available in hybrid models: use a GPT model"
+            f"Hybrid models do not support attention={kha.attention}. Use a GPT model."
         )
-    if {Symbols.MLA, Symbols.DS_ATTENTION} & set(layers):
+    if latent := {Symbols.MLA, Symbols.DS_ATTENTION} & set(layers):
         raise ConfigError(
-            f"Latent attention ({Symbols.MLA}, {Symbols.DS_ATTENTION}) is not available in hybrid "
-            f"models with KHA: use {Symbols.ATTENTION} in the pattern"
+            f"Hybrid models with KHA do not support latent attention ({' '.join(sorted(latent))}). "
+            f"Use {Symbols.ATTENTION} in --hybrid-layer-pattern."
         )
     others = set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE}
     if others and config.transformer_impl != "transformer_engine":  # would be identity layers
         raise ConfigError(
-            f"Layers {' '.join(sorted(others))} exist in Transformer Engine only: use "
-            "--transformer-impl transformer_engine"
+            f"Layers {' '.join(sorted(others))} need Transformer Engine. Use --transformer-impl "
+            "transformer_engine."
         )
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:
     """Return the specs of a dense GPT layer, a MoE layer and the final norm."""
-    two = copy.copy(config)
-    two.num_layers, two.moe_layer_freq = 2, [0, 1]
-    two.pipeline_model_parallel_size, two.pipeline_model_parallel_layout = 1, None
-    two.num_layers_in_first_pipeline_stage = two.num_layers_in_last_pipeline_stage = None
-    return kha_layer_spec(two, kha)
+    both = copy.copy(config)
+    both.num_layers, both.moe_layer_freq = 2, [0, 1]
+    both.pipeline_model_parallel_size, both.pipeline_model_parallel_layout = 1, None
+    both.num_layers_in_first_pipeline_stage = both.num_layers_in_last_pipeline_stage = None
+    return kha_layer_spec(both, kha)
 
 
 def _submodules(
@@ -138,5 +134,5 @@ def _submodules(
 
 def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:
     """Return a layer spec with some submodules of a GPT layer, and their checkpoint names."""
-    kept = {n: getattr(layer.submodules, n) for n in (*names, "sharded_state_dict_keys_map")}
-    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**kept))
+    part = {n: getattr(layer.submodules, n) for n in (*names, "sharded_state_dict_keys_map")}
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**part))

@@ -105,7 +105,7 @@ class HeadWeight(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the sharded parameter: over TP ranks if it is sharded there, and over FSDP2's."""
+        """Return the parameter, sharded over TP ranks if it is per head, and over FSDP2's ranks."""
         if isinstance(self.weight, DTensor):
             return {f"{prefix}weight": self._rows(f"{prefix}weight", sharded_offsets)}
         if not self.tensor_model_parallel:
@@ -120,13 +120,12 @@ class HeadWeight(MegatronModule):
         )
 
     def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
-        """Return FSDP2's shard in a form that loads under any layout: by rows if shards are
-        unequal.
+        """Return FSDP2's shard in a form that loads under any layout.
 
-        FSDP2 shards three matrices into two and one, and Megatron stores equal shards only.
+        Unequal shards are stored by rows, because Megatron stores equal shards only.
         """
         weight: Any = self.weight
-        with torch.no_grad():  # the very tensor by which the optimizer knows it
+        with torch.no_grad():  # the same tensor that the optimizer has
             held = weight.to_local()
         mesh, rows = weight.device_mesh, len(weight)
         each, ranks, rank = -(-rows // mesh.size()), 1, 0
@@ -138,7 +137,7 @@ class HeadWeight(MegatronModule):
         replica, count, owner = (0, copy, int(not len(held))), len(held), (rows - 1) // each
 
         def cut(key: str, part: Tensor, replica: Any, flattened_range: None) -> list[ShardedTensor]:
-            if owner + 1 < mesh.size():  # ranks without any take part with a copy of the last
+            if owner + 1 < mesh.size():  # ranks without a row store a copy of the last one
                 last = part[-1:].clone() if count else part.new_empty(1, *part.shape[1:])
                 torch.distributed.broadcast(last, group=mesh.get_group(), group_src=owner)
                 part = part if count else last
@@ -160,7 +159,7 @@ class HeadWeight(MegatronModule):
         return ShardedTensorFactory(key, held, cut, joined, replica)
 
     def keep_at_next_load(self) -> None:
-        """Keep the current value in the next load of a checkpoint, which may lack the parameter."""
+        """Keep the current value at the next load of a checkpoint, which may lack the parameter."""
 
         def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             del self.sharded_state_dict
@@ -169,7 +168,6 @@ class HeadWeight(MegatronModule):
         self.sharded_state_dict = own_value  # type: ignore[method-assign]
 
     def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
         return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
 
 
@@ -207,7 +205,6 @@ class KnockingHeads(HeadWeight):
         return weight if x is None else knock(x, weight, self.variant)
 
     def extra_repr(self) -> str:
-        """Shown by ``print(model)``."""
         return f"{self.variant}, weight={tuple(self.weight.shape)}"
 
 

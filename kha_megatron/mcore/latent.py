@@ -36,11 +36,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
 from kha_megatron.heads.knock import fold
 from kha_megatron.mcore.attention import KnockedAttention, check_config
-from kha_megatron.mcore.hooks import PlacedHook
+from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import parameter_device
 
 
@@ -50,10 +49,6 @@ class LatentUpProjection(ColumnParallelLinear):
     The weight ``[H * rows / tp, C / c]`` has heads outermost and is sharded like MLA's
     ``linear_kv_up_proj``. Maps the normalised latent ``[..., C]`` (with sequence parallelism: of
     this rank's part of the sequence) to ``[..., H * rows / tp]`` and None.
-
-    Args:
-        latent_features: ``C``.
-        latent_heads: ``c``.
     """
 
     def __init__(
@@ -72,8 +67,6 @@ class LatentUpProjection(ColumnParallelLinear):
             latent = copy_to_tensor_model_parallel_region(latent, group=self.tp_group)
         heads = latent.unflatten(-1, (self.latent_heads, -1))[..., self.mine, :]
         weights = self.weight.unflatten(0, (heads.shape[-2], -1))
-        if len(weights) == 1:  # as when there are as many ranks as latent heads
-            return torch.nn.functional.linear(heads[..., 0, :], weights[0]), None
         return torch.einsum("...gc,grc->...gr", heads, weights).flatten(-2), None
 
 
@@ -117,23 +110,11 @@ def grouped(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
     )
 
 
-def check_grouped(config: MLATransformerConfig) -> None:
-    """Raise ConfigError for an option that GLA does not have."""
-    other_norm = config.normalization != "RMSNorm" and config.qk_layernorm
-    for applies, option, remedy in (
-        (other_norm, f"normalization={config.normalization}", "use RMSNorm"),
-        (config.layernorm_zero_centered_gamma, "zero-centred norms", "remove --apply-layernorm-1p"),
-        (config.cache_mla_latents, "cache_mla_latents", "remove --cache-mla-latents"),
-    ):
-        if applies:
-            raise ConfigError(f"attention=gla does not support {option}: {remedy}")
-
-
 _Hooked = tuple[Tensor, Tensor | None]
 
 
 class _KnockedLatentAttention(KnockedAttention):
-    """Mixin that adds KHA to both of Megatron's MLA classes.
+    """Add KHA to either of Megatron's MLA classes.
 
     ``knock_query`` and ``knock_key`` are ``[1, qk_head_dim, qk_head_dim]``, ``knock_value`` is
     ``[1, v_head_dim, v_head_dim]``.
@@ -144,27 +125,22 @@ class _KnockedLatentAttention(KnockedAttention):
     """
 
     config: MLATransformerConfig
-    first_projection = "linear_qkv_down_proj"  # of the fused class; in the other none norms
+    first_projection = "linear_qkv_down_proj"  # of the fused class; others have no fused norm
 
     def __init__(
-        self,
-        config: MLATransformerConfig,
-        submodules: MLASelfAttentionSubmodules,
-        layer_number: int,
-        *args: Any,
-        kha: KHAConfig,
-        **kwargs: Any,
+        self, config: MLATransformerConfig, *args: Any, kha: KHAConfig, **kwargs: Any
     ) -> None:
         check_config(config, kha)
-        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)
         self._add_knocking(kha)
         self.kind = "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
         query_up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
-        if "query" in self.knock_names:
-            self.placed_hooks.append(PlacedHook(self, query_up, self._knock_query_heads))
-        if self.knock_names.keys() - {"query"}:
-            hook = PlacedHook(self, "linear_kv_up_proj", self._knock_key_value_heads)
-            self.placed_hooks.append(hook)
+        for name, hook, projections in (
+            (query_up, self._knock_query, {"query"}),
+            ("linear_kv_up_proj", self._knock_key_value, {"key", "value"}),
+        ):
+            if projections & self.knockings.keys():
+                self.projection_hooks.append(ProjectionHook(self, name, hook))
         self._count_query_norm_once()
 
     def get_query_key_value_tensors(
@@ -174,17 +150,17 @@ class _KnockedLatentAttention(KnockedAttention):
         self._read_input(hidden_states, {})
         return found
 
-    def _knock_query_heads(self, output: _Hooked) -> _Hooked:
+    def _knock_query(self, output: _Hooked) -> _Hooked:
         nope, position = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
         )
-        return torch.cat([self._knocked("query", nope), position], dim=-1).flatten(-2), output[1]
+        return torch.cat([self._knock("query", nope), position], dim=-1).flatten(-2), output[1]
 
-    def _knock_key_value_heads(self, output: _Hooked) -> _Hooked:
+    def _knock_key_value(self, output: _Hooked) -> _Hooked:
         key, value = self._heads(output[0]).split(
             [self.config.qk_head_dim, self.config.v_head_dim], dim=-1
         )
-        heads = self._knocked("key", key), self._knocked("value", value)
+        heads = self._knock("key", key), self._knock("value", value)
         return torch.cat(heads, dim=-1).flatten(-2), output[1]
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -194,8 +170,7 @@ class _KnockedLatentAttention(KnockedAttention):
         """Sum the gradient of the rotary key over tensor-parallel ranks.
 
         All heads share this key, so each rank's gradient is a partial sum. Megatron sums it only
-        where sequence parallelism gathers the key. Otherwise the replicas of the down-projection
-        would drift apart.
+        with sequence parallelism. Otherwise the replicas of the down-projection would diverge.
         """
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
@@ -206,7 +181,7 @@ class _KnockedLatentAttention(KnockedAttention):
             if self.config.sequence_parallel:
                 latent = scatter_to_sequence_parallel_region(latent, group=self.tp_group)
         if self.config.sequence_parallel:
-            return query, latent  # what Megatron does next completes the sum
+            return query, latent  # Megatron's gather of the key sums its gradient
         latent, key = latent.split([rank, position], dim=-1)
         key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
         return query, torch.cat([latent, key], dim=-1)
@@ -214,9 +189,9 @@ class _KnockedLatentAttention(KnockedAttention):
     def _count_query_norm_once(self) -> None:
         """Average the gradient of a separate norm of the query latent over the ranks.
 
-        Megatron sums gradients of parameters named ``q_layernorm``, because a QK-norm sees only its
-        rank's heads. This norm sees the latent of all heads: without sequence parallelism, its
-        gradient is complete on every rank, and a sum would be tp times too large.
+        Megatron sums gradients of parameters named ``q_layernorm``, because a QK-norm sees only the
+        heads of its rank. This norm sees the latent of all heads: without sequence parallelism, its
+        gradient is complete on every rank, and the sum would be ``tp`` times too large.
         """
         norm = getattr(self, "q_layernorm", None)
         if norm is not None and not self.config.sequence_parallel:
@@ -229,20 +204,20 @@ class _KnockedLatentAttention(KnockedAttention):
         Megatron then splits and deletes this projection (only for inference with cached latents).
         """
         if not hasattr(self, "up_k_weight"):
-            nope, value = self.config.qk_head_dim, self.config.v_head_dim
+            nope, rows = self.config.qk_head_dim, self.config.qk_head_dim + self.config.v_head_dim
             weight = self.linear_kv_up_proj.weight
+            starts: dict[Projection, int] = {"key": 0, "value": nope}
             with torch.no_grad():
-                starts: dict[Projection, int] = {"key": 0, "value": nope}
-                for projection, start in starts.items():
-                    if knocking := self.knockings.get(projection):
-                        folded = fold(weight, knocking.weight, head_rows=nope + value, start=start)
-                        weight.copy_(folded)
+                for projection in starts.keys() & self.knockings.keys():
+                    matrix = self.knockings[projection].weight
+                    start = starts[projection]
+                    weight.copy_(fold(weight, matrix, head_rows=rows, start=start))
         super().prepare_for_absorption()
 
 
 class KHAMLASelfAttention(_KnockedLatentAttention, MLASelfAttention):
-    """``MLASelfAttention`` whose heads knock."""
+    """``MLASelfAttention`` with KHA."""
 
 
 class KHAFusedMLASelfAttention(_KnockedLatentAttention, FusedMLASelfAttention):
-    """``FusedMLASelfAttention`` (``mla_down_proj_fusion``) whose heads knock."""
+    """``FusedMLASelfAttention`` (``mla_down_proj_fusion``) with KHA."""

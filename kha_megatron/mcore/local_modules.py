@@ -1,7 +1,7 @@
 """Local norm and core attention that support sequence and context parallelism.
 
-With context parallelism, every rank gathers the keys and values of the whole sequence. This needs
-the memory that context parallelism saves, so it is for tests without Transformer Engine. Megatron
+With context parallelism, every rank gathers the keys and values of the whole sequence. This uses
+the memory that context parallelism would save. Megatron
 splits the sequence into ``2 * cp`` chunks, and rank ``i`` has chunks ``i`` and ``2 * cp - 1 - i``.
 """
 
@@ -41,7 +41,7 @@ class TorchNorm(torch.nn.Module):
 
 
 def accept_sequence_parallelism() -> None:
-    """Make :class:`TorchNorm` the final norm of blocks that are built from a layer spec."""
+    """Use :class:`TorchNorm` as the final norm of blocks that are built from a layer spec."""
     if transformer_block.LayerNormImpl is WrappedTorchNorm:
         transformer_block.LayerNormImpl = TorchNorm
 
@@ -49,8 +49,7 @@ def accept_sequence_parallelism() -> None:
 class GatheredDotProductAttention(DotProductAttention):
     """``DotProductAttention`` that gathers keys and values if ``context_parallel_size > 1``.
 
-    On a CPU, plain causal attention uses torch's fused kernel, which halves the time of a small
-    model.
+    On a CPU, plain causal attention uses torch's fused kernel.
 
     Takes query ``[s / cp, b, heads, D]``, key and value ``[s / cp, b, groups, D]`` and the mask of
     this rank's queries against the whole sequence ``[b or 1, 1, s / cp, s]`` (True hides), or None
@@ -72,12 +71,12 @@ class GatheredDotProductAttention(DotProductAttention):
             if config.window_size is not None:
                 raise ConfigError(
                     f"window_size={config.window_size} with context_parallel_size="
-                    f"{config.context_parallel_size} needs Transformer Engine: use "
-                    "--transformer-impl transformer_engine, or one of the two"
+                    f"{config.context_parallel_size} needs Transformer Engine. Use "
+                    "--transformer-impl transformer_engine."
                 )
             single = copy.copy(config)
-            single.context_parallel_size = 1  # all that upstream does with it is to refuse it
-            single.masked_softmax_fusion = False  # the fused kernel takes no mask but its own
+            single.context_parallel_size = 1  # Megatron refuses others
+            single.masked_softmax_fusion = False  # the fused kernel ignores our mask
         super().__init__(single, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         if v_channels is not None:
@@ -100,9 +99,19 @@ class GatheredDotProductAttention(DotProductAttention):
                 every = torch.arange(len(key), device=torch.cuda.current_device())
                 positions = self._positions(len(query), len(key))
                 attention_mask = (every > positions[:, None])[None, None]
-        asked = [attention_mask, *kwargs.values()]  # a bias, packed sequences
-        if self._is_plain(query, key, value) and all(given is None for given in asked):
-            return self._fused(query, key, value)
+        options = [attention_mask, *kwargs.values()]  # a bias, packed sequences
+        if self._is_plain(query, key, value) and all(option is None for option in options):
+            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            output = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                # the softmax undoes the division of --apply-query-key-layer-scaling
+                scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1),
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            return output.permute(2, 0, 1, 3).flatten(2)
         return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
 
     def _is_plain(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -114,24 +123,11 @@ class GatheredDotProductAttention(DotProductAttention):
             and self.softmax_offset is None
             and not (self.training and self.attention_dropout.p)
             and query.shape[0] == key.shape[0]
-            and query.shape[-1] == value.shape[-1]  # others would take torch's unfused way
+            and query.shape[-1] == value.shape[-1]  # torch has no fused kernel for others
         )
-
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            # layers scaled by their number divide the scores by it, and multiply again after that
-            scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.permute(2, 0, 1, 3).flatten(2)
 
     def _gather(self, x: Tensor) -> Tensor:
-        # the backward sums what every rank's queries ask of a key, and hands it to its owner
+        # backward sums the gradients of all ranks' queries and returns each part to its owner
         ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
         chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)

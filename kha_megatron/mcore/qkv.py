@@ -20,7 +20,7 @@ class QKVSplit:
 
     Args:
         layout: the rows over all ranks.
-        tp_group: the ranks that shard them; any group, not only Megatron's global one.
+        tp_group: the ranks that shard them.
     """
 
     def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -46,17 +46,14 @@ class QKVSplit:
         Parts of query heads are ``[s, b, heads of this rank, D]``. The others are ``[s, b, g, D]``,
         which ranks that share a group all have.
         """
-        cut = [part.heads * part.features for part in self.layout.parts.values()]
-        filling = self.layout.padding.stop - self.layout.padding.start
-        behind = self.layout.parts_before_padding
-        if filling:
-            cut.insert(behind, filling)
-        pieces = list(groups.split(cut, dim=3))
-        if filling:
-            del pieces[behind]
-        found = {}
-        for (name, part), x in zip(self.layout.parts.items(), pieces, strict=True):
+        layout = self.layout
+        widths = [part.heads * part.features for part in layout.parts.values()]
+        widths.insert(layout.parts_before_padding, layout.padding.stop - layout.padding.start)
+        slices = list(groups.split(widths, dim=3))
+        del slices[layout.parts_before_padding]
+        result = {}
+        for (name, part), x in zip(layout.parts.items(), slices, strict=True):
             if part.heads > 1:
                 x = x.reshape(*x.shape[:2], -1, part.features)
-            found[name] = x[:, :, self.wanted[name]] if self.is_shared else x
-        return found
+            result[name] = x[:, :, self.wanted[name]] if self.is_shared else x
+        return result

@@ -38,22 +38,22 @@ def named_config(name: str) -> KHAConfig:
     """
     text = os.environ.get(CONFIG_VARIABLE, "")
     given = _read(text) if text else {}
-    named = dict.fromkeys((*PROJECTIONS, *mechanism_types()))
+    named = (*PROJECTIONS, *mechanism_types())
     if name != FROM_ENVIRONMENT:
         preset = KHAConfig.from_preset(name).to_dict()
         for field in named:
             if given.get(field, preset.get(field)) != preset.get(field):
                 raise ConfigError(
-                    f"--spec {name} knocks {field}={preset.get(field) or 'none'}, and "
-                    f"{CONFIG_VARIABLE} says {given[field] or 'none'}: use --spec "
-                    f"kha_megatron.mcore.specs {FROM_ENVIRONMENT}, or leave {field} out"
+                    f"--spec {name} has {field}={preset.get(field) or 'none'}, but "
+                    f"{CONFIG_VARIABLE} has {field}={given[field] or 'none'}. Use --spec "
+                    f"kha_megatron.mcore.specs {FROM_ENVIRONMENT}, or remove {field}."
                 )
         given = preset | given
-    elif not named.keys() & given.keys():
+    elif not given.keys() & set(named):
         raise ConfigError(
-            f"--spec {name} takes its variants from {CONFIG_VARIABLE}, which "
-            + (f"names none of {', '.join(named)}" if text else "is not set")
-            + f': export {CONFIG_VARIABLE}=\'{{"value": "mlp"}}\', or use a preset\'s name'
+            f"--spec {name} reads its mechanisms from {CONFIG_VARIABLE}, which "
+            + (f"has none of {', '.join(named)}." if text else "is not set.")
+            + f' Export {CONFIG_VARIABLE}=\'{{"value": "mlp"}}\', or use the name of a preset.'
         )
     try:
         return KHAConfig.from_dict(given)
@@ -61,7 +61,7 @@ def named_config(name: str) -> KHAConfig:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
 
 
-@functools.cache  # every layer asks
+@functools.cache  # called for every layer
 def _read(text: str) -> dict[str, Any]:
     """Parse the value of ``KHA_CONFIG``: a JSON object, or the path of a file with one."""
     try:
@@ -70,10 +70,9 @@ def _read(text: str) -> dict[str, Any]:
             raise ValueError(f"found {given!r}")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{CONFIG_VARIABLE}={text}: expected a JSON object, or the path of a file with one: "
+            f"Expected a JSON object or the path of a file with one in {CONFIG_VARIABLE}={text}: "
             f"{error}"
         ) from error
-    # null and "none" both leave a projection alone
     return {key: None if value == "none" else value for key, value in given.items()}
 
 
@@ -83,7 +82,7 @@ def publish(
     groups: ProcessGroupCollection,
     *,
     multi_latent: bool = False,
-    speak: bool,
+    logs: bool,
 ) -> None:
     """Compare a named spec's configuration with the other ranks, store it, and log it.
 
@@ -92,7 +91,7 @@ def publish(
     Args:
         groups: process groups of the model.
         multi_latent: whether the model has multi-latent attention.
-        speak: whether the first rank of this pipeline stage logs.
+        logs: whether the first rank of this pipeline stage logs.
 
     Raises:
         ConfigError: another rank has a different configuration.
@@ -100,8 +99,8 @@ def publish(
     _check_same_everywhere(name, kha)
     for argument, value in kha.to_entries(multi_latent=multi_latent).items():
         setattr(training_arguments(), argument, value)
-    if speak and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
-        # Megatron trains plain attention if it cannot import a --spec, so a success is logged
+    if logs and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
+        # Megatron trains plain attention if it cannot import a --spec, so log the success
         announce(f"using layer spec {name} ({kha})")
 
 
@@ -117,12 +116,12 @@ def training_arguments() -> Any:
 def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
     if not torch.distributed.is_initialized():
         return
-    # the store, not a collective: pipeline stages build their layers at different times, or none
+    # not a collective: pipeline stages build their layers at different times, and some have none
     store = torch.distributed.distributed_c10d._get_default_store()
     mine = json.dumps(kha.to_dict() | {"fold": kha.fold}, sort_keys=True)
     first = store.compare_set(f"kha_megatron/{name}", "", mine).decode()
     if first != mine:
         raise ConfigError(
-            f"--spec {name} is {mine} on rank {torch.distributed.get_rank()} and {first} on the "
-            f"rank that came first: export the same {CONFIG_VARIABLE} on all nodes"
+            f"--spec {name} is {mine} on rank {torch.distributed.get_rank()}, but {first} on "
+            f"another rank. Export the same {CONFIG_VARIABLE} on all nodes."
         )

@@ -35,12 +35,10 @@ with megatron_imports():
     from megatron.core.utils import get_pg_rank
 
     from kha_megatron.mcore.attention import KHASelfAttention, check_config
-    from kha_megatron.mcore.collaborative import KHACollaborativeAttention
-    from kha_megatron.mcore.gta import KHAGroupedTiedAttention, check_tied, tied_layer
+    from kha_megatron.mcore.gta import KHAGroupedTiedAttention, tied_layer
     from kha_megatron.mcore.latent import (
         KHAFusedMLASelfAttention,
         KHAMLASelfAttention,
-        check_grouped,
         grouped,
     )
     from kha_megatron.mcore.local_modules import (
@@ -57,8 +55,7 @@ _LOCAL: dict[type, type] = {
     WrappedTorchNorm: TorchNorm,
     DotProductAttention: GatheredDotProductAttention,
 }
-"""Modules without Transformer Engine that refuse a parallelism, and those that accept it."""
-
+"""Local modules that refuse a parallelism, and their replacements."""
 
 _LATENT: dict[type, type] = {
     MLASelfAttention: KHAMLASelfAttention,
@@ -69,14 +66,14 @@ _LATENT: dict[type, type] = {
 def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     """Return a copy of ``spec`` with KHA in its self-attention.
 
-    Also replaces the local norm by one that accepts sequence parallelism, and the local core
-    attention by one that accepts context parallelism and latent attention.
+    Also replaces the local norm by one that supports sequence parallelism, and the local core
+    attention by one that supports context parallelism and latent attention.
 
     Raises:
         ConfigError: ``spec`` has no attention to which ``kha`` can be added.
     """
     rewritten: dict[int, Any] = {}  # by id; an object that occurs twice is copied once
-    alive: list[Any] = []  # keeps ids unique
+    replaced: list[Any] = []  # keeps ids unique
     found = False
 
     def rewrite(node: Any) -> Any:
@@ -91,7 +88,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
             whole: Any = node
             if isinstance(node, TransformerLayerSubmodules) and kha.attention == "gta":
                 whole = tied_layer(node)
-                alive.append(whole)
+                replaced.append(whole)
             changed = {f.name: rewrite(getattr(whole, f.name)) for f in fields(whole) if f.init}
             if isinstance(node, ModuleSpec) and (module := _knocked(node.module, kha)):
                 found = True
@@ -109,17 +106,15 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     empty_stage = isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
     if not found and not empty_stage:
         raise ConfigError(
-            f"The layer spec has no attention to which KHA on {kha} can be added: use a model with "
-            "MHA, MQA, GQA or multi-latent attention"
+            f"The layer spec has no attention to which KHA ({kha}) can be added. Use a model with "
+            "MHA, MQA, GQA or multi-latent attention."
         )
     return result
 
 
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
-    """Return the class that replaces an attention class; None if ``module`` is not replaced."""
+    """Return the class that replaces an attention class, or None."""
     if module is SelfAttention and kha.attention != "gla":
-        if kha.own_projections:
-            return KHACollaborativeAttention
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None
 
@@ -136,19 +131,14 @@ def kha_layer_spec(
         kha: configuration of KHA.
         vp_stage: virtual pipeline stage, if any.
         pp_rank: pipeline stage; None takes it from Megatron's ``parallel_state``.
-
-    Raises:
-        ConfigError: the model does not support this configuration.
     """
     transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
     if transformer.heterogeneous_block_specs and any(m.adds_loss for m in kha.mechanisms):
         raise ConfigError(
-            "heterogeneous_block_specs=True gives each layer a configuration of its own, and "
-            "Megatron tells the scale of a loss to the model's alone: use moh.balance=0"
+            "heterogeneous_block_specs=True gives each layer its own config, but Megatron sets the "
+            "loss scale in the config of the model only. Use moh.balance=0."
         )
-    if kha.attention is not None:
-        {"gta": check_tied, "gla": check_grouped}[kha.attention](transformer)
     return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
 
 
@@ -158,21 +148,20 @@ def _stock_spec(
     use_te = transformer.transformer_impl == "transformer_engine"
     if not use_te and transformer.transformer_impl != "local":
         raise ConfigError(
-            f"transformer_impl={transformer.transformer_impl} is not supported with KHA: use "
-            "transformer_engine or local"
+            f"transformer_impl={transformer.transformer_impl} is not supported with KHA. Use "
+            "transformer_engine or local."
         )
     if config is not transformer and use_te:
-        # reads options that only Megatron's training package has
         from megatron.training.models.gpt import default_layer_spec
 
         return default_layer_spec(config, vp_stage)
     if transformer.heterogeneous_block_specs:
         raise ConfigError(
-            "heterogeneous_block_specs=True: KHA supports it only with `-m kha_megatron.training` "
-            "and --transformer-impl transformer_engine"
+            "KHA supports heterogeneous_block_specs=True only with `-m kha_megatron.training` and "
+            "--transformer-impl transformer_engine."
         )
-    # a block spec, because with a layer spec Megatron chooses the final norm, and its local norm
-    # refuses sequence parallelism
+    # with a layer spec, Megatron would choose the final norm, which locally refuses sequence
+    # parallelism
     return get_gpt_decoder_block_spec(
         transformer,
         use_transformer_engine=use_te,
@@ -184,11 +173,11 @@ def _stock_spec(
 
 
 class KHATransformerLayer(BaseTransformerLayer):
-    """Builds the ``TransformerLayer`` with KHA that ``config`` needs at this layer number.
+    """Build the ``TransformerLayer`` with KHA that ``config`` needs at this layer number.
 
-    A stock script reads the object that ``--spec`` names before it has a configuration. The object
-    is therefore the spec of one layer, and this class chooses the layer (local or Transformer
-    Engine, dense or MoE) when Megatron builds it.
+    A stock script reads the object of ``--spec`` before it has a configuration. The object is
+    therefore the spec of one layer, and this class chooses the layer (local or Transformer Engine,
+    dense or MoE) when Megatron builds it.
     """
 
     def __new__(
@@ -219,7 +208,7 @@ class KHATransformerLayer(BaseTransformerLayer):
                 kha,
                 layer.pg_collection,
                 multi_latent=config.multi_latent_attention,
-                speak=layer.layer_number == 1,
+                logs=layer.layer_number == 1,
             )
         return layer
 
@@ -230,7 +219,7 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
     Args:
         kha: configuration of KHA, or the name of a spec, resolved when the model is built.
     """
-    # a path, so that a GPTModel does not import Megatron's hybrid layers
+    # the path is resolved later, so that a GPTModel does not import Megatron's hybrid layers
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
     return ModuleSpec(module=stack, params={"kha": kha})
 

@@ -33,32 +33,29 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 class TalkingAttention(GatheredDotProductAttention):
     """``DotProductAttention`` of talking heads, for either backend.
 
-    It has no parameters: :meth:`act_for` passes those of the mechanism.
-
-    Raises:
-        ConfigError: ``config`` has an option that only other kernels have.
+    :meth:`set_mechanism` passes the parameters.
     """
 
     talking: TalkingHeads
     matrices: Mapping[str, Tensor]
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        for option, plain, flag in (
-            ("window_size", None, "--window-size"),
-            ("softmax_type", "vanilla", "--softmax-type"),
-            ("fp8_dot_product_attention", False, "--fp8-dot-product-attention"),
-            ("fp8_multi_head_attention", False, "--fp8-multi-head-attention"),
+        for option in (
+            "window_size",
+            "softmax_type",
+            "fp8_dot_product_attention",
+            "fp8_multi_head_attention",
         ):
-            if (found := getattr(config, option)) not in (plain, False):
+            if (found := getattr(config, option)) not in (None, False, "vanilla"):
+                flag = option.replace("_", "-")
                 raise ConfigError(
-                    f"{option}={found} with talking heads, whose attention has no {option}: "
-                    f"remove {flag}"
+                    f"Talking heads do not support {option}={found}. Remove --{flag}."
                 )
         super().__init__(config, *args, **kwargs)
-        # layers scaled by their number divide the logits by it, and multiply again behind the mask
+        # --apply-query-key-layer-scaling: the mask's softmax undoes the division of the logits
         self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
-    def act_for(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
+    def set_mechanism(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
         """Set the mechanism and its ``[H, H]`` matrices by name."""
         self.talking, self.matrices = mechanism, matrices
 
@@ -83,18 +80,18 @@ class TalkingAttention(GatheredDotProductAttention):
         """
         if kwargs.get("packed_seq_params") is not None:
             raise ConfigError(
-                "packed sequences with talking heads, whose mask knows one sequence: remove "
-                "--sft and what packs sequences"
+                "Talking heads do not support packed sequences. Remove --sft and options that pack "
+                "sequences."
             )
         if self.cp_group.size() > 1:
             key, value = self._gather(key), self._gather(value)
         if why := self.talking.too_long(len(key)):
             raise ConfigError(why)
         mask_type = attn_mask_type or self.attn_mask_type
-        rows = self._rows(len(query))
-        mask = self._mask(attention_mask, mask_type in _CAUSAL, rows, len(query), len(key))
+        causal = mask_type in _CAUSAL
+        mask = self._mask(attention_mask, causal, len(query), len(key))
         output, _ = self.talking.attend(
-            self._turned(query).permute(1, 2, 0, 3),
+            self._shard_queries(query).permute(1, 2, 0, 3),
             self._all_heads(key).permute(1, 2, 0, 3),
             self._all_heads(value).permute(1, 2, 0, 3),
             self.matrices,
@@ -102,20 +99,15 @@ class TalkingAttention(GatheredDotProductAttention):
             mask=mask,
             dropout=self._dropout,
         )
-        return self._turned_back(output.permute(2, 0, 1, 3), len(query))
+        return self._shard_heads(output.permute(2, 0, 1, 3), len(query))
 
-    def _rows(self, queries: int) -> Tensor:
-        """Return the indices of this rank's queries, with the last one repeated as padding."""
+    def _mask(self, given: Tensor | None, causal: bool, queries: int, keys: int) -> Tensor | None:
+        """Return the mask ``[b or 1, 1, s / tp, k]`` of this rank's queries, or None."""
         ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
         each = -(-queries // ranks)
-        mine = torch.arange(each, device=torch.cuda.current_device()) + rank * each
-        return mine.clamp(max=queries - 1)
-
-    def _mask(
-        self, given: Tensor | None, causal: bool, rows: Tensor, queries: int, keys: int
-    ) -> Tensor | None:
-        """Return the mask ``[b or 1, 1, s / tp, k]`` of this rank's queries, or None."""
-        if given is not None and given.shape[-2] == queries:  # it says all
+        rows = torch.arange(each, device=torch.cuda.current_device()) + rank * each
+        rows = rows.clamp(max=queries - 1)  # repeats the last query as padding
+        if given is not None and given.shape[-2] == queries:  # includes the causal mask
             return given[..., rows, :]
         hidden = given
         if causal and queries > 1:
@@ -124,23 +116,23 @@ class TalkingAttention(GatheredDotProductAttention):
             hidden = future if hidden is None else hidden | future
         return hidden
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _shard_queries(self, x: Tensor) -> Tensor:
         """Map ``[s, b, h, D]`` of this rank's heads to ``[s / tp, b, H, D]`` of its queries."""
         ranks = self.tp_group.size()
         if ranks == 1:
             return x
         batch, features = x.shape[1], x.shape[-1]
         x = torch.nn.functional.pad(x, (0,) * 7 + (-len(x) % ranks,))
-        turned = all_to_all_hp2sp(x.flatten(0, 1).flatten(1), group=self.tp_group)
-        return turned.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
+        x = all_to_all_hp2sp(x.flatten(0, 1).flatten(1), group=self.tp_group)
+        return x.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
 
-    def _turned_back(self, x: Tensor, queries: int) -> Tensor:
+    def _shard_heads(self, x: Tensor, queries: int) -> Tensor:
         """Map ``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
         if self.tp_group.size() == 1:
             return x.flatten(2)
         batch = x.shape[1]
-        turned = all_to_all_sp2hp(x.flatten(0, 1).flatten(1), group=self.tp_group)
-        return turned.unflatten(0, (-1, batch))[:queries]
+        x = all_to_all_sp2hp(x.flatten(0, 1).flatten(1), group=self.tp_group)
+        return x.unflatten(0, (-1, batch))[:queries]
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """Gather ``[k, b, g, D]`` over all ranks; backward sums the gradients."""
@@ -150,8 +142,8 @@ class TalkingAttention(GatheredDotProductAttention):
         return whole.unflatten(-1, (-1, x.shape[-1]))
 
     def _dropout(self, weights: Tensor) -> Tensor:
-        """Apply dropout from the random state that differs between TP ranks, as the queries do."""
-        if self.config.sequence_parallel:  # Megatron has changed to it for the whole layer
+        """Apply dropout with the random state that differs between TP ranks."""
+        if self.config.sequence_parallel:  # Megatron uses that state for the whole layer
             return self.attention_dropout(weights)
         with get_cuda_rng_tracker().fork():
             return self.attention_dropout(weights)

@@ -1,12 +1,11 @@
 """The table that maps each field of a run to Megatron's and Hugging Face's names.
 
 Each dataclass field is declared with :func:`flag`, for example
-``num_layers: int | None = flag("--num-layers", hf="num_hidden_layers")``. The row contains the
-flag, Megatron's parsed argument, the attribute of its ``TransformerConfig``, the key of
-``config.json`` and Megatron's default.
+``num_layers: int | None = flag(hf="num_hidden_layers")``. The row contains the flag, Megatron's
+parsed argument, the attribute of its ``TransformerConfig``, the key of ``config.json`` and
+Megatron's default.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
@@ -40,12 +39,12 @@ class Field:
     """int, float, str or bool."""
     many: bool
     """True if the flag takes several values."""
-    least: int | None
-    """Smallest integer allowed."""
+    least: int
+    """Smallest integer allowed on a command line."""
     most: int
     """Largest integer allowed."""
     reads: Callable[[str], Any] | None
-    """Parses values that are not just a number; raises ``ValueError``."""
+    """Parses values that are not just a number; raises ``ValueError`` with what it expects."""
     writes: Callable[[Any], str]
 
     def value_of(self, words: tuple[str, ...]) -> Any:
@@ -56,15 +55,13 @@ class Field:
         """
         if self.many:
             return words
-        if self.kind is bool:
-            if words:
-                raise ConfigError(f"{self.flag} stands alone: remove {' '.join(words)}")
-            return not self.default
-        if len(words) != 1:
+        expected = 0 if self.kind is bool else 1
+        if len(words) != expected:
             raise ConfigError(
-                f"{self.flag} takes one value, not {len(words)}: {' '.join(words) or 'none'}"
+                f"Expected {expected} values after {self.flag}, got {len(words)}: "
+                f"{' '.join(words)!r}."
             )
-        return self.typed(words[0])
+        return self.typed(words[0]) if words else not self.default
 
     def typed(self, value: Any) -> Any:
         """Convert a parsed argument to a typed value; lists become tuples.
@@ -76,21 +73,21 @@ class Field:
             return tuple(value)
         if isinstance(value, Enum):
             value = value.value if isinstance(value.value, str) else value.name
-        if self.kind is int and type(value) is int and value > self.most:
-            raise ConfigError(f"{self.flag} {value}: give a whole number up to {self.most}")
-        if not isinstance(value, str) or self.kind is bool:
-            return value
-        if self.many:
+        is_text = isinstance(value, str) and self.kind is not bool
+        if is_text and self.many:
             return (value,)
+        whole = f"a whole number from {self.least}"
+        whole += f" to {self.most}" if self.most == MOST_LAYERS else ""
         try:
-            if self.reads is not None:
-                return self.reads(value)
-            if self.kind is int:
-                return _whole(value, self.least, self.most)
-            return self.kind(value)
+            parsed = (self.reads or self.kind)(value) if is_text else value
+            is_whole = self.kind is int and type(parsed) is int
+            if is_whole and (parsed > self.most or (is_text and parsed < self.least)):
+                raise ValueError(whole)
+            return parsed
         except ValueError as error:
-            hint = "give a number" if self.kind is float and self.reads is None else error
-            raise ConfigError(f"{self.flag} {value}: {hint}") from None
+            number = whole if self.kind is int else "a number"
+            expected = error if self.reads else number
+            raise ConfigError(f"Expected {self.flag} as {expected}, got {value}.") from None
 
     def words_of(self, value: Any) -> tuple[str, ...] | None:
         """Return the words after the flag for ``value``; None if the flag is to be omitted."""
@@ -102,13 +99,13 @@ class Field:
 
 
 def flag(
-    flag: str,
     default: Any = MISSING,
+    name: str | None = None,
     *,
     argument: str | None = None,
     attribute: str | None = "",
     hf: str | None = None,
-    least: int | None = 1,
+    least: int = 1,
     most: int = 2**31 - 1,
     reads: Callable[[str], Any] | None = None,
     writes: Callable[[Any], str] = str,
@@ -117,13 +114,12 @@ def flag(
 
     Args:
         default: Megatron's default; omitted for a required field.
+        name: Megatron's flag; None for the field's name with dashes.
         argument: None for the flag's name with underscores.
         attribute: "" for the same name as the argument.
     """
-    argument = argument or flag.removeprefix("--").replace("-", "_")
-    names = {"flag": flag, "argument": argument, "hf": hf, "least": least, "most": most}
-    names |= {"attribute": argument if attribute == "" else attribute}
-    row = names | {"reads": reads, "writes": writes}
+    names = {"flag": name, "argument": argument, "attribute": attribute, "hf": hf}
+    row = names | {"least": least, "most": most, "reads": reads, "writes": writes}
     return field(default=default, metadata={_ROW: row})
 
 
@@ -136,18 +132,16 @@ def rows(*kinds: type) -> tuple[Field, ...]:
         for item in fields(owner):
             if _ROW not in item.metadata:
                 continue
+            row = dict(item.metadata[_ROW])
+            row["flag"] = row["flag"] or "--" + item.name.replace("_", "-")
+            row["argument"] = row["argument"] or row["flag"].removeprefix("--").replace("-", "_")
+            if row["attribute"] == "":
+                row["attribute"] = row["argument"]
             parts = [hints[item.name], *get_args(hints[item.name])]
-            many = any(get_origin(part) is tuple for part in parts)
-            words = [part for part in parts if part in (bool, int, float)]
-            found.append(
-                Field(
-                    field=item.name,
-                    default=None if item.default is MISSING else item.default,
-                    kind=words[0] if words else str,
-                    many=many and item.metadata[_ROW]["reads"] is None,
-                    **item.metadata[_ROW],
-                )
-            )
+            kind = next((part for part in parts if part in (bool, int, float)), str)
+            many = row["reads"] is None and any(get_origin(part) is tuple for part in parts)
+            default = None if item.default is MISSING else item.default
+            found.append(Field(field=item.name, default=default, kind=kind, many=many, **row))
     return tuple(found)
 
 
@@ -166,11 +160,3 @@ def attributes(owner: type, config: Any) -> dict[str, Any]:
     """Return the values of those fields that a ``TransformerConfig`` has as attributes."""
     named = ((r, r.attribute) for r in rows(owner) if r.attribute is not None)
     return {r.field: r.typed(getattr(config, name)) for r, name in named if hasattr(config, name)}
-
-
-def _whole(word: str, least: int | None, most: int) -> int:
-    number = int(word) if re.fullmatch(r"[+-]?[0-9]{1,20}", word) else None
-    if number is None or number > most or (least is not None and number < least):
-        low = "" if least is None else f" from {least} up"
-        raise ValueError(f"give a whole number{low}" + (f" to {most}" if number else ""))
-    return number

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from kha_megatron.model.fields import MOST_LAYERS, attributes, flag, read
 
-_LETTERS = "EtmL"
-
 
 def stages_of(text: str) -> tuple[str, ...]:
     """Unroll Megatron's notation of a pipeline layout: ``Ett|(t|)*2L`` has four stages.
@@ -20,21 +18,16 @@ def stages_of(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown letter, or too many repetitions.
     """
-
-    def unrolled(found: re.Match[str]) -> str:
-        if int(found[2]) > MOST_LAYERS:
-            raise ValueError(f"repeat {found[1]} at most {MOST_LAYERS} times")
-        return found[1] * int(found[2])
-
     plain = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        plain = re.sub(repeated, unrolled, plain)
-    for letter in plain:
-        if letter not in (*_LETTERS, "|"):
-            raise ValueError(
-                f"Invalid layer character: {letter}: write E (embedding), t (layer), m "
-                "(multi-token prediction), L (loss) and | between stages"
-            )
+        if any(int(found[1]) > MOST_LAYERS for found in re.findall(repeated, plain)):
+            break
+        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
+    if not set(plain) <= set("EtmL|"):
+        raise ValueError(
+            "E (embedding), t (layer), m (multi-token prediction), L (loss) and | between stages, "
+            f"repeated at most {MOST_LAYERS} times"
+        )
     return tuple(plain.split("|"))
 
 
@@ -50,60 +43,56 @@ class Layout:
 
     world_size: int | None = None
     """Number of ranks; None if unknown."""
-    tp: int = flag("--tensor-model-parallel-size", 1)
+    tp: int = flag(1, "--tensor-model-parallel-size")
     """Tensor-parallel size."""
-    pp: int = flag("--pipeline-model-parallel-size", 1)
+    pp: int = flag(1, "--pipeline-model-parallel-size")
     """Pipeline-parallel size."""
     vpp: int | None = flag(
-        "--num-virtual-stages-per-pipeline-rank",
         None,
+        "--num-virtual-stages-per-pipeline-rank",
         attribute="virtual_pipeline_model_parallel_size",
     )
     """Virtual pipeline stages per rank; None for 1F1B."""
     virtual_stage_layers: int | None = flag(
-        "--num-layers-per-virtual-pipeline-stage", None, attribute=None
+        None, "--num-layers-per-virtual-pipeline-stage", attribute=None
     )
     """Megatron's other option for ``vpp``, which is computed from it."""
-    cp: int = flag("--context-parallel-size", 1)
+    cp: int = flag(1, "--context-parallel-size")
     """Context-parallel size."""
-    ep: int = flag("--expert-model-parallel-size", 1)
+    ep: int = flag(1, "--expert-model-parallel-size")
     """Expert-parallel size."""
-    etp: int | None = flag("--expert-tensor-parallel-size", None)
+    etp: int | None = flag(None, "--expert-tensor-parallel-size")
     """Expert-tensor-parallel size; None for ``tp``."""
-    sequence_parallel: bool = flag("--sequence-parallel", False)
-    overlap_p2p: bool = flag("--no-overlap-p2p-communication", True, argument="overlap_p2p_comm")
+    sequence_parallel: bool = flag(False)
+    overlap_p2p: bool = flag(True, "--no-overlap-p2p-communication", argument="overlap_p2p_comm")
     microbatch_group: int | None = flag(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
         None,
+        "--microbatch-group-size-per-virtual-pipeline-stage",
         argument="microbatch_group_size_per_vp_stage",
     )
     """None for ``pp``."""
     first_stage_layers: int | None = flag(
-        "--decoder-first-pipeline-num-layers", None, attribute="num_layers_in_first_pipeline_stage"
+        None, "--decoder-first-pipeline-num-layers", attribute="num_layers_in_first_pipeline_stage"
     )
     last_stage_layers: int | None = flag(
-        "--decoder-last-pipeline-num-layers", None, attribute="num_layers_in_last_pipeline_stage"
+        None, "--decoder-last-pipeline-num-layers", attribute="num_layers_in_last_pipeline_stage"
     )
-    embedding_as_layer: bool = flag("--account-for-embedding-in-pipeline-split", False)
-    loss_as_layer: bool = flag("--account-for-loss-in-pipeline-split", False)
+    embedding_as_layer: bool = flag(False, "--account-for-embedding-in-pipeline-split")
+    loss_as_layer: bool = flag(False, "--account-for-loss-in-pipeline-split")
     stages: tuple[str, ...] | None = flag(
-        "--pipeline-model-parallel-layout",
         None,
+        "--pipeline-model-parallel-layout",
         attribute=None,
         reads=stages_of,
         writes="|".join,
     )
     """Custom pipeline layout, unrolled: one string per stage, in the order of the layers."""
-    weight_shards: int | None = flag("--tensor-parallel-num-weight-shards", None)
-    expert_weight_shards: int | None = flag("--expert-tensor-parallel-num-weight-shards", None)
+    weight_shards: int | None = flag(None, "--tensor-parallel-num-weight-shards")
+    expert_weight_shards: int | None = flag(None, "--expert-tensor-parallel-num-weight-shards")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
-        """Return the parallel sizes of Megatron's arguments.
-
-        Args:
-            arguments: by name, as for :meth:`kha_megatron.model.model.Model.of`.
-            world_size: number of ranks.
+        """Return the parallel sizes of Megatron's arguments, by name.
 
         Raises:
             ConfigError: a value cannot be parsed.
@@ -174,10 +163,10 @@ class Layout:
 class Batch:
     """Batch of one optimizer step."""
 
-    seq_length: int = flag("--seq-length", attribute=None)
-    micro_batch_size: int = flag("--micro-batch-size", attribute=None)
+    seq_length: int = flag(attribute=None)
+    micro_batch_size: int = flag(attribute=None)
     """Sequences per microbatch of one replica."""
-    global_batch_size: int | None = flag("--global-batch-size", None, attribute=None)
+    global_batch_size: int | None = flag(None, attribute=None)
     """Sequences per optimizer step, over all replicas."""
 
     @classmethod

@@ -37,7 +37,7 @@ def pattern_of(text: str) -> int | tuple[int, ...]:
             return frequency
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
-    raise ValueError("give a whole number from 1 up, or lists of 0 and 1 as in [0]*1+[1]*3")
+    raise ValueError("a whole number from 1 up, or lists of 0 and 1 such as [0]*1+[1]*3")
 
 
 def _as_pattern(frequency: int | Sequence[int]) -> str:
@@ -51,94 +51,78 @@ def _as_pattern(frequency: int | Sequence[int]) -> str:
 class Model:
     """A GPT model. None means unknown, or that the model has no such part."""
 
-    num_layers: int | None = flag("--num-layers", hf="num_hidden_layers", most=MOST_LAYERS)
-    hidden_size: int = flag("--hidden-size", hf="hidden_size")
-    ffn_hidden_size: int | None = flag("--ffn-hidden-size", hf="intermediate_size")
+    num_layers: int | None = flag(hf="num_hidden_layers", most=MOST_LAYERS)
+    hidden_size: int = flag(hf="hidden_size")
+    ffn_hidden_size: int | None = flag(hf="intermediate_size")
     """Width of the dense layers' MLP."""
-    num_attention_heads: int = flag("--num-attention-heads", hf="num_attention_heads")
-    num_query_groups: int = flag("--num-query-groups", hf="num_key_value_heads")
+    num_attention_heads: int = flag(hf="num_attention_heads")
+    num_query_groups: int = flag(hf="num_key_value_heads")
     """Key/value heads; equal to the query heads in MHA, unlike Megatron's argument."""
-    group_query_attention: bool = flag("--group-query-attention", False, attribute=None)
+    group_query_attention: bool = flag(False, attribute=None)
     """True if Megatron uses its ``num_query_groups``."""
-    kv_channels: int = flag("--kv-channels", hf="head_dim")
+    kv_channels: int = flag(hf="head_dim")
     """Features per head; see :attr:`head_dim` for latent attention."""
-    vocab_size: int | None = flag("--vocab-size", None, attribute=None, hf="vocab_size")
+    vocab_size: int | None = flag(None, attribute=None, hf="vocab_size")
     """Rows of the embedding before padding."""
-    make_vocab_size_divisible_by: int = flag("--make-vocab-size-divisible-by", 128, attribute=None)
-    padded_vocab_size: int | None = flag("--padded-vocab-size", None, attribute=None)
+    make_vocab_size_divisible_by: int = flag(128, attribute=None)
+    padded_vocab_size: int | None = flag(None, attribute=None)
     """Rows of the embedding, not padded further."""
-    max_position_embeddings: int | None = flag(
-        "--max-position-embeddings", None, attribute=None, hf="max_position_embeddings"
-    )
-    position_embedding_type: str = flag(
-        "--position-embedding-type", "learned_absolute", attribute=None
-    )
-    rotary_base: float = flag("--rotary-base", 10000)
-    rotary_percent: float = flag("--rotary-percent", 1.0)
-    normalization: str = flag("--normalization", "LayerNorm")
+    max_position_embeddings: int | None = flag(None, attribute=None, hf="max_position_embeddings")
+    position_embedding_type: str = flag("learned_absolute", attribute=None)
+    rotary_base: float = flag(10000)
+    rotary_percent: float = flag(1.0)
+    normalization: str = flag("LayerNorm")
     layernorm_epsilon: float = flag(
-        "--norm-epsilon", 1e-5, argument="layernorm_epsilon", hf="rms_norm_eps"
+        1e-5, "--norm-epsilon", argument="layernorm_epsilon", hf="rms_norm_eps"
     )
-    qk_layernorm: bool = flag("--qk-layernorm", False, hf="use_qk_norm")
-    qk_l2_norm: bool = flag("--qk-l2-norm", False)
-    swiglu: bool = flag("--swiglu", False, attribute="gated_linear_unit")
-    add_bias_linear: bool = flag("--disable-bias-linear", True, argument="add_bias_linear")
-    add_qkv_bias: bool = flag("--add-qkv-bias", False, hf="attention_bias")
-    attention_output_gate: bool = flag("--attention-output-gate", False)
-    untie_embeddings_and_output_weights: bool = flag(
-        "--untie-embeddings-and-output-weights", False, attribute=None
-    )
-    attention_dropout: float = flag("--attention-dropout", 0.1, hf="attention_dropout")
-    hidden_dropout: float = flag("--hidden-dropout", 0.1)
-    init_method_std: float = flag("--init-method-std", 0.02, hf="initializer_range")
+    qk_layernorm: bool = flag(False, hf="use_qk_norm")
+    qk_l2_norm: bool = flag(False)
+    swiglu: bool = flag(False, attribute="gated_linear_unit")
+    add_bias_linear: bool = flag(True, "--disable-bias-linear", argument="add_bias_linear")
+    add_qkv_bias: bool = flag(False, hf="attention_bias")
+    attention_output_gate: bool = flag(False)
+    untie_embeddings_and_output_weights: bool = flag(False, attribute=None)
+    attention_dropout: float = flag(0.1, hf="attention_dropout")
+    hidden_dropout: float = flag(0.1)
+    init_method_std: float = flag(0.02, hf="initializer_range")
 
-    multi_latent_attention: bool = flag("--multi-latent-attention", False)
-    q_lora_rank: int | None = flag("--q-lora-rank", None, hf="q_lora_rank")
+    multi_latent_attention: bool = flag(False)
+    q_lora_rank: int | None = flag(None, hf="q_lora_rank")
     """Width of the queries' latent; None for a direct projection."""
-    kv_lora_rank: int = flag("--kv-lora-rank", 32, hf="kv_lora_rank")
+    kv_lora_rank: int = flag(32, hf="kv_lora_rank")
     """Width of the latent of keys and values, over all latent heads."""
-    qk_head_dim: int = flag("--qk-head-dim", 128, hf="qk_nope_head_dim")
+    qk_head_dim: int = flag(128, hf="qk_nope_head_dim")
     """Features of a query or key head without position."""
-    qk_pos_emb_head_dim: int = flag("--qk-pos-emb-head-dim", 64, hf="qk_rope_head_dim")
+    qk_pos_emb_head_dim: int = flag(64, hf="qk_rope_head_dim")
     """Rotary features of each query head and of the shared key."""
-    v_head_dim: int = flag("--v-head-dim", 128, hf="v_head_dim")
-    mla_down_proj_fusion: bool = flag("--mla-down-proj-fusion", False)
-    transformer_impl: str = flag("--transformer-impl", "transformer_engine")
-    attention_backend: str = flag("--attention-backend", "auto")
+    v_head_dim: int = flag(128, hf="v_head_dim")
+    mla_down_proj_fusion: bool = flag(False)
+    transformer_impl: str = flag("transformer_engine")
+    attention_backend: str = flag("auto")
 
-    num_experts: int | None = flag(
-        "--num-experts", None, attribute="num_moe_experts", hf="num_experts"
-    )
-    moe_layer_freq: int | tuple[int, ...] = flag(
-        "--moe-layer-freq", 1, reads=pattern_of, writes=_as_pattern
-    )
+    num_experts: int | None = flag(None, attribute="num_moe_experts", hf="num_experts")
+    moe_layer_freq: int | tuple[int, ...] = flag(1, reads=pattern_of, writes=_as_pattern)
     """Every n-th layer has experts, or the layers with a 1."""
-    moe_ffn_hidden_size: int | None = flag(
-        "--moe-ffn-hidden-size", None, hf="moe_intermediate_size"
-    )
+    moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
-        "--moe-shared-expert-intermediate-size", None, hf="shared_expert_intermediate_size"
+        None, hf="shared_expert_intermediate_size"
     )
-    moe_router_topk: int = flag("--moe-router-topk", 2, hf="num_experts_per_tok")
-    moe_router_score_function: str = flag(
-        "--moe-router-score-function", "softmax", hf="scoring_func"
-    )
-    moe_router_enable_expert_bias: bool = flag("--moe-router-enable-expert-bias", False)
-    moe_router_bias_update_rms: bool = flag("--moe-router-bias-update-rms", False, attribute=None)
-    moe_router_load_balancing_type: tuple[str, ...] = flag(
-        "--moe-router-load-balancing-type", ("aux_loss",)
-    )
-    moe_router_dtype: str | None = flag("--moe-router-dtype", None)
-    moe_token_dispatcher_type: str = flag("--moe-token-dispatcher-type", "allgather")
-    mtp_num_layers: int | None = flag("--mtp-num-layers", None, least=0)
-    flash_decode: bool = flag("--flash-decode", False)
-    hybrid_layer_pattern: str | None = flag("--hybrid-layer-pattern", None, attribute=None)
+    moe_router_topk: int = flag(2, hf="num_experts_per_tok")
+    moe_router_score_function: str = flag("softmax", hf="scoring_func")
+    moe_router_enable_expert_bias: bool = flag(False)
+    moe_router_bias_update_rms: bool = flag(False, attribute=None)
+    moe_router_load_balancing_type: tuple[str, ...] = flag(("aux_loss",))
+    moe_router_dtype: str | None = flag(None)
+    moe_token_dispatcher_type: str = flag("allgather")
+    mtp_num_layers: int | None = flag(None, least=0)
+    flash_decode: bool = flag(False)
+    hybrid_layer_pattern: str | None = flag(None, attribute=None)
 
-    fp8: str | None = flag("--fp8-format", None, argument="fp8")
-    fp8_recipe: str = flag("--fp8-recipe", "delayed")
+    fp8: str | None = flag(None, "--fp8-format", argument="fp8")
+    fp8_recipe: str = flag("delayed")
 
-    kha_attention: AttentionKind | None = flag("--kha-attention", None, attribute=None)
-    kha_latent_heads: int = flag("--kha-latent-heads", KHAConfig.latent_heads, attribute=None)
+    kha_attention: AttentionKind | None = flag(None, attribute=None)
+    kha_latent_heads: int = flag(KHAConfig.latent_heads, attribute=None)
     kha: KHAConfig = field(default_factory=KHAConfig)
     """Head mechanisms. They contain Megatron's output gate exactly if ``attention_output_gate``."""
 

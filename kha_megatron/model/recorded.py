@@ -59,75 +59,52 @@ def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
     kha = KHAConfig.from_entries(checkpoint.args)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
     latent = bool(checkpoint.args.get("multi_latent_attention"))
-    if differences := _differences(shapes, kha or KHAConfig(), latent):
+    if key := _differing(shapes, kha or KHAConfig(), latent):
         raise CheckpointError(
-            f"{checkpoint.path}: the training arguments record KHA on {kha or 'nothing'}, and the "
-            f"tensors are others{differences}: the arguments were changed"
+            f"{checkpoint.path}: the training arguments record KHA on {kha or 'nothing'}, which "
+            f"does not fit the tensor {key}. The arguments were changed."
         )
     return kha
 
 
-def check_same_heads(
-    path: Path,
-    stored: KHAConfig | None,
-    shapes: Mapping[str, tuple[int, ...]],
-    arguments: Mapping[str, Any],
-    kha: KHAConfig,
-) -> None:
-    """Check that a run has the same heads as the checkpoint it resumes from.
+def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> None:
+    """Check that a run has the head mechanisms ``kha`` of the checkpoint that it resumes from.
 
     Args:
-        path: the checkpoint.
-        stored: its configuration, see :func:`kha_of`.
-        shapes: shapes of its tensors.
-        arguments: Megatron's arguments of the run, by name.
-        kha: the head mechanisms of the run.
+        stored: the checkpoint's configuration, see :func:`kha_of`.
 
     Raises:
-        CheckpointError: naming both configurations and the tensors that differ.
+        CheckpointError: naming both configurations.
     """
     saved = stored or KHAConfig()
     if saved.to_dict(start=False) != kha.to_dict(start=False):
-        remedy = "resume with the same --kha-* arguments, or start without --load"
+        remedy = "Resume with the same --kha-* arguments, or start without --load"
         if not saved.mechanisms and saved.attention == kha.attention:
             remedy += ", or start a new run from it with --kha-upcycle"
         raise CheckpointError(
-            f"{path} was trained with KHA on {saved}, and the command line asks for {kha}"
-            f"{_differences(shapes, kha, bool(arguments.get('multi_latent_attention')))}: {remedy}"
+            f"{path} was trained with KHA on {saved}, but the command line asks for {kha}. "
+            f"{remedy}."
         )
 
 
-def _differences(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool) -> str:
-    """Describe the tensors by which a checkpoint differs from a model with ``kha``."""
-    per_layer = {
-        t.key: len(t.matrices) for t in kha.tensors(replace(_ANY, latent=latent))
-    }  # 0 for a tensor that is no stack of matrices
+def _differing(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool) -> str | None:
+    """Return a tensor of a head mechanism that only the checkpoint or only ``kha`` has.
+
+    Knocks are compared with their number of matrices.
+    """
+    names = tuple(f"self_attention.{name}_" for name in (Knock.name, *mechanism_types()))
     wanted = {
-        key.removesuffix(_ATTENTION) + name: matrices
+        (key.removesuffix(_ATTENTION) + tensor.key, len(tensor.matrices))
         for key in shapes
         if key.endswith(_ATTENTION)
-        for name, matrices in per_layer.items()
+        for tensor in kha.tensors(replace(_ANY, latent=latent))
     }
-    names = [f".self_attention.{name}_" for name in (Knock.name, *mechanism_types())]
     stored = {
-        key: (0, 0, 0, *shape)[-3] if names[0] in key else 0
+        (key, (0, 0, 0, *shape)[-3] if names[0] in key else 0)
         for key, shape in shapes.items()
         if _LAYERS in key and any(name in key for name in names)
     }
-    kinds = {
-        "missing": wanted.keys() - stored.keys(),
-        "unexpected": stored.keys() - wanted.keys(),
-        "with another number of matrices": {
-            key for key in wanted.keys() & stored.keys() if wanted[key] != stored[key]
-        },
-    }
-    found = ""
-    for kind, keys in kinds.items():
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            tensors = f"{len(keys)} tensor{'s' * (len(keys) > 1)}"
-            found += f" ({tensors} {', '.join(sorted(keys)[:3])}{more} {kind})"
-    return found
+    return min((key for key, _ in wanted ^ stored), default=None)
 
 
 def knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Projection], Any]:
@@ -140,8 +117,7 @@ def knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Proje
     kha = kha_of(checkpoint)
     if kha is None or not kha.variants:
         raise CheckpointError(
-            f"{checkpoint.path} records no knocking heads: it was trained with "
-            + ("the baseline preset" if kha else "plain Megatron")
+            f"{checkpoint.path} records no knocking heads, only {kha or 'plain Megatron'}."
         )
     tensors = kha.knock.tensors(_ANY)
     if not isinstance(checkpoint, _HuggingFace):

@@ -1,22 +1,111 @@
 """A training run as typed values, from which its command line is generated.
 
 ``Run.of(num_layers=4, hidden_size=128, swiglu=True)`` takes Megatron's arguments by name. A user's
-words go through the same table: ``run.updated(["--lr", "1e-3"])``. Flags that are not in the table
-are passed on unchanged.
+words are parsed with the same table: ``run.updated(["--lr", "1e-3"])``. Flags that are not in the
+table are passed on unchanged.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any, Self
+from functools import cache, cached_property, partial
+from typing import Any, Literal, Self
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.model import rules
-from kha_megatron.model.fields import Field, rows
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.fields import Field, flag, read, rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model
-from kha_megatron.model.training import Files, Heads, Training
-from kha_megatron.model.words import Arguments, parse, render
+
+Arguments = dict[str, tuple[str, ...]]
+"""A command line: each flag, with its dashes, to the words that follow it."""
+
+REPEATED = frozenset({"--heads"})
+"""Flags that may be repeated; each occurrence adds one word."""
+
+_option = partial(flag, attribute=None, most=2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Optimisation, precision, reports and checkpoints."""
+
+    train_iters: int | None = _option(None)
+    train_samples: int | None = _option(None)
+    lr: float | None = _option(None)
+    min_lr: float = _option(0.0)
+    lr_decay_style: str = _option("linear")
+    lr_warmup_fraction: float | None = _option(None)
+    lr_warmup_iters: int = _option(0, least=0)
+    lr_warmup_init: float = _option(0.0)
+    optimizer: str = _option("adam")
+    muon_split_qkv: bool = _option(True, "--muon-no-split-qkv", argument="muon_split_qkv")
+    adam_beta1: float = _option(0.9)
+    adam_beta2: float = _option(0.999)
+    weight_decay: float = _option(0.01)
+    clip_grad: float = _option(1.0)
+    seed: int = _option(1234, least=-(2**63))
+    bf16: bool = _option(False)
+    fp16: bool = _option(False)
+    use_distributed_optimizer: bool = _option(False)
+    use_torch_fsdp2: bool = _option(False)
+    use_megatron_fsdp: bool = _option(False)
+    overlap_grad_reduce: bool = _option(False)
+    overlap_param_gather: bool = _option(False)
+    gradient_accumulation_fusion: bool = _option(
+        True, "--no-gradient-accumulation-fusion", argument="gradient_accumulation_fusion"
+    )
+    recompute_granularity: Literal["selective", "full"] | None = _option(None)
+    decrease_batch_size_if_needed: bool = _option(False)
+    split: str | None = _option(None)
+    num_workers: int = _option(2, least=0)
+    eval_interval: int = _option(1000)
+    eval_iters: int = _option(100, least=0)
+    log_interval: int = _option(100)
+    log_timers_to_tensorboard: bool = _option(False)
+    tensorboard_log_interval: int = _option(1)
+    save_interval: int | None = _option(None)
+    ckpt_format: str = _option("torch_dist")
+    exit_duration_in_mins: int | None = _option(None)
+    use_checkpoint_args: bool = _option(False)
+    heterogeneous_layers_config_path: str | None = _option(None)
+    heterogeneous_layers_config_encoded_json: str | None = _option(None)
+    device: str = _option("cuda")
+    kha_upcycle: bool = _option(False)
+    kha_perturb_embedding: float = _option(0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Files that a run reads and writes."""
+
+    data_path: tuple[str, ...] | None = _option(None)
+    train_data_path: tuple[str, ...] | None = _option(None)
+    valid_data_path: tuple[str, ...] | None = _option(None)
+    test_data_path: tuple[str, ...] | None = _option(None)
+    data_args_path: str | None = _option(None)
+    per_split_data_args_path: str | None = _option(None)
+    mock_data: bool = _option(False)
+    tokenizer_type: str | None = _option(None)
+    tokenizer_model: str | None = _option(None)
+    save: str | None = _option(None)
+    load: str | None = _option(None)
+    tensorboard_dir: str | None = _option(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Arguments of the head mechanisms, which ``Run.kha`` parses."""
+
+    kha_preset: str | None = _option(None)
+    kha_query: str | None = _option(None)
+    kha_key: str | None = _option(None)
+    kha_value: str | None = _option(None)
+    kha_init: str = _option(KHAConfig.init)
+    kha_init_seed: int = _option(KHAConfig.init_seed, least=-(2**63))
+    kha_fold: str = _option(KHAConfig.fold)
+    kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
+
 
 TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
 """Every argument that this package writes or reads."""
@@ -25,9 +114,64 @@ OF_HEADS = tuple(row for row in rows(Model, Heads) if row.argument.startswith("k
 """Arguments of the head mechanisms."""
 
 
+_EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "tensor_model_parallel_size": (lambda size: size == 1, ("sequence_parallel",)),
+    "use_torch_fsdp2": (
+        bool,
+        ("use_distributed_optimizer", "overlap_param_gather", "expert_model_parallel_size"),
+    ),
+    "multi_latent_attention": (bool, ("group_query_attention", "num_query_groups")),
+    "fp16": (bool, ("bf16",)),
+    "train_samples": (bool, ("train_iters",)),
+}
+"""Arguments with a condition on their value, and the arguments that they exclude."""
+
+
 @cache
 def _by(name: str) -> Mapping[str, Field]:
     return {getattr(row, name): row for row in TABLE}
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """Parse ``--flag``, ``--flag value ...`` and ``--flag=value``.
+
+    The last occurrence of a flag counts, except for :data:`REPEATED`. A word is a flag if it begins
+    with two dashes and a letter, so that ``-1e-3`` is a value.
+
+    Raises:
+        ConfigError: a word follows no flag.
+    """
+    found: Arguments = {}
+    name, closed = "", True
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word.partition("=")
+            closed = bool(equals)  # argparse gives --flag=value exactly that one value
+            before = found.get(name, ()) if name in REPEATED else ()
+            found[name] = (*before, value) if closed else before
+        elif closed:
+            raise ConfigError(
+                f"Expected an argument that begins with --, such as --lr 1e-3, got {word!r}."
+            )
+        else:
+            found[name] += (word,)
+    return found
+
+
+def render(arguments: Arguments) -> list[str]:
+    """Return the words that argparse parses back to ``arguments``.
+
+    A single value that is empty or begins with a dash is written as ``--flag=value``.
+    """
+    words: list[str] = []
+    for name, values in arguments.items():
+        if name in REPEATED:
+            words += [word for value in values for word in (name, value)]
+        elif len(values) == 1 and (not values[0] or values[0].startswith("-")):
+            words.append(f"{name}={values[0]}")
+        else:
+            words += [name, *values]
+    return words
 
 
 @dataclass(frozen=True)
@@ -59,10 +203,10 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
         ConfigError: a word belongs to no flag, or cannot be parsed.
     """
     found = {}
-    for flag, behind in parse(words).items():
-        row = _by("flag").get(flag)
-        value = row.value_of(behind) if row else behind
-        found[row.argument if row else flag] = Argument(flag, behind, value)
+    for name, values in parse(words).items():
+        row = _by("flag").get(name)
+        value = row.value_of(values) if row else values
+        found[row.argument if row else name] = Argument(name, values, value)
     return found
 
 
@@ -93,18 +237,25 @@ class Run:
         """
         new = as_arguments(**values) | parse_arguments(words)
         own = {n: one for n, one in self.given.items() if n in new or n not in values}
-        reasons = rules.excluded(own, {name: one.value for name, one in new.items()})
-        for name in reasons:
+        excluded = {
+            name: other
+            for other, (holds, names) in _EXCLUDES.items()
+            if other in new and holds(new[other].value)
+            for name in names
+            if name in own and name not in new
+        }
+        for name in excluded:
             del own[name]
-        rate, least = (own[name].value if name in own else 0 for name in ("lr", "min_lr"))
-        if "lr" in new and "min_lr" not in new and rate and least:
-            new |= as_arguments(min_lr=float(f"{least / rate * new['lr'].value:.6g}"))
-        length, warm_up = (
-            own[name].value if name in own else 0 for name in ("train_iters", "lr_warmup_iters")
+        for name, base in (("min_lr", "lr"), ("lr_warmup_iters", "train_iters")):
+            if base in new and name not in new and base in own and name in own:
+                before, value = own[base].value, own[name].value
+                scaled = value * new[base].value / before if before else value
+                kept = int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
+                new |= as_arguments(**{name: kept})
+        dropped = (
+            f"{self.given[name].flag}: excluded by {new[other].flag}"
+            for name, other in excluded.items()
         )
-        if "train_iters" in new and "lr_warmup_iters" not in new and length and warm_up:
-            new |= as_arguments(lr_warmup_iters=warm_up * new["train_iters"].value // length)
-        dropped = (f"{self.given[name].flag}: {why}" for name, why in reasons.items())
         return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
 
     def with_defaults(self, **values: Any) -> Self:
@@ -148,12 +299,12 @@ class Run:
     @cached_property
     def training(self) -> Training:
         """Optimisation, precision and checkpoints."""
-        return Training.of(self.arguments)
+        return Training(**read(Training, self.arguments))
 
     @cached_property
     def files(self) -> Files:
         """Files that the run reads and writes."""
-        return Files.of(self.arguments)
+        return Files(**read(Files, self.arguments))
 
 
 def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:

@@ -106,7 +106,7 @@ def plan_layouts(
     """
     setup.kha.check(head_facts(setup.model, setup.batch))
     if not 1 <= gpus <= MOST_GPUS:
-        raise ConfigError(f"{gpus} GPUs: plan knows layouts of 1 to {MOST_GPUS}")
+        raise ConfigError(f"Expected 1 to {MOST_GPUS} GPUs, got {gpus}.")
     given = {name: size for name, size in fixed.items() if size is not None}
     plans: list[PlannedLayout] = []
     work = flops(setup.model, setup.kha, setup.batch.seq_length)

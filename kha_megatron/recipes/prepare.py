@@ -196,8 +196,7 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
             from kha_megatron.model.recorded import check_same_heads, kha_of
 
             checkpoint = MegatronCheckpoint.open(verdict.newest, verify=False)
-            shapes = {key: info.shape for key, info in checkpoint.keys().items()}
-            check_same_heads(verdict.newest, kha_of(checkpoint), shapes, run.arguments, run.kha)
+            check_same_heads(verdict.newest, kha_of(checkpoint), run.kha)
     elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
         # other formats than torch_dist have only Megatron's tracker file, which is trusted
         raise CheckpointError(

@@ -20,8 +20,7 @@ from kha_megatron.mcore.compat import lacks_te_extension
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_arguments
-from kha_megatron.model.run import kha_asked
-from kha_megatron.model.training import Heads
+from kha_megatron.model.run import Heads, kha_asked
 
 DEVICES = ("cuda", "cpu")
 

@@ -49,10 +49,10 @@ from kha_megatron.training.arguments import (
 from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.perturbation import perturb_embedding
 from kha_megatron.training.recovery import (
-    end_helpers_with_the_rank,
-    failures_explained,
+    end_children_with_the_rank,
+    explain_failures,
     repair_tracker,
-    warn_of_a_new_start,
+    warn_of_a_fresh_start,
 )
 from kha_megatron.training.resume import (
     check_same_kha,
@@ -74,7 +74,7 @@ def run(program_start: float) -> None:
         program_start: ``time.time()`` at the start of the process, for Megatron's start-up report.
     """
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
-    end_helpers_with_the_rank()
+    end_children_with_the_rank()
     compat.use_shipped_dataset_helpers()
     compat.let_distributed_optimizer_resume()
     compat.let_adams_exchange_states()
@@ -87,7 +87,7 @@ def run(program_start: float) -> None:
     early = parse_args(add_kha_arguments)
     check_args(early)
     repair_tracker(early)
-    warn_of_a_new_start(early)
+    warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)
     check_attention(vars(early), kha)
     upcycled = checkpoint_to_upcycle(early, kha)
@@ -121,7 +121,7 @@ def run(program_start: float) -> None:
             f"a new run with the weights of {upcycled}; the shared matrices start at the identity, "
             "optimizer and iteration anew"
         )
-    with failures_explained(args):
+    with explain_failures(args):
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             _build_datasets,

@@ -7,7 +7,6 @@ starts from scratch. The file is therefore repaired before Megatron reads it.
 import ctypes
 import errno
 import os
-import re
 import shutil
 import signal
 import time
@@ -24,13 +23,11 @@ from kha_megatron.checkpoint.tracker import (
     newest,
     repair,
     select_checkpoint,
-    tracker_word,
 )
 from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and .*value (\S+) for (.+) do not")
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -62,25 +59,24 @@ def repair_tracker(args: Namespace) -> None:
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{verdict.folder / TRACKER} {verdict.problem}, and rank 0 did not repair it "
-                f"within {_WAIT} s: write {tracker_word(verdict.newest)} into it, or share the "
-                "directory among all machines"
+                f"within {_WAIT} s. Put the directory on a disk that all nodes share."
             )
         time.sleep(0.1)
         verdict = select_checkpoint(folder)
 
 
-def warn_of_a_new_start(args: Namespace) -> None:
+def warn_of_a_fresh_start(args: Namespace) -> None:
     """Warn if ``--save`` contains a checkpoint that the run does not load."""
     if args.load or not args.save or "://" in args.save:
         return
     if found := newest(Path(args.save)):
         announce(
-            f"WARNING: {args.save} holds {found.name}, and without --load this run begins anew and "
-            f"replaces what it saves again: add --load {args.save} to go on"
+            f"WARNING: {args.save} holds {found.name}, which this run does not load and may "
+            f"overwrite. Add --load {args.save} to resume."
         )
 
 
-def end_helpers_with_the_rank() -> None:
+def end_children_with_the_rank() -> None:
     """Make the kernel end the forked processes (writers, loaders) of a rank that dies (Linux).
 
     Otherwise a writer would continue in a directory that the next run writes to.
@@ -91,12 +87,12 @@ def end_helpers_with_the_rank() -> None:
 
 
 @contextmanager
-def failures_explained(args: Namespace) -> Iterator[None]:
+def explain_failures(args: Namespace) -> Iterator[None]:
     """Convert failures to read or write a checkpoint to errors of one line.
 
     Raises:
         OutputError: a checkpoint could not be written.
-        CheckpointError: a checkpoint could not be read, or is of another schedule.
+        CheckpointError: a checkpoint could not be read.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -104,35 +100,24 @@ def failures_explained(args: Namespace) -> Iterator[None]:
         yield
     except CheckpointException as error:
         if error.args[0] == "read":
-            why = next((reason(e) for e, _ in error.failures.values()), "another rank says why")
+            why = next((reason(e) for e, _ in error.failures.values()), "see the other ranks")
             raise CheckpointError(
-                f"{args.load} holds what cannot be read ({why}): the checkpoint is damaged or "
-                "hostile, take another with --ckpt-step"
+                f"{args.load} cannot be read ({why}). Choose another checkpoint with --ckpt-step."
             ) from error
         if error.args[0] != "write" or not args.save:
             raise
-        raise _refused(args.save, "the lines above say why") from error
-    except AssertionError as error:
-        if not (found := _SCHEDULE.search(str(error))):
-            raise
-        here, stored, what = found.groups()
-        raise CheckpointError(
-            f"{args.load} was trained on another schedule, {what}: {stored} there, {here} here "
-            "(iterations times the batch): add --override-opt_param-scheduler for this command "
-            "line's, or --use-checkpoint-opt_param-scheduler for the checkpoint's"
-        ) from error
+        raise _not_written(args.save, "see the lines above") from error
     except OSError as error:
         if error.errno not in _DISK or not args.save:
             raise
-        raise _refused(args.save, error.strerror or str(error)) from error
+        raise _not_written(args.save, error.strerror or str(error)) from error
 
 
-def _refused(save: str, why: str) -> OutputError:
+def _not_written(save: str, why: str) -> OutputError:
     folder = Path(save)
     last = newest(folder)
-    again = f"resumes from {last.name}" if last else "starts from the beginning"
     free = shutil.disk_usage(folder if folder.is_dir() else folder.parent).free >> 20
     return OutputError(
-        f"a checkpoint could not be written to {save}, whose disk has {free} MB free ({why}): make "
-        f"room and start again with the same command, which {again}"
+        f"Could not write a checkpoint to {save}: {why} ({free} MB free). Free space and run the "
+        f"same command again. It resumes from {last.name if last else 'the start'}."
     )

@@ -28,21 +28,14 @@ from kha_megatron.model.run import kha_asked
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes without scales that are carried from step to step."""
 
-_NOT_WITH_UPCYCLE = {
-    "finetune": "--finetune",
-    "ckpt_step": "--ckpt-step",
-    "non_persistent_ckpt_type": "--non-persistent-ckpt-type",
-    "moe_use_upcycling": "--moe-use-upcycling",
+_BUFFERS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "transformer_impl": "transformer_engine",
 }
-"""Arguments with which a restarted run would not resume from its own newest checkpoint."""
-
-_PLACING = {
-    "tensor_model_parallel_size": ("TP", 1),
-    "pipeline_model_parallel_size": ("PP", 1),
-    "expert_model_parallel_size": ("EP", 1),
-    "transformer_impl": ("--transformer-impl", "transformer_engine"),
-}
-"""Arguments that decide where a parameter lies in the distributed optimizer's buffers."""
+"""Arguments that decide where a parameter lies in the distributed optimizer's buffers, with
+Megatron's defaults."""
 
 
 def checkpoint_to_load(args: Namespace) -> Path | None:
@@ -110,8 +103,8 @@ def _as_megatron_reads(folder: Path) -> Path:
     verdict = select_checkpoint(folder) if folder.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
         raise CheckpointError(
-            f"{folder / TRACKER} {verdict.problem}, and only a directory that the run saves into "
-            f"is repaired: write {tracker_word(verdict.newest)} into it"
+            f"{folder / TRACKER} {verdict.problem}, and is only repaired if --save is the same "
+            f"directory. Write {tracker_word(verdict.newest)} into it."
         )
     return resolve(folder)
 
@@ -137,30 +130,25 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
     """
     if (path := checkpoint_to_load(args)) is None:
         return
-    stored, shapes, saved = _stored(path)
-    check_same_heads(path, stored, shapes, vars(args), kha)
-    if args.use_mp_args_from_checkpoint_args or args.no_load_optim or args.finetune:
+    stored, saved = _stored(path)
+    check_same_heads(path, stored, kha)
+    starts_anew = args.no_load_optim or args.finetune or starts_from_pretrained(args)
+    if starts_anew or saved.get("no_save_optim") or path.name == RELEASE:
         return
-    if saved.get("no_save_optim") or path.name == RELEASE or starts_from_pretrained(args):
+    if args.use_mp_args_from_checkpoint_args or not args.use_distributed_optimizer:
         return
-    if not args.use_distributed_optimizer:
+    if saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable"):
         return
-    # Megatron gives wrong advice for another layout, and with layers of another kind it mixes up
-    # main weights and moments without an error
-    before, here = (
-        [f"{name} {a.get(key, default)}" for key, (name, default) in _PLACING.items()]
-        for a in (saved, vars(args))
-    )
-    fits = saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable")
-    if before == here or fits:
-        return
-    shown = [i for i in range(len(here)) if i < 2 or before[i] != here[i]]
-    was, now = (" and ".join(words[i] for i in shown) for words in (before, here))
-    raise CheckpointError(
-        f"{path} holds optimizer state for {was} only, and this run has {now}: train on with "
-        f"{was} and --dist-ckpt-optim-fully-reshardable until the next save, which moves, or "
-        "add --no-load-optim to start the optimizer anew"
-    )
+    # Megatron would give main weights and moments to other parameters without an error
+    before, here = ({n: a.get(n, d) for n, d in _BUFFERS.items()} for a in (saved, vars(args)))
+    if before != here:
+        name = next(name for name in _BUFFERS if before[name] != here[name])
+        flag = f"--{name.replace('_', '-')}"
+        raise CheckpointError(
+            f"{path} holds optimizer state for {flag} {before[name]} only, got {flag} "
+            f"{here[name]}. Save once more with {flag} {before[name]} and "
+            "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim."
+        )
 
 
 def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
@@ -179,21 +167,12 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     if not args.kha_upcycle:
         return None
     if args.pretrained_checkpoint is None:
-        raise ConfigError(
-            "--kha-upcycle starts from --pretrained-checkpoint DIR: name the checkpoint there, and "
-            "the run's own directory in --load and --save"
-        )
+        raise ConfigError("Expected --pretrained-checkpoint with --kha-upcycle.")
     if args.save and args.load != args.save:
         raise ConfigError(
-            f"--kha-upcycle with --load {args.load} and --save {args.save}: a restart would start "
-            f"again from --pretrained-checkpoint and overwrite the run: add --load {args.save}"
+            f"Expected --load {args.save} with --kha-upcycle and --save {args.save}, got "
+            f"{args.load}. A restart would begin again and overwrite the run."
         )
-    for name, flag in _NOT_WITH_UPCYCLE.items():
-        if getattr(args, name):
-            raise ConfigError(
-                f"--kha-upcycle with {flag}: a restarted run would not resume from its own "
-                f"checkpoint: remove {flag}"
-            )
     if not starts_from_pretrained(args):
         return None
     path = checkpoint_to_load(args)
@@ -201,8 +180,8 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     found = _stored(path)[0] or KHAConfig()
     if found.without_output_gate().mechanisms or found.has_output_gate != kha.has_output_gate:
         raise CheckpointError(
-            f"{path} was trained with KHA on {found}, and the command line asks for {kha}: "
-            "--kha-upcycle adds to a model that has none of it: remove --kha-upcycle"
+            f"Expected a checkpoint without KHA for --kha-upcycle, got {path} with {found} for a "
+            f"run with {kha}. Remove --kha-upcycle."
         )
     return path
 
@@ -213,12 +192,10 @@ def goes_on_with_scales(args: Namespace) -> bool:
         return _keeps_scales(vars(args))  # assumed; loading fails if the checkpoint has none
     if (path := checkpoint_to_load(args)) is None:
         return False
-    stored = path.name != RELEASE and _keeps_scales(_stored(path)[2])
+    stored = path.name != RELEASE and _keeps_scales(_stored(path)[1])
     wanted = _keeps_scales(vars(args))
     if wanted and not stored:
-        announce(f"{path} has no FP8 scales of delayed scaling: they start afresh")
-    elif stored and not wanted:
-        announce(f"the FP8 scales of delayed scaling in {path} are not used")
+        announce(f"{path} has no FP8 scales of delayed scaling: they start from their defaults")
     return wanted and stored
 
 
@@ -228,16 +205,12 @@ def _keeps_scales(args: Mapping[str, Any]) -> bool:
 
 
 @cache
-def _stored(
-    path: Path,
-) -> tuple[KHAConfig | None, Mapping[str, tuple[int, ...]], Mapping[str, Any]]:
-    """Return a checkpoint's KHA configuration, the shapes of its tensors, and its arguments."""
+def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
+    """Return the KHA configuration and the arguments of a checkpoint."""
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
         folder = TorchDistFolder.open(path)
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format
             args = folder.read_object("args").state
-            shapes = {key: tensor.shape for key, tensor in folder.tensors.items()}
-            return KHAConfig.from_entries(args), shapes, args
+            return KHAConfig.from_entries(args), args
     checkpoint = MegatronCheckpoint.open(path)
-    shapes = {key: info.shape for key, info in checkpoint.keys().items()}
-    return kha_of(checkpoint), shapes, checkpoint.args
+    return kha_of(checkpoint), checkpoint.args

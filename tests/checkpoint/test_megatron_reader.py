@@ -108,7 +108,7 @@ def test_kha_of_checkpoints_without_kha_arguments(dense):
     del tensors["decoder.layers.self_attention.knock_value.weight"]
     checkpoint.__dict__["args"] = {"spec": None}
     assert kha_of(checkpoint) is None
-    with pytest.raises(CheckpointError, match="trained with plain Megatron"):
+    with pytest.raises(CheckpointError, match="only plain Megatron"):
         knock_weights(checkpoint)
 
 
@@ -117,13 +117,13 @@ def test_kha_of_checkpoints_without_kha_arguments(dense):
     [
         (
             {"kha_query": "linear", "kha_key": None, "kha_value": "mlp"},
-            r"1 tensor .*knock_key.weight unexp",
+            r"KHA on query=linear value=mlp, .* tensor .*knock_key.weight",
         ),
         (
             {"kha_query": "mlp", "kha_key": "gate", "kha_value": "mlp"},
-            "query=mlp.*knock_query.weight with another number of matrices",
+            "query=mlp.*knock_query.weight",
         ),
-        ({"spec": ["other.module", "kha_mlp"]}, "KHA on nothing.*3 tensors .* unexpected"),
+        ({"spec": ["other.module", "kha_mlp"]}, "KHA on nothing.*tensor .*knock_key"),
     ],
 )
 def test_a_record_that_contradicts_the_tensors_is_refused(dense, args, message):

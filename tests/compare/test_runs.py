@@ -11,7 +11,7 @@ from kha_megatron.compare import parse_variants, plan, runs
 from kha_megatron.compare.runs import MARK, RUN, begin, lock_directory
 from kha_megatron.compare.statistics import binned, final_loss
 from kha_megatron.errors import ConfigError, DataError, OutputError
-from kha_megatron.model.words import parse
+from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe
 from tests.checkpoint.saved import save
 

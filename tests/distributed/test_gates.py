@@ -112,7 +112,7 @@ def without_the_sum_over_heads():
             return x
         return gather(x, tensor_parallel_output_grad=False, group=self.tp_group)
 
-    return mock.patch.object(InputProjection, "_met_by_heads", met_by_all)
+    return mock.patch.object(InputProjection, "_sum_over_heads", met_by_all)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from kha_megatron.model.run import Run, as_arguments
-from kha_megatron.model.words import Arguments, parse, render
+from kha_megatron.model.run import Arguments, Run, as_arguments, parse, render
 from kha_megatron.recipes import Recipe
 from kha_megatron.recipes.paper import ATTENTION
 

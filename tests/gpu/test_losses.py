@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron.model.words import render
+from kha_megatron.model.run import render
 from kha_megatron.recipes import prepare
 from kha_megatron.recipes.log_lines import read_history
 from tests.gpu import cases

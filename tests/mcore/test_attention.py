@@ -164,7 +164,7 @@ def refused(kha, overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "remove"]),
+        ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "Remove"]),
         ({"multi_latent_attention": True}, ["value=mlp", "linear"]),
         ({"fp8": "hybrid", "kv_channels": 24}, ["--kv-channels 24", "16", "16 or 32"]),
         ({"tensor_model_parallel_size": 3}, ["8 query heads", "3 tensor", "[1, 2, 4, 8]"]),

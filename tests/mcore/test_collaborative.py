@@ -140,7 +140,7 @@ def refusal(kha, overrides):
     ("dim", "overrides", "words"),
     [
         (6, {}, "dim of at least 8 .*start=blocks, got 6.*start=ones"),
-        (10, {"add_qkv_bias": True}, "no biases: remove --add-qkv-bias"),
+        (10, {"add_qkv_bias": True}, r"no biases. Remove --add-qkv-bias"),
         (10, {"multi_latent_attention": True}, "Use MHA, MQA or GQA"),
     ],
     ids=["blocks", "bias", "mla"],

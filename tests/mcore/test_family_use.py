@@ -101,7 +101,7 @@ def absorbed():
         with mock.patch.object(upstream, "split_te_layernorm_column_parallel_linear", split):
             layer.prepare_for_absorption()
             layer.prepare_for_absorption()  # of every forward: the second time does nothing
-        for hook in layer.placed_hooks:
+        for hook in layer.projection_hooks:
             hook.follow(layer)  # as every forward lets them
         up = torch.cat([layer.up_k_weight, layer.up_v_weight], dim=1)
         return trained.unflatten(-1, (family.HEADS, -1)), torch.einsum("sbc,hdc->sbhd", latent, up)
@@ -115,9 +115,9 @@ def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
 REFUSED = [
     (KHAConfig(value="gate"), True, {}, ["value=gate", "linear"]),
     (GLA[1], True, {"tensor_model_parallel_size": 2}, ["3 latent heads", "[1, 3, 6]"]),
-    (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "remove"]),
-    (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "use RMSNorm"]),
-    (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "remove"]),
+    (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "Remove"]),
+    (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "Use RMSNorm"]),
+    (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "Remove"]),
 ]
 
 
@@ -155,7 +155,7 @@ def wrong_rotary_embedding():
     model = models.gpt_model(models.transformer_config(kv_channels=8), kha)
     model.rotary_pos_emb.inv_freq = torch.ones(4)
     tokens, positions, mask = models.batch()
-    with pytest.raises(ConfigError, match=r"of 8: give .* --rotary-percent 0\.5"):
+    with pytest.raises(ConfigError, match=r"got 8\. Use .* --rotary-percent 0\.5"):
         model(tokens, positions, mask, labels=tokens)
 
 

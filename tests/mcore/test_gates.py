@@ -290,7 +290,7 @@ def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
 @pytest.mark.parametrize(
     ("kha", "overrides", "words"),
     [
-        (OUTPUT, {"qk_clip": True}, ["qk_clip", "gate(output=element)", "remove --qk-clip"]),
+        (OUTPUT, {"qk_clip": True}, ["qk_clip", "gate(output=element)", "Remove --qk-clip"]),
         (
             KHAConfig(gate=Gate(query="head")),
             {"qk_layernorm": True},

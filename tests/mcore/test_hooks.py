@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kha_megatron.mcore.hooks import PlacedHook
+from kha_megatron.mcore.hooks import ProjectionHook
 
 
 class Layer(torch.nn.Module):
@@ -11,7 +11,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(3, 3, bias=False)
         change = (lambda inputs: (2 * inputs[0],)) if before else (lambda result: result**3)
-        self.hook = PlacedHook(self, "linear", change, before=before)
+        self.hook = ProjectionHook(self, "linear", change, before=before)
 
     def forward(self, x):
         self.hook.follow(self)

@@ -220,7 +220,7 @@ def passed_without_gradient(layer):
 def test_heads_are_turned_off_where_iterations_are_counted(ranks):
     """Elsewhere a model is a trained one, and none is trained."""
     said = ranks(outside_of_megatrons_loop, 1)[0]
-    assert "moh.anneal counts iterations of Megatron's training loop" in said
+    assert "moh.anneal needs Megatron's training loop" in said
 
 
 # What the comparison must catch: each rule taken out where it is needed.

@@ -118,7 +118,7 @@ def test_both_builders_make_what_kha_layer_spec_makes(ranks, layout):
     answers = ranks(equal_builds, n, builders, presets, sizes, overrides)
     assert [wrong for wrong, _ in answers] == [[]] * n
     lines = [
-        f"kha_megatron: spec {preset} knocks {KHAConfig.from_preset(preset)}"
+        f"kha_megatron: using layer spec {preset} ({KHAConfig.from_preset(preset)})"
         for preset in presets
         for _ in builders
     ]
@@ -183,13 +183,18 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
     broken.write_text("{")
     cases = [
         ("kha", None, {}, "KHA_CONFIG, which is not set"),
-        ("kha", '{"init_seed": 5}', {}, "names none of query, key, value"),
+        ("kha", '{"init_seed": 5}', {}, "has none of query, key, value"),
         ("kha", '{"value": "mlp", "seed": 5}', {}, "Unknown KHA setting seed"),
         ("kha", '{"value": "mpl"}', {}, "got 'mpl'"),
-        ("kha", "[1]", {}, "expected a JSON object"),
-        ("kha", str(tmp_path / "none.json"), {}, "expected a JSON object"),
-        ("kha", str(broken), {}, "expected a JSON object"),
-        ("kha_mlp", '{"value": "gate"}', {}, "kha_mlp knocks value=mlp, and KHA_CONFIG says gate"),
+        ("kha", "[1]", {}, "Expected a JSON object"),
+        ("kha", str(tmp_path / "none.json"), {}, "Expected a JSON object"),
+        ("kha", str(broken), {}, "Expected a JSON object"),
+        (
+            "kha_mlp",
+            '{"value": "gate"}',
+            {},
+            "has value=mlp, but KHA_CONFIG has value=gate",
+        ),
         ("kha_mpl", None, {}, "kha_mpl"),
     ]
     answers = ranks(refusals, 1, [case[:3] for case in cases])[0]
@@ -234,5 +239,5 @@ def differing_nodes(layout):
 def test_ranks_whose_environments_differ_are_refused(ranks, axis):
     first, second = ranks(differing_nodes, 2, {axis: 2})
     assert first is None  # it came first
-    assert '"value": "mlp"} on rank 1 and' in second
-    assert "export the same KHA_CONFIG on all nodes" in second
+    assert '"value": "mlp"} on rank 1, but' in second
+    assert "Export the same KHA_CONFIG on all nodes" in second

@@ -1,13 +1,11 @@
 """The rows of ``linear_qkv`` as data, and the one split of them, against Megatron's own."""
 
-import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.model.qkv import QKVLayout
 from tests.mcore.test_attention import HEAD_DIM, HEADS, HIDDEN, attention_layer
@@ -156,22 +154,3 @@ def test_follows_the_process_group_that_it_is_given(ranks, groups):
             torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
             found.pop()
         torch.testing.assert_close(torch.cat(found, 2), expected)
-
-
-def ask_for_unsplit_qkv(kha):
-    from megatron.core.transformer.attention import SelfAttention
-
-    from tests.distributed import models
-
-    models.initialize()
-    layer = attention_layer(models, kha, kv_channels=12)
-    theirs = inspect.signature(SelfAttention.get_query_key_value_tensors).parameters
-    ours = inspect.signature(type(layer).get_query_key_value_tensors).parameters
-    assert theirs.keys() <= ours.keys(), "Megatron passes what KHA does not take"
-    with pytest.raises(ConfigError, match="fused_single_qkv_rope"):
-        layer.get_query_key_value_tensors(torch.randn(3, 2, HIDDEN), split_qkv=False)
-
-
-@pytest.mark.parametrize("kind", [None, "gta"])
-def test_the_unsplit_qkv_buffer_is_refused(ranks, kind):
-    ranks(ask_for_unsplit_qkv, 1, KHAConfig(attention=kind))

@@ -64,7 +64,7 @@ def spec_of_layers_that_no_scale_reaches():
     models.initialize()
     config = models.transformer_config()
     config.heterogeneous_block_specs = True
-    with pytest.raises(ConfigError, match=r"scale of a loss .*use moh.balance=0"):
+    with pytest.raises(ConfigError, match=r"loss scale .*Use moh.balance=0"):
         kha_layer_spec(config, KHAConfig.from_preset("moh_50"))
 
 

@@ -133,10 +133,12 @@ def mixed_among_own_heads():
     stack.enter_context(
         replaced(
             talking.TalkingAttention,
-            _turned=lambda self, x: x,
-            _turned_back=lambda self, x, queries: x.flatten(2),
+            _shard_queries=lambda self, x: x,
+            _shard_heads=lambda self, x, queries: x.flatten(2),
             _all_heads=lambda self, x: x,
-            _rows=lambda self, queries: torch.arange(queries),
+            _mask=lambda self, given, causal, queries, keys: torch.ones(
+                queries, keys, dtype=torch.bool
+            ).triu(1),
         )
     )
     return stack
@@ -192,8 +194,8 @@ def refusal(kha, overrides, tokens):
     ("talking", "overrides", "words"),
     [
         ({"max_tokens": 6}, {}, "talking.max_tokens=6 tokens, got 7.*talking.max_tokens=7"),
-        ({}, {"window_size": (3, 0)}, "window_size=.*remove --window-size"),
-        ({}, {"softmax_type": "learnable"}, "softmax_type=learnable.*remove --softmax-type"),
+        ({}, {"window_size": (3, 0)}, "window_size=.*Remove --window-size"),
+        ({}, {"softmax_type": "learnable"}, "softmax_type=learnable.*Remove --softmax-type"),
     ],
     ids=["tokens", "window", "sink"],
 )
@@ -219,9 +221,9 @@ def other_engines(kha):
 
 def test_packed_sequences_and_dynamic_batches_are_refused(ranks):
     packed, dynamic = ranks(other_engines, 1, BOTH)[0]
-    assert "packed sequences with talking heads" in packed
-    assert "talking with dynamic batching" in dynamic
-    assert "static batch" in dynamic
+    assert "do not support packed sequences" in packed
+    assert "talking does not support dynamic batching" in dynamic
+    assert "static batching" in dynamic
 
 
 def test_longer_sequences_are_refused_before_anything_is_built():

@@ -1,5 +1,6 @@
-"""The table of names against those who own them: Megatron's parser and its TransformerConfig."""
+"""Test the table of arguments against Megatron's parser and TransformerConfig."""
 
+import argparse
 import dataclasses
 
 import pytest
@@ -9,70 +10,57 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model import Model, pattern_of
-from kha_megatron.model.rules import check_arguments
-from kha_megatron.model.run import TABLE, Run, parse_arguments
+from kha_megatron.model.run import TABLE, Run, parse, parse_arguments, render
 from kha_megatron.recipes import RECIPES, get_recipe
 
-WITHOUT = {"num_layers", "hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"}
-WITHOUT |= {"ffn_hidden_size", "seq_length", "micro_batch_size"}
-"""What a model or a batch cannot do without: the table has no default for them."""
+REQUIRED = {"num_layers", "hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"}
+REQUIRED |= {"ffn_hidden_size", "seq_length", "micro_batch_size"}
+"""Fields without a default in the table."""
 
 
-def check_layout(run, ranks):
-    check_arguments(run.arguments, ranks, run.kha)
-
-
-def _actions():
-    """What Megatron's own parser, with our arguments, makes of each flag."""
-    import argparse
-
-    from megatron.training.arguments import add_megatron_arguments
-
-    from kha_megatron.training.arguments import add_kha_arguments
-
-    parser = add_kha_arguments(add_megatron_arguments(argparse.ArgumentParser()))
-    return {
-        flag: (action.dest, action.default, action.nargs == 0, action.const)
-        for action in parser._actions
-        for flag in action.option_strings
-    }
-
-
-def _parsed(commands):
-    """The arguments of whole command lines, by name, as plain values."""
-    import argparse
-
+def _parser():
     from megatron.training.arguments import add_megatron_arguments
 
     from kha_megatron.training.arguments import add_kha_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser = add_kha_arguments(add_megatron_arguments(parser))
+    return add_kha_arguments(add_megatron_arguments(parser))
+
+
+def _actions():
+    """Return argument, default, whether it takes no value, and constant of each flag."""
+    return {
+        flag: (action.dest, action.default, action.nargs == 0, action.const)
+        for action in _parser()._actions
+        for flag in action.option_strings
+    }
+
+
+def _parsed(commands):
+    parser = _parser()
     return [vars(parser.parse_args(words)) for words in commands]
 
 
 def test_table_agrees_with_megatrons_parser(ranks):
-    """Flag, argument, default and whether it stands alone, as the parser itself has them."""
     actions = ranks(_actions, 1)[0]
     assert len({row.argument for row in TABLE}) == len({row.flag for row in TABLE}) == len(TABLE)
     for row in {*TABLE, *rows(Architecture)}:
         argument, default, alone, const = actions[row.flag]
         assert row.argument == argument, row.flag
-        if row.field not in WITHOUT:
+        if row.field not in REQUIRED:
             assert row.default in (row.typed(default), (default,)), row.flag
         assert alone == (row.kind is bool), row.flag
         assert not alone or const == (not row.default), row.flag
 
 
-def test_every_attribute_is_transformer_configs(ranks):
+def test_every_attribute_is_one_of_transformer_config():
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     names = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     assert {row.attribute for row in TABLE} - names == {None}
 
 
-def test_every_recipe_is_parsed_to_the_values_it_holds(ranks):
-    """Its command line through Megatron's parser, and through the table, are the same values."""
+def test_megatron_parses_every_recipe_to_its_own_values(ranks):
     runs = [recipe.run for recipe in RECIPES.values()]
     for run, parsed in zip(runs, ranks(_parsed, 1, [r.words() for r in runs])[0], strict=True):
         for name, value in run.arguments.items():
@@ -89,25 +77,26 @@ def test_every_recipe_is_parsed_to_the_values_it_holds(ranks):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--num-layers two", "--num-layers two: give a whole number from 1 up"),
-        ("--num-layers 0", "--num-layers 0: give a whole number from 1 up"),
-        (f"--num-layers {9**20}", "give a whole number from 1 up to 4096"),
+        ("--num-layers two", "Expected --num-layers as a whole number from 1 to 4096, got two"),
+        ("--num-layers 0", "a whole number from 1"),
+        (f"--num-layers {9**20}", "a whole number from 1 to 4096"),
         ("--moe-layer-freq [1]*99999999999", "lists of 0 and 1"),
-        ("--pipeline-model-parallel-layout Et*99999999999L", "repeat t at most 4096 times"),
-        ("--lr fast", "--lr fast: give a number"),
-        ("--lr 1 2", "--lr takes one value, not 2"),
-        ("--swiglu yes", "--swiglu stands alone: remove yes"),
-        ("--moe-layer-freq [0]*3+[2]", "--moe-layer-freq .* lists of 0 and 1"),
-        ("--pipeline-model-parallel-layout Etx", "--pipeline-model-parallel-layout Etx: .* x"),
+        ("--moe-layer-freq [0]*3+[2]", "lists of 0 and 1"),
+        ("--pipeline-model-parallel-layout Et*99999999999L", "at most 4096 times"),
+        ("--pipeline-model-parallel-layout Etx", "E .embedding., .* got Etx"),
+        ("--lr fast", "Expected --lr as a number, got fast"),
+        ("--lr 1 2", "Expected 1 values after --lr, got 2"),
+        ("--swiglu yes", "Expected 0 values after --swiglu, got 1"),
+        *((words, "Expected an argument") for words in ("7", "-x", "lr 3", "--lr=1 2")),
     ],
 )
-def test_words_are_typed_or_refused_by_name(words, error):
+def test_malformed_arguments_are_refused(words, error):
     with pytest.raises(ConfigError, match=error):
         parse_arguments(words.split())
 
 
 @pytest.mark.parametrize("text", ["1", "3", "[0]*1+[1]*3", "([1]*3+[0]*2)*2", "[0,1,1]"])
-def test_patterns_are_megatrons_and_come_back(text, ranks):
+def test_layer_patterns_are_parsed_as_by_megatron(text, ranks):
     row = next(row for row in TABLE if row.field == "moe_layer_freq")
     value = pattern_of(text)
     assert pattern_of(row.writes(value)) == value
@@ -115,22 +104,17 @@ def test_patterns_are_megatrons_and_come_back(text, ranks):
     assert (theirs if isinstance(theirs, int) else tuple(theirs)) == value
 
 
-def test_a_smallest_rate_keeps_its_share():
+def test_minimum_rate_and_warm_up_keep_their_ratio():
     run = get_recipe("quickstart").run
     assert run.updated(["--lr", "4e-4"]).training.min_lr == pytest.approx(4e-5)
     assert run.updated(["--lr", "4e-4"]).words().count("--min-lr") == 1
     assert run.updated(["--lr", "4e-4", "--min-lr", "1e-6"]).training.min_lr == 1e-6
     assert run.updated(lr=1e-2).training.min_lr == pytest.approx(1e-3)
     assert Run.of(lr=1e-3).updated(["--lr", "1"]).words() == ["--lr", "1"]
-
-
-def test_a_warm_up_keeps_its_share():
     run = Run.of(train_iters=20000, lr_warmup_iters=2000)
     assert run.updated(["--train-iters", "35"]).training.lr_warmup_iters == 3
-    assert run.updated(["--train-iters", "35", "--lr-warmup-iters", "9"]).flags == {
-        "--train-iters": ("35",),
-        "--lr-warmup-iters": ("9",),
-    }
+    given = ["--train-iters", "35", "--lr-warmup-iters", "9"]
+    assert run.updated(given).words() == given
 
 
 @pytest.mark.parametrize(
@@ -144,8 +128,59 @@ def test_a_warm_up_keeps_its_share():
         ("--tensor-model-parallel-size 2", set()),
     ],
 )
-def test_what_a_users_words_exclude_of_a_recipe_is_left_out(words, gone):
+def test_excluded_arguments_of_a_recipe_are_dropped(words, gone):
     run = get_recipe("dense-0.6b").run
     new = run.updated(words.split())
     assert run.flags.keys() - new.flags.keys() == gone
     assert {text.partition(":")[0] for text in new.dropped} == gone
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {}),
+        ("--lr 1e-3", {"--lr": ("1e-3",)}),
+        ("--lr=1e-3", {"--lr": ("1e-3",)}),
+        ("--swiglu --swiglu", {"--swiglu": ()}),
+        ("--lr 1 --seed 7 --lr 2", {"--lr": ("2",), "--seed": ("7",)}),
+        ("--lr 1 --lr=2", {"--lr": ("2",)}),
+        ("--data-path 0.5 a 0.5 b --bf16", {"--data-path": ("0.5", "a", "0.5", "b"), "--bf16": ()}),
+        ("--x -1 -0.5 -1e-3", {"--x": ("-1", "-0.5", "-1e-3")}),
+        ("--x=", {"--x": ("",)}),
+        ("--x=--y=z", {"--x": ("--y=z",)}),
+        ("--x a=b", {"--x": ("a=b",)}),
+        ("--x - --1", {"--x": ("-", "--1")}),
+    ],
+)
+def test_parse(words, expected):
+    assert parse(words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "extra", "merged"),
+    [
+        ("--lr 1 --seed 7", "--lr 2", "--lr 2 --seed 7"),
+        ("--lr 1", "--lr=-1e-3", "--lr=-1e-3"),
+        ("--swiglu --lr 1", "--swiglu", "--swiglu --lr 1"),
+        ("--data-path a --lr 1", "--data-path 0.5 x 0.5 y", "--data-path 0.5 x 0.5 y --lr 1"),
+        ("--data-path 0.5 x 0.5 y", "--data-path a", "--data-path a"),
+        ("--lr 1", "--min-lr 0", "--lr 1 --min-lr 0"),
+        ("--split 99,1,0", "--split=", "--split="),
+    ],
+)
+def test_a_later_flag_replaces_the_earlier_one(own, extra, merged):
+    assert render(parse(own.split()) | parse(extra.split())) == merged.split()
+
+
+@pytest.mark.parametrize("value", ["-1e-3", "-3", "", "--seed", "a b", "=", "-", "([0]*1+[1]*3)"])
+def test_argparse_parses_rendered_values(value):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--x")
+    parser.add_argument("--seed")
+    assert parser.parse_args(render({"--x": (value,), "--seed": ("7",)})).x == value
+
+
+def test_heads_may_be_repeated():
+    words = ["--heads", "knock.value=mlp", "--lr", "1", "--heads=knock.key=gate"]
+    assert parse(words)["--heads"] == ("knock.value=mlp", "knock.key=gate")
+    assert parse(render(parse(words))) == parse(words)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
-from kha_megatron.model.words import parse
+from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe, prepare
 from tests.checkpoint.saved import save
 
@@ -24,11 +24,11 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
     ("words", "ranks", "match"),
     [
         ("--tensor-model-parallel-size 3", 3, "8 query heads .* 3"),
-        ("--tensor-model-parallel-size two", 2, "--tensor-model-parallel-size two"),
+        ("--tensor-model-parallel-size two", 2, "got two"),
         ("--kha-preset kha_mpl", 2, "Unknown KHA preset 'kha_mpl'"),
         ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
-        ("--pipeline-model-parallel-size 2", 2, "tensor 2 x pipeline 2"),
-        ("--moe-layer-freq __import__('os')", 2, "give a whole number"),
+        ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
+        ("--moe-layer-freq __import__('os')", 2, "a whole number from 1 up"),
     ],
 )
 def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):
@@ -131,7 +131,7 @@ def test_torn_checkpoint_is_refused(trained, data):
     ("words", "match"),
     [
         ("--kha-preset kha_linear", "value=mlp.*value=linear"),
-        ("--kha-preset baseline", "1 tensor decoder.layers.* unexpected"),
+        ("--kha-preset baseline", "value=mlp.*nothing"),
     ],
 )
 def test_checkpoint_with_other_heads_is_refused(trained, data, words, match):
@@ -162,18 +162,18 @@ def test_restarted_job_loads_its_own_directory(tmp_path):
 @pytest.mark.parametrize(
     ("words", "connections"),
     [
-        ("", None),  # data parallelism alone
+        ("", None),
         ("--tensor-model-parallel-size 2", "1"),
         ("--context-parallel-size 2", "1"),
         ("--tensor-model-parallel-size 2 --use-megatron-fsdp", None),  # Megatron refuses 1
     ],
 )
-def test_ranks_get_the_connections_that_megatron_demands(words, connections, monkeypatch):
+def test_ranks_get_the_connections_that_megatron_requires(words, connections, monkeypatch):
+    def value():
+        job = prepare(get_recipe("dense-0.6b"), ranks=2, overrides=["--mock-data", *words.split()])
+        return job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    recipe, options = get_recipe("dense-0.6b"), {"overrides": ["--mock-data", *words.split()]}
-    job = prepare(recipe, ranks=2, device="cuda", **options)
-    assert job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
-    if connections:  # the caller's own value is kept
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        job = prepare(recipe, ranks=2, **options)
-        assert job.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert value() == connections
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the caller's value wins
+    assert value() == (connections and "32")

@@ -6,7 +6,7 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.words import parse
+from kha_megatron.model.run import parse
 from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE

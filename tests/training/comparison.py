@@ -35,6 +35,7 @@ def assert_same_bytes(one: Path, two: Path) -> None:
 COMMAND_LINE = {
     "async_save",
     "async_strategy",
+    "ckpt_step",
     "exit_interval",
     "iteration",
     "kha_heads",

@@ -153,7 +153,7 @@ def test_a_model_that_was_built_with_another_spec_is_refused_on_every_rank(ranks
     layout = {"pipeline_model_parallel_size": 2}
     for answer in ranks(_describe, 2, KHAConfig(value="mlp"), built, layout):
         assert isinstance(answer, ConfigError)
-        assert str(answer).startswith("1 of 2 layers were built without the asked-for KHA")
+        assert str(answer).startswith("1 of 2 layers were built without the requested KHA")
 
 
 TIED = "--kha-preset kha_mlp --kha-attention gta --kv-channels 8 --rotary-percent 0.5"

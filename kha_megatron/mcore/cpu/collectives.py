@@ -1,8 +1,9 @@
-"""Collectives that gloo lacks, or that Megatron calls in a form that only NCCL supports."""
+"""Replace collectives that gloo lacks or that Megatron calls in a form that only NCCL supports."""
 
 import functools
 from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 def patch() -> None:
     """Replace four collectives of ``torch.distributed`` and their coalescing in this process."""
-    dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _listed(
+    dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _with_listed_sizes(
         dist.all_to_all_single
     )
     dist.all_gather = _uneven_all_gather(dist.all_gather)
@@ -23,20 +24,13 @@ def patch() -> None:
     dist._coalescing_manager = _without_a_device(dist._coalescing_manager)
 
 
-class _Done:
-    """Handle of collectives that have finished."""
-
-    def wait(self) -> None:
-        pass
-
-
 def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Run collectives at once if they would be coalesced by device, which gloo cannot."""
+    """Run collectives at once instead of coalescing them by device, which gloo cannot do."""
 
     @contextmanager
     def manager(group=None, device=None, async_ops=False):
         if device is not None:
-            yield _Done()
+            yield SimpleNamespace(wait=lambda: None)
             return
         with coalescing(group, async_ops=async_ops) as work:
             yield work
@@ -44,8 +38,8 @@ def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
     return manager
 
 
-def _listed(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Accept split sizes as tensors: Megatron makes lists only of tensors on CUDA."""
+def _with_listed_sizes(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept split sizes as tensors. Megatron converts only CUDA tensors to lists."""
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -61,8 +55,8 @@ def _listed(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-# Expert tensor parallelism gathers a different number of tokens from each rank. NCCL takes tensors
-# of unequal sizes in these two, gloo only of equal ones: one broadcast or reduction for each rank.
+# Expert tensor parallelism gathers a different number of tokens from each rank. Gloo supports
+# equal sizes only in these two collectives, so use one broadcast or reduction for each rank.
 
 
 def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +78,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
         if _even(input_list):
             return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         for rank, part in enumerate(input_list):
-            total = part.clone()  # a reduction may leave anything in the other ranks' tensors
+            total = part.clone()  # other ranks' tensors are undefined after a reduction
             dist.reduce(total, op=op, group=group, group_dst=rank)
             if rank == dist.get_rank(group):
                 output.copy_(total)
@@ -94,7 +88,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
 
 
 def _of_bytes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather bytes if coalesced: gloo silently mixes up coalesced tensors of several dtypes."""
+    """Gather bytes if coalesced. Gloo corrupts coalesced tensors of several dtypes."""
     coalescing = dist.distributed_c10d._world.pg_coalesce_state
 
     def as_bytes(tensor: Tensor) -> Tensor:

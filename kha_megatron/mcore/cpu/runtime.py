@@ -1,11 +1,8 @@
 """Functions of torch that ``cpu.install()`` replaces.
 
-- :func:`_rewrite_devices`: functions that take a device use the CPU instead of CUDA. A
-  ``TorchFunctionMode`` would add a Python call to every operation.
-- :func:`_cuda_stand_ins`: functions of ``torch.cuda``.
-- :func:`_patch_torch`: code of torch that needs a device.
-
-The "CUDA" random generator is the CPU generator. Streams and events run in order.
+Functions that take a device use the CPU instead of CUDA. A ``TorchFunctionMode`` would add a Python
+call to every operation. The "CUDA" random generator is the CPU generator. Streams and events run in
+order.
 """
 
 import functools
@@ -29,7 +26,7 @@ _CPU = torch.device("cpu")
 _HIDDEN = ("apex", "flash_attn", "transformer_engine")
 """Packages that Megatron prefers if installed, and whose kernels need a GPU."""
 
-_ALIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 """Functions ``torch.X_like`` that take a device; below, methods ``Tensor.new_X``."""
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
@@ -58,13 +55,13 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
         return
     if torch.cuda.is_available() and not despite_cuda:
         raise ConfigError(
-            f"The CPU runtime was requested on a machine with {torch.cuda.device_count()} CUDA "
-            "device(s): use --device cuda, or cpu.install(despite_cuda=True)"
+            f"The CPU runtime was requested, but {torch.cuda.device_count()} CUDA device(s) were "
+            "found. Use --device cuda, or cpu.install(despite_cuda=True)."
         )
     if "megatron.core" in sys.modules:
-        raise ConfigError("cpu.install() must be called before the first `import megatron`")
+        raise ConfigError("cpu.install() must be called before the first `import megatron`.")
     if not quiet:
-        announce("Megatron-Core runs on the CPU with gloo: a correctness device, not a fast one")
+        announce("Megatron-Core runs on the CPU with gloo. Use this to check results, not speed.")
     modules: dict[str, Any] = sys.modules
     modules.update(dict.fromkeys(_HIDDEN))  # None makes `import` raise ImportError
     for name, stand_in in _cuda_stand_ins().items():
@@ -85,9 +82,9 @@ def _is_cuda(device: Any) -> bool:
 
 def _rewrite_devices() -> None:
     """Make torch's functions that take a device use the CPU instead of CUDA."""
-    # torch keeps this list for `with torch.device(...)`, and must make it of its own functions
+    # read the list that torch has for `with torch.device(...)` before replacing its functions
     makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
-    for name in makers | {f"{name}_like" for name in _ALIKE}:
+    for name in makers | {f"{name}_like" for name in _LIKE}:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
     for name in _NEW:
@@ -107,11 +104,11 @@ def _rewrite_devices() -> None:
         # Megatron's optimizers accept a parameter by comparing this string
         return kind(self).replace("torch.", "torch.cuda.", 1)
 
-    def stays(name: str) -> Any:
+    def identity(name: str) -> Any:
         return functools.wraps(getattr(tensor, name))(lambda self, *args, **kwargs: self)
 
     tensor.to, tensor.type = to, type_
-    tensor.cuda, tensor.pin_memory = stays("cuda"), stays("pin_memory")
+    tensor.cuda, tensor.pin_memory = identity("cuda"), identity("pin_memory")
 
 
 def _on_cpu(function: Any) -> Any:
@@ -169,12 +166,6 @@ def _cuda_stand_ins() -> dict[str, Any]:
     def stream_class(name: str) -> type:
         return type(name, (_Stream,), {})
 
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
-    def manual_seed_all(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
     def get_rng_state(device: Any = None) -> torch.Tensor:
         return torch.random.get_rng_state()
 
@@ -187,21 +178,17 @@ def _cuda_stand_ins() -> dict[str, Any]:
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, nothing())
     properties = SimpleNamespace(
-        name="cpu",
-        major=8,  # a compute capability without FP8
-        minor=0,
-        total_memory=0,
-        multi_processor_count=1,
+        name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1
     )
     return {
         "is_available": lambda: True,
-        # without this, seeds are queued for a start-up that never comes: no error, other numbers
+        # otherwise torch queues seeds for an initialization that never runs
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": nothing(),
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_capability": lambda device=None: (8, 0),  # without FP8
         "get_device_name": lambda device=None: "cpu",
         "Stream": stream_class("Stream"),
         "Event": stream_class("Event"),
@@ -217,32 +204,31 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "reset_peak_memory_stats": nothing(),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed_all,
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: torch.default_generator.manual_seed(int(seed)),
         "default_generators": (torch.default_generator,),
     }
 
 
 def _patch_torch() -> None:
-    # Megatron fuses small functions with torch.compile, which would look for the device's compiler
+    # Megatron fuses small functions with torch.compile, which needs a compiler for the device
     def uncompiled(model: Any = None, **kwargs: Any) -> Any:
         return model if model is not None else (lambda f: f)
 
     torch.compile = uncompiled
 
-    # the tracker warns when the CPU generator moves inside a fork: here it is the one it forked
+    # the CPU generator is the one that the tracker forks, so this warning does not apply
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
-    if dist.is_available():
-        collectives.patch()
-        _patch_device_mesh()
+    collectives.patch()
+    _patch_device_mesh()
     _patch_data_loader()
 
 
 def _patch_device_mesh() -> None:
-    # a mesh keeps its device as a word, and FSDP compares the parameters' device with it
+    # FSDP compares the device type of a mesh with the parameters' device
     mesh = dist.device_mesh.DeviceMesh
     initialise = mesh.__init__
 
@@ -254,8 +240,7 @@ def _patch_device_mesh() -> None:
 
 
 def _patch_data_loader() -> None:
-    # a new iterator draws its base seed from the CPU generator, which here is the model's own:
-    # give it back; and there is nothing to pin for
+    # a new iterator draws its seed from the CPU generator, which is also the model's: restore it
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     initialise = iterator.__init__
 
