@@ -1,4 +1,4 @@
-"""Seeded damage to the files that a folder's readers meet, and what they make of it."""
+"""Damage files at random, and count how often their readers accept and refuse them."""
 
 import random
 import warnings
@@ -20,11 +20,11 @@ TOKENS = [
     *(b"\0", b"\xff\xff\xff\xff", b"\xff" * 8, b'"', b"\\", b"../", b"release", b"7"),
     *(b"r\xff\xff\xff\x7f", b"cos\nsystem\n", b"\x93", b"R", b"b", b"0", b"2", b"t", b"\x85"),
 ]
-"""What is put into files: JSON's and pickle's own words, numbers at their limits."""
+"""Bytes to insert: tokens of JSON and pickle, and extreme numbers."""
 
 
 def torch_dist(folder: Path) -> None:
-    """One iteration: a tensor in one chunk, one in two, and a training state."""
+    """Write a checkpoint with a tensor in one chunk, a tensor in two, and a training state."""
     folder.mkdir(parents=True)
     with TorchDistWriter(folder) as writer:
         for row in range(2):
@@ -36,14 +36,13 @@ def torch_dist(folder: Path) -> None:
 
 
 def hugging_face(folder: Path) -> None:
-    """A model of two tensors."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
     save_file({"a": torch.zeros(2, 3), "b": torch.ones(4).half()}, folder / "model.safetensors")
 
 
 def read_torch_dist(folder: Path) -> None:
-    """All that a conversion reads, without the hashes, which would find every change first."""
+    """Read a checkpoint as a conversion does, but without checking its hashes."""
     checkpoint = MegatronCheckpoint.open(folder, verify=False)
     for key in checkpoint.keys():  # noqa: SIM118
         checkpoint.tensor(key)
@@ -51,14 +50,12 @@ def read_torch_dist(folder: Path) -> None:
 
 
 def read_hugging_face(folder: Path) -> None:
-    """All tensors."""
     checkpoint = HFCheckpoint.open(folder)
     for key in checkpoint.keys():  # noqa: SIM118
         checkpoint.tensor(key)
 
 
 def follow_tracker(folder: Path) -> None:
-    """The complete iteration is found, whatever the tracker file says."""
     found = select_checkpoint(folder)
     assert found.newest == folder / "iter_0000007", found
     assert "\n" not in (found.line("taking") or "")
@@ -81,11 +78,11 @@ KINDS = {
     "torch_dist commit mark": (torch_dist, lambda f: f / "metadata.json", read_torch_dist),
     "tracker": (_saves, lambda f: f / TRACKER, follow_tracker),
 }
-"""What is made, which file of it is damaged, and how it is read."""
+"""Functions that write a directory, choose the file to damage, and read the directory."""
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """One to three changes: bytes flipped, cut out, doubled or replaced, or the end cut."""
+    """Return ``data`` with one to three random changes."""
     for _ in range(chance.randint(1, 3)):
         start = chance.randrange(len(data) + 1)
         stop = min(len(data), start + chance.choice((1, 1, 2, 4, 8, 64)))
@@ -99,11 +96,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 def fuzz(kind: str, times: int, folder: Path, seed: int = 0) -> Counter[str]:
-    """Damage a file so many times; how often it was ``read`` or ``refused`` in one line.
-
-    Raises:
-        Exception: whatever a reader raised that is no refusal in one line.
-    """
+    """Damage a file repeatedly. Count how often it was ``read`` or ``refused`` in one line."""
     make, file_of, read = KINDS[kind]
     make(folder)
     file, chance = file_of(folder), random.Random(f"{kind} {seed}")

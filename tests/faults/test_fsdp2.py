@@ -1,7 +1,7 @@
-"""``--use-torch-fsdp2`` through the entry point, with the paper's dense recipe.
+"""Test saving and resuming with ``--use-torch-fsdp2`` and the paper's dense recipe.
 
-FSDP2 cuts the three matrices of KHA-MLP unevenly over two ranks and leaves some of four without
-any, which is where stock Megatron's checkpoints of it stop. Beside them are gates, cut evenly.
+FSDP2 shards the three matrices of KHA-MLP unevenly over two ranks and leaves some of four ranks
+without any, which stock Megatron cannot save.
 """
 
 import shlex
@@ -23,7 +23,6 @@ SMALL = shlex.split("""
 
 
 def words(folder, *more, preset="kha_mlp"):
-    """The paper's dense recipe at the size of a test."""
     more = [*more, "--kha-preset", preset, "--save", str(folder), "--load", str(folder)]
     more += ["--heads", "gate.dense=element", "gate.key=shared"] if preset == "kha_mlp" else []
     return get_recipe("dense-0.6b").run.updated([*SMALL, *more]).words()
@@ -31,7 +30,7 @@ def words(folder, *more, preset="kha_mlp"):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("preset", "ranks"), [("kha_mlp", 2), ("kha_linear", 4)])
-def test_a_recipe_trains_is_saved_and_goes_on(entry, tmp_path, preset, ranks):
+def test_a_recipe_resumes(entry, tmp_path, preset, ranks):
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     for folder, stop, start in ((stopped, "2", 0), (stopped, "4", 2), (whole, "4", 0)):
         more = ["--use-torch-fsdp2", "--exit-interval", stop]

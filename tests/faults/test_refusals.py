@@ -1,4 +1,4 @@
-"""A change of layout that Megatron would mix up."""
+"""Test that optimizer state of another layout is refused."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.faults.jobs import arguments, resumed, until
 
 
 @pytest.mark.whole
-def test_optimizer_state_that_does_not_move_is_refused_and_what_moves_is_named(entry, tmp_path):
+def test_optimizer_state_of_another_layout(entry, tmp_path):
     fixed, moving = tmp_path / "fixed", tmp_path / "moving"
     assert entry(arguments(fixed, *until(1)), 2).codes == [0, 0]
     other = ["--tensor-model-parallel-size", "2"]

@@ -1,7 +1,6 @@
-"""See, and act at, every step by which a rank writes below a folder.
+"""Call a function at every step by which a process writes below a directory.
 
-Python's own file functions are replaced in the rank: a step is one system call, so that "in the
-middle of a write" is a place that can be counted, not a guess about time.
+Python's file functions are replaced, so that each system call is one step.
 """
 
 import builtins
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Step = tuple[str, str]
-"""What is done (open, half, write, fsync, close, rename, mkdir, unlink) and to which file."""
+"""An action (open, half, write, fsync, close, rename, mkdir, unlink), and its file."""
 
 
 def watch(folder: Path, at: Callable[[Step], None]) -> None:
@@ -76,14 +75,14 @@ def watch(folder: Path, at: Callable[[Step], None]) -> None:
 
 
 def is_step(wanted: Step, step: Step) -> bool:
-    """Whether ``step`` is of the wanted kind, whose file is a pattern."""
+    """Return whether ``step`` is the wanted action on a file that matches the wanted pattern."""
     return step[0] == wanted[0] and Path(step[1]).match(wanted[1])
 
 
 def kill_at(
     folder: Path, wanted: Step, count: int, victim: int, everyone: bool, note: Path, rank: int
 ) -> None:
-    """In the rank: ``kill -9`` at the ``count``-th ``wanted`` step, of itself or of all ranks."""
+    """Kill the rank ``victim``, or ``everyone``, at its ``count``-th ``wanted`` step."""
     if rank != victim:
         return
     left = count
@@ -93,7 +92,7 @@ def kill_at(
         if is_step(wanted, step):
             left -= 1
             if not left:
-                note.touch()  # the test wants to know that it came to this
+                note.touch()  # tells the test that the step was reached
                 kill = partial(os.killpg, 0) if everyone else partial(os.kill, os.getpid())
                 kill(signal.SIGKILL)
 
