@@ -1,7 +1,7 @@
-"""Bridge's mappings of Megatron parameters to Hugging Face tensors, made from ``conversion.table``.
+"""Bridge's mappings of Megatron parameters to Hugging Face tensors, from ``conversion.table``.
 
-``*`` stands for a layer and, after it, an expert. Norms have two names in Megatron; Bridge's
-registry derives the second from the one given here.
+In a name, the first ``*`` is a layer and the second an expert. Megatron has two names for norms.
+Bridge's registry derives the second from the one given here.
 """
 
 from typing import Any
@@ -37,14 +37,14 @@ _EVERYTHING = from_hf_config(
         shared_expert_gate=True,
     ).to_dict()
 )
-"""A model with one of each tensor that Bridge's layers can have."""
-_PLACES = {place.row: place for place in tensor_slots(_EVERYTHING)}.values()
+"""A model with every tensor that Bridge's layers can have."""
+_SLOTS = {slot.row: slot for slot in tensor_slots(_EVERYTHING)}.values()
 _KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
 """Mappings of one, two and three Hugging Face tensors."""
 
 
 class VocabularyMapping(AutoMapping):
-    """Maps rows of the vocabulary, which only Megatron pads to a multiple."""
+    """Maps embeddings ``[vocab_size, C]``, which Megatron pads to a multiple."""
 
     def __init__(self, megatron_param: str, hf_param: str, vocab_size: int) -> None:
         super().__init__(megatron_param, hf_param)
@@ -52,7 +52,7 @@ class VocabularyMapping(AutoMapping):
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
         """Return this rank's rows of ``[vocab_size, C]``, padded with zeros."""
-        # under several ranks Bridge pads by itself
+        # Bridge itself pads with several ranks.
         rows = len(megatron_module.get_parameter("weight"))
         padding = rows - len(hf_weights) if self.tp_size == 1 else 0
         if padding > 0:
@@ -62,23 +62,23 @@ class VocabularyMapping(AutoMapping):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Return ``[vocab_size, C]`` by its name."""
+        """Return ``[vocab_size, C]`` by name."""
         gathered = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: weight[: self.vocab_size] for name, weight in gathered.items()}
 
     def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-        """Return a copy. There is no ``*`` in the names."""
+        """Return a copy. The names have no ``*``."""
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
 
 
 class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
-    """Maps a parameter of a mechanism, or a ``linear_qkv`` with rows of one.
+    """Maps a parameter of a mechanism, or a ``linear_qkv`` with additional rows.
 
     Args:
-        megatron_param: The parameter.
+        megatron_param: Name of the parameter.
         hf_param: Hugging Face names of its tensors, in the order of the row's parts.
-        row: Its row of the table.
-        model: The sizes of the model.
+        row: The parameter's row of the table.
+        model: Sizes of the model.
     """
 
     def __init__(
@@ -86,28 +86,28 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     ) -> None:
         super().__init__(megatron_param, hf_param)
         self._row, self._model = row, model
-        self._cut = ColumnParallelMapping(megatron_param, megatron_param)
-        self._whole = ReplicatedMapping(megatron_param, megatron_param)
+        self._sharded = ColumnParallelMapping(megatron_param, megatron_param)
+        self._replicated = ReplicatedMapping(megatron_param, megatron_param)
 
     @property
-    def _over_ranks(self) -> MegatronParamMapping[Tensor]:
-        """The mapping of tensor-parallel ranks: split by heads, or replicated."""
+    def _tensor_parallel(self) -> MegatronParamMapping[Tensor]:
+        """Mapping of the tensor-parallel ranks."""
         row = self._row
         if isinstance(row, HeadRow) and row.tensor and row.tensor.ranks(self.tp_size) == 1:
-            return self._whole
-        return self._cut
+            return self._replicated
+        return self._sharded
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        """Return this rank's part of the packed tensors."""
+        """Return this rank's shard of the packed tensors."""
         parts = [hf_weights[name] for name in self.hf_param]
         whole = torch.cat(self._row.join(parts, self._model))
-        return self._over_ranks.hf_to_megatron(whole, megatron_module)
+        return self._tensor_parallel.hf_to_megatron(whole, megatron_module)
 
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Return each tensor by its name, without the rows that pad a group."""
-        found = self._over_ranks.megatron_to_hf(megatron_weights, megatron_module)
+        """Return the tensors by name, without padding rows."""
+        found = self._tensor_parallel.megatron_to_hf(megatron_weights, megatron_module)
         return {
             name: part.contiguous()
             for whole in found.values()
@@ -125,14 +125,12 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
 def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
     """Return all mappings of a model.
 
-    Args:
-        config: The model. None, as Bridge passes for adapters, leaves out the embeddings and the
-            mechanisms.
+    Bridge passes None for adapters. Embeddings and mechanisms are then omitted.
     """
     found: list[MegatronParamMapping[Any]] = []
     model = None if config is None else from_hf_config(config.to_dict())
     plain = model is None or list(model.qkv.parts) == list(_EVERYTHING.qkv.parts)
-    for row, layer, _ in _PLACES:
+    for row, layer, _ in _SLOTS:
         if isinstance(row, QKVRow) and model is not None and not plain:
             found.append(_packed(row, model))
         elif not isinstance(row, VocabularyRow):
@@ -153,10 +151,10 @@ def _of_row(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
     ours, theirs = (MEGATRON, HF) if in_layer else ("", "")
     keys, parts = [ours + row.names[0]], row.hf_names(_EVERYTHING)
     if row.per_expert:
-        # grouped GEMM names an expert's weights one way, a list of MLPs another
+        # The first name is that of grouped GEMM, the second that of a list of MLPs.
         matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."
         keys = [f"{ours}mlp.experts.{key}" for key in (f"{matrix}*", f"local_experts.*.{matrix}")]
-    # a bare parameter of a module that is not parallel, of whose kind Bridge knows nothing
-    bare = row.names[0].endswith("gate_weight")
-    kind = ReplicatedMapping if bare else _KINDS[len(parts) - 1]
+    # Bridge does not know how this bare parameter is sharded.
+    is_bare = row.names[0].endswith("gate_weight")
+    kind = ReplicatedMapping if is_bare else _KINDS[len(parts) - 1]
     return [kind(key, *(theirs + part for part in parts)) for key in keys]

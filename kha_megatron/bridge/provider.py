@@ -1,10 +1,10 @@
-"""Knocking-Heads models in Megatron-Bridge's recipes.
+"""Model provider for Megatron-Bridge's recipes.
 
 ::
 
     cfg.model = KHAModelProvider(num_layers=18, hidden_size=1536, ..., kha_value="mlp")
 
-or ``AutoBridge.from_hf_pretrained(folder).to_megatron_provider()`` after ``bridge.register()``.
+or ``AutoBridge.from_hf_pretrained(directory).to_megatron_provider()`` after ``bridge.register()``.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,12 @@ _Settings: Any = make_dataclass(
     ]
     + [(f"kha_{name}", dict | None, None) for name in mechanism_types()],
 )
-"""Fields of ``KHAConfig`` with the prefix ``kha_``: settings of the knock, and one dict of settings
-for each other mechanism."""
+"""Fields of ``KHAConfig`` with the prefix ``kha_``: settings of KHA, and a dict for each other
+mechanism."""
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
-    """Return the layer spec of this pipeline stage.
-
-    Raises:
-        ConfigError: The model cannot have KHA as configured.
-    """
+    """Return the layer spec of this pipeline stage. Raise ConfigError for unsupported settings."""
     groups = provider._pg_collection
     pp_rank = groups.pp.rank() if groups is not None else None
     return kha_layer_spec(provider, provider.kha, vp_stage, pp_rank)
@@ -51,16 +47,12 @@ def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = Non
 
 @dataclass
 class KHAModelProvider(_Settings, GPTModelProvider):
-    """A ``GPTModelProvider`` with KHA or another mechanism of the heads.
+    """A ``GPTModelProvider`` with KHA or another head mechanism.
 
     The defaults are those of the paper's models, except for the sizes. Set ``kha_query``,
     ``kha_key`` and ``kha_value`` to ``linear``, ``mlp``, ``gate`` or None
-    (``model.kha_value=mlp`` in recipes), and the other mechanisms to a dict of their settings
-    (``model.kha_gate={output:element}``). Megatron's own output gate is
-    ``attention_output_gate``. ``transformer_impl`` chooses Transformer Engine or local modules.
-
-    Raises:
-        ConfigError: From :meth:`finalize`, for an unknown value.
+    (``model.kha_value=mlp`` in recipes), and other mechanisms to a dict of their settings
+    (``model.kha_gate={output:element}``). ``attention_output_gate`` is Megatron's own gate.
     """
 
     transformer_layer_spec: Callable[["KHAModelProvider"], Spec] = knocking_layer_spec
@@ -76,7 +68,7 @@ class KHAModelProvider(_Settings, GPTModelProvider):
 
     @property
     def kha(self) -> KHAConfig:
-        """The KHA settings, validated."""
+        """Settings of KHA. Raises ConfigError for an unknown value."""
         return read_kha(self)
 
     def finalize(self) -> None:
@@ -85,7 +77,7 @@ class KHAModelProvider(_Settings, GPTModelProvider):
         super().finalize()
 
 
-# Bridge builds what run_config.yaml names only if it is on this list; a model with an added loss
-# leaves its LossScale in the provider
+# Bridge builds only listed classes from run_config.yaml. A model with an auxiliary loss has its
+# LossScale in the provider.
 for target in (KHAModelProvider, knocking_layer_spec, LossScale):
     target_allowlist.add_exact(f"{target.__module__}.{target.__name__}")

@@ -1,6 +1,6 @@
-"""Convert a ``kha`` configuration of Hugging Face to the fields of a Bridge provider, and back.
+"""Convert a ``kha`` configuration to the fields of a Bridge provider and back.
 
-This does not import Megatron-Bridge. A provider is any dataclass with the fields of Megatron's
+Megatron-Bridge is not imported. A provider is any dataclass with the fields of Megatron's
 ``TransformerConfig`` and ``GPTModelProvider``.
 """
 
@@ -36,13 +36,12 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     ):
         if value is not None:
             raise CheckpointError(
-                f"{name}={getattr(config, name)!r} of the kha configuration cannot be computed by "
-                "Megatron-Bridge's layers (only plain RoPE and grouped-query attention, knocked): "
-                "use kha-megatron convert"
+                f"Megatron-Bridge does not support {name}={getattr(config, name)!r}, only MHA, MQA "
+                "and GQA with unscaled RoPE. Use kha-megatron convert."
             )
     arguments = to_arguments(model)
     heads = model.kha.to_dict().items()
-    arguments.pop("moe_router_load_balancing_type", None)  # a choice of the training
+    arguments.pop("moe_router_load_balancing_type", None)  # only for training
     named = (row for row in ROWS.values() if row.argument in arguments)
     return {row.attribute: arguments[row.argument] for row in named if row.attribute} | {
         **{name: arguments[name] for name in _NO_ATTRIBUTES if name in arguments},
@@ -55,47 +54,29 @@ def hf_config_of(provider: Any) -> KHAModelConfig:
     """Return the Hugging Face configuration of the models that ``provider`` builds.
 
     Raises:
-        CheckpointError: The architecture cannot express a field, or a field is missing.
+        CheckpointError: The architecture does not support the value of a field.
     """
-    try:
-        if (scale := provider.softmax_scale) is not None:  # no argument of Megatron's command line
-            raise CheckpointError(
-                f"the provider has softmax_scale={scale!r}, which the kha configuration cannot "
-                "express (only None, one over the root of kv_channels)"
-            )
-        arguments = _arguments(provider)
-        rows = provider.vocab_size
-    except AttributeError as error:
+    if (scale := provider.softmax_scale) is not None:  # Not a command-line argument of Megatron.
         raise CheckpointError(
-            f"{type(provider).__name__} has no {error.name}: the model was not built by a "
-            "KHAModelProvider (kha_megatron.bridge.provider)"
-        ) from error
-    return to_hf_config(from_arguments(arguments, read_kha(provider), rows), "kha")
+            f"Expected softmax_scale=None, got {scale!r}, which the kha configuration does not "
+            "support."
+        )
+    model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)
+    return to_hf_config(model, "kha")
 
 
-def check_agreement(provider: Any, config: KHAModelConfig) -> None:
-    """Check that a Megatron model and a Hugging Face directory describe the same model.
-
-    Raises:
-        CheckpointError: Some fields differ.
-    """
+def differing_fields(provider: Any, config: KHAModelConfig) -> list[str]:
+    """Describe the fields in which a Megatron model and a Hugging Face configuration differ."""
     ours, theirs = provider_fields(hf_config_of(provider)), provider_fields(config)
-    if differing := [
-        f"{name} {ours.get(name)!r} against {theirs.get(name)!r}"
+    return [
+        f"{name} is {ours.get(name)!r} and {theirs.get(name)!r}"
         for name in sorted((ours.keys() | theirs.keys()) - _TRAINING)
         if ours.get(name) != theirs.get(name)
-    ]:
-        raise CheckpointError(
-            f"the Megatron model and the Hugging Face configuration differ: {', '.join(differing)}"
-        )
+    ]
 
 
 def _arguments(provider: Any) -> dict[str, Any]:
-    """Return the fields of a provider by Megatron's argument names, as checkpoints record them.
-
-    Raises:
-        AttributeError: A field of ``GPTModelProvider`` is missing.
-    """
+    """Return the fields of a provider by the names of Megatron's arguments in checkpoints."""
     same = {field.name: getattr(provider, field.name) for field in fields(provider)}
     return same | {
         "swiglu": provider.gated_linear_unit and provider.activation_func is silu,

@@ -1,4 +1,4 @@
-"""Serve ``kha`` models with vLLM, without remote code: ``vllm serve DIRECTORY``.
+"""Serve ``kha`` models with vLLM and without remote code: ``vllm serve DIRECTORY``.
 
 vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``). Install
 ``kha-megatron[vllm]``.
@@ -16,10 +16,7 @@ def register() -> None:
     import kha_megatron.hf as hf
     from kha_megatron.serving.vllm_limits import Limits
 
-    # --model-impl transformers looks up the architecture as an attribute of transformers
+    # --model-impl transformers looks up the architecture as an attribute of transformers.
     transformers.KHAForCausalLM = hf.KHAForCausalLM
     MODELS_CONFIG_MAP[ARCHITECTURE] = Limits
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(
-            ARCHITECTURE, f"kha_megatron.serving.vllm_model:{ARCHITECTURE}"
-        )
+    ModelRegistry.register_model(ARCHITECTURE, f"kha_megatron.serving.vllm_model:{ARCHITECTURE}")

@@ -1,4 +1,4 @@
-"""Check a model before vLLM starts a process."""
+"""Check a model before vLLM starts its worker processes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kha_megatron.hf.modeling_kha import vllm_obstacle
 
 
 class Limits(VerifyAndUpdateConfig):
-    """Rejects models that :mod:`kha_megatron.serving.vllm_model` does not compute."""
+    """Rejects models that :mod:`kha_megatron.serving.vllm_model` does not support."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:

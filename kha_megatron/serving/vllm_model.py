@@ -44,14 +44,16 @@ from kha_megatron.hf.modeling_kha import KHARouter
 
 
 class KHAAttention(KHAHeads, Glm4MoeAttention):
-    """Computes attention with knocks and gates.
+    """Attention with KHA and gates.
 
-    The cache holds keys after knock, norm and RoPE, and values after the knock. Matrices that all
-    heads share are replicated on every rank. vLLM neither quantizes nor adapts them.
+    The cache holds keys after KHA, norm and RoPE, and values after KHA. Matrices that all heads
+    share are replicated on every rank, without quantization and LoRA.
     """
 
     def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
-        config.rope_parameters.setdefault("partial_rotary_factor", 1.0)  # the parent's is 0.5
+        config.rope_parameters.setdefault(
+            "partial_rotary_factor", 1.0
+        )  # the parent's default is 0.5
         super().__init__(
             config,
             hidden_size=config.hidden_size,
@@ -98,9 +100,9 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
 
 
 def load_own_heads(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy this rank's part of the first dimension of ``whole``, which is split by heads.
+    """Copy this rank's shard of the first dimension of ``whole``, which is sharded by heads.
 
-    Ranks that share a key/value head get the same part.
+    Ranks that share a key/value head get the same shard.
 
     Raises:
         ValueError: The shapes do not match.
@@ -109,15 +111,15 @@ def load_own_heads(parameter: nn.Parameter, whole: Tensor) -> None:
     parts = len(whole) // rows
     if len(whole) % rows or not 1 <= parts <= ranks:
         raise ValueError(
-            f"a tensor of {tuple(whole.shape)} in the folder, of which {ranks} ranks have "
-            f"{tuple(parameter.shape)} each: its config.json is of another model"
+            f"Expected shards of {tuple(parameter.shape)} on {ranks} ranks, got a tensor of "
+            f"{tuple(whole.shape)}. The config.json describes another model."
         )
     start = get_tensor_model_parallel_rank() * parts // ranks * rows
     parameter.data.copy_(whole[start : start + rows])
 
 
 class KHASparseMLP(nn.Module):
-    """Computes the routed experts and the shared expert, if there is one."""
+    """Routed experts and the optional shared expert."""
 
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class KHASparseMLP(nn.Module):
                 config.shared_expert_intermediate_size,
                 config.hidden_act,
                 quant_config,
-                reduce_results=False,  # with the routed ones
+                reduce_results=False,  # with the routed experts
                 expert_gate=self.shared_expert_gate,
                 prefix=f"{prefix}.shared_experts",
             )
@@ -163,10 +165,10 @@ class KHASparseMLP(nn.Module):
 
 
 class KHADecoderLayer(Qwen3MoeDecoderLayer):
-    """Applies attention and a dense or sparse MLP, each with RMSNorm and residual."""
+    """Attention and a dense or sparse MLP, each with RMSNorm and residual connection."""
 
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
-        nn.Module.__init__(self)  # the parent's would build its own sub-modules
+        nn.Module.__init__(self)  # The parent would build other submodules.
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.hidden_size = config.hidden_size
         self.self_attn = KHAAttention(
@@ -189,7 +191,7 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
 _KNOCK_ADAPTERS = {
     f"_knock.{module_name(matrix)}.lora_": f"_knock.{matrix}.lora_" for matrix in MATRICES["mlp"]
 }
-"""Renames LoRA adapters of a knock. vLLM would ignore a knock's ``up_proj``, but rejects these."""
+"""Names of LoRA adapters of KHA matrices that vLLM rejects. It would ignore ``up_proj``."""
 
 
 @support_torch_compile
@@ -198,7 +200,7 @@ class KHAModel(Qwen3MoeModel):
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_substr=_KNOCK_ADAPTERS,
-        # with a prefix, because a knock also has a gate_proj
+        # With a prefix, because KHA also has a gate_proj.
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
@@ -214,7 +216,7 @@ class KHAModel(Qwen3MoeModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all tensors, also biases, which the parent class would skip."""
+        """Load all tensors, including biases, which the parent class would skip."""
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
@@ -224,7 +226,7 @@ class KHAForCausalLM(Qwen3ForCausalLM):
     hf_to_vllm_mapper = KHAModel.hf_to_vllm_mapper
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        nn.Module.__init__(self)  # likewise
+        nn.Module.__init__(self)  # As above.
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.config, self.vllm_config, self.quant_config = config, vllm_config, quant_config
         self.model = KHAModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))

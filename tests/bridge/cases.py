@@ -1,4 +1,4 @@
-"""What the ranks of the Bridge tests do: build, load, run, write."""
+"""Build, load, run and export models on the ranks of the Bridge tests."""
 
 import warnings
 from contextlib import contextmanager
@@ -17,21 +17,21 @@ LOCAL = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
 }
-"""Megatron's own modules, as the CPU runs them."""
+"""Megatron's own modules, for the CPU."""
 TE = {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
 IMPLEMENTATIONS = {"local": LOCAL, "te": TE}
 
 
 @contextmanager
 def quiet():
-    """Without the deprecations that Megatron and Bridge announce to each other."""
+    """Ignore deprecation warnings of Megatron and Bridge."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def auto_bridge(folder: str) -> Any:
-    """The AutoBridge of a folder, ours registered."""
+    """Register our bridge and return the AutoBridge of a directory."""
     from kha_megatron import bridge
 
     bridge.register()
@@ -48,7 +48,7 @@ def build(
     load: bool = True,
     **overrides: Any,
 ) -> tuple[Any, list[torch.nn.Module]]:
-    """The AutoBridge of a folder and this rank's model, as a recipe would make it."""
+    """Return the AutoBridge of a directory and this rank's model, built as in a recipe."""
     from tests.distributed import models
 
     layout = layout or {}
@@ -65,13 +65,13 @@ def build(
 
 
 def write(auto: Any, model: list[torch.nn.Module], folder: str, **options: Any) -> None:
-    """Export a model, config and tokenizer included."""
+    """Export a model with its configuration and tokenizer."""
     with quiet():
         auto.save_hf_pretrained(model, folder, show_progress=False, **options)
 
 
 def tensors(folder: str) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder."""
+    """Return all tensors of a Hugging Face directory."""
     from safetensors.torch import load_file
 
     return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
@@ -79,7 +79,7 @@ def tensors(folder: str) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logits(model: list[torch.nn.Module], ids: torch.Tensor) -> torch.Tensor:
-    """Megatron's logits ``[b, s, padded vocabulary]`` in float32."""
+    """Return Megatron's logits ``[B, S, padded vocabulary]`` in float32."""
     length = ids.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     return model[0](ids, torch.arange(length).expand_as(ids), mask).float()
@@ -87,7 +87,7 @@ def logits(model: list[torch.nn.Module], ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def hf_logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
-    """Those of ``KHAForCausalLM``."""
+    """Return the logits ``[B, S, vocabulary]`` of ``KHAForCausalLM``."""
     from kha_megatron.hf import KHAForCausalLM
 
     return KHAForCausalLM.from_pretrained(folder).eval()(ids).logits.float()

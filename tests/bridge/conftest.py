@@ -1,6 +1,6 @@
-"""Ranks that see Transformer Engine and Megatron-Bridge, where both are installed."""
+"""Ranks with Megatron-Bridge and the test double of Transformer Engine."""
 
-from importlib import metadata
+from importlib.util import find_spec
 
 import pytest
 
@@ -8,23 +8,11 @@ from tests.bridge.models import CONFIGS, save
 from tests.distributed.launcher import RankPool
 
 
-def _missing() -> str | None:
-    for package in ("megatron-bridge", "transformer-engine"):
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return package
-    return None
-
-
 @pytest.fixture(scope="session")
 def bridge_ranks():
-    """``ranks`` with the test double of Transformer Engine."""
-    if missing := _missing():
-        pytest.skip(
-            f"NOT TESTED: Megatron-Bridge's side, because {missing} is not installed: "
-            "`make test-bridge` makes an environment that has it and runs these tests"
-        )
+    """Return ``ranks`` with the test double of Transformer Engine."""
+    if find_spec("megatron.bridge") is None:
+        pytest.skip("NOT TESTED: needs Megatron-Bridge. Run `make test-bridge`.")
     from tests import transformer_engine
 
     pool = RankPool(install=transformer_engine.install)
@@ -34,7 +22,7 @@ def bridge_ranks():
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """A Hugging Face folder of every model in ``models.CONFIGS``, by its name."""
+    """Return a Hugging Face directory of every model in ``models.CONFIGS``, by name."""
     root = tmp_path_factory.mktemp("hf")
     for name in CONFIGS:
         save(root / name, name)

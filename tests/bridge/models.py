@@ -57,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "talking": {"kha_talking": {}},
     "collaborative": {"kha_collaborative": {"dim": 14}, "kha_gate": {"value": "element"}},
 }
-"""Every variant, layout, router and mechanism of the heads, by a name."""
+"""Every variant, layout, router and head mechanism."""
 
 
 def hf_config(**overrides: Any) -> KHAModelConfig:
@@ -65,7 +65,7 @@ def hf_config(**overrides: Any) -> KHAModelConfig:
 
 
 def described(config: KHAModelConfig) -> dict[str, Any]:
-    """The fields of a configuration, with the settings of the heads written in full."""
+    """Return the fields of a configuration with all settings of the head mechanisms."""
     fields = config.to_dict().items()
     plain = {k: v for k, v in fields if not k.startswith(("kha_", "transformers_version"))}
     return plain | {"kha": str(read_kha(config))}
@@ -73,7 +73,7 @@ def described(config: KHAModelConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def save(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
-    """A model of ``CONFIGS[name]``, every tensor away from its initial value, and a tokenizer."""
+    """Save a model of ``CONFIGS[name]`` without initial values, and a tokenizer."""
     torch.manual_seed(5)
     model = KHAForCausalLM._from_config(hf_config(**CONFIGS[name]), dtype=dtype)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -84,6 +84,6 @@ def save(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
 
 
 def tokens() -> torch.Tensor:
-    """Token ids ``[2, 7]``."""
+    """Return token ids ``[2, 7]``."""
     generator = torch.Generator().manual_seed(3)
     return torch.randint(0, SIZES["vocab_size"], (2, 7), generator=generator)

@@ -1,4 +1,4 @@
-"""The example prints what it says you should see."""
+"""The example prints the output that it documents."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "examples" / "bridge_round_trip.py"
 
 
-def test_bridge_round_trip_prints_what_it_promises(bridge_ranks):
+def test_bridge_round_trip_prints_its_documented_output(bridge_ranks):
     result = subprocess.run(
         [sys.executable, SCRIPT],
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])},
@@ -19,7 +19,7 @@ def test_bridge_round_trip_prints_what_it_promises(bridge_ranks):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    promised = re.findall(r"#   (.+)", SCRIPT.read_text().split("# What you should see:")[1])
-    assert len(promised) == 3
-    for line in promised:
+    documented = re.findall(r"#   (.+)", SCRIPT.read_text().split("# What you should see:")[1])
+    assert len(documented) == 3
+    for line in documented:
         assert line in result.stdout
