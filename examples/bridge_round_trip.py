@@ -1,9 +1,9 @@
-"""A Hugging Face KHA folder into Megatron and back with Megatron-Bridge's AutoBridge.
+"""Convert a Hugging Face KHA directory to Megatron and back with Megatron-Bridge's AutoBridge.
 
-Megatron-Bridge needs Transformer Engine. This program uses the test double in ``tests/``, and runs
-on the CPU in the environment of ``make test-bridge``:
-``PYTHONPATH=. .venv-bridge/bin/python examples/bridge_round_trip.py``. On GPUs, use torchrun and
-omit the lines marked "CPU only": call ``torch.cuda.set_device`` and
+Run it on the CPU in the environment of ``make test-bridge``, with the test double of Transformer
+Engine in ``tests/``: ``PYTHONPATH=. .venv-bridge/bin/python examples/bridge_round_trip.py``.
+
+On GPUs, use torchrun and omit the lines marked "CPU only". Call ``torch.cuda.set_device`` and
 ``dist.init_process_group("nccl")``, and pass parallel sizes to ``initialize_model_parallel`` and to
 the provider.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-bridge.register()  # before AutoBridge looks at a folder
+bridge.register()  # before AutoBridge reads a directory
 
 from megatron.bridge import AutoBridge
 from safetensors.torch import load_file
@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
 
-def make_folder(folder: str) -> None:
-    """A two-layer model with KHA-MLP on the values, as ``save_pretrained`` writes it."""
+def save_model(directory: str) -> None:
+    """Save a two-layer model with KHA-MLP on the values."""
     config = KHAModelConfig(
         vocab_size=51,
         hidden_size=64,
@@ -39,17 +39,17 @@ def make_folder(folder: str) -> None:
         head_dim=16,
         kha_value="mlp",
     )
-    KHAForCausalLM(config).save_pretrained(folder)
+    KHAForCausalLM(config).save_pretrained(directory)
 
 
 def main() -> None:
-    """Import a folder, look at the model, export it."""
+    """Import a model, print its modules and export it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # CPU only
     parallel_state.initialize_model_parallel()
-    with tempfile.TemporaryDirectory() as folder:
-        make_folder(folder)
-        auto = AutoBridge.from_hf_pretrained(folder)
-        provider = auto.to_megatron_provider()  # a KHAModelProvider, which any recipe takes
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(directory)
+        auto = AutoBridge.from_hf_pretrained(directory)
+        provider = auto.to_megatron_provider()  # a KHAModelProvider, for any recipe
         print(type(provider).__name__, "knocks", provider.kha)
 
         provider.gradient_accumulation_fusion = False  # CPU only
@@ -62,7 +62,7 @@ def main() -> None:
         print(type(attention.linear_qkv).__name__, "and", attention.knock_value)
 
         exported = dict(auto.export_hf_weights(model, cpu=True, show_progress=False))
-        original = load_file(f"{folder}/model.safetensors")
+        original = load_file(f"{directory}/model.safetensors")
         same = all(torch.equal(tensor, exported.pop(name)) for name, tensor in original.items())
         print("the same tensors, bit for bit:", same and not exported)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Put KHA into a Megatron GPTModel from Python. Runs on the CPU: ``python examples/plug_spec.py``.
 
-On a GPU leave out ``cpu`` in the first import, ``cpu.install`` and ``use_cpu_initialization``; set
-``transformer_impl="transformer_engine"`` and the backend "nccl", and put tokens, positions and mask
-on the device with ``.cuda()``.
+On a GPU, omit ``cpu.install`` and its import, and ``use_cpu_initialization``. Use
+``transformer_impl="transformer_engine"`` and the backend "nccl", and move tokens, positions and
+mask to the device with ``.cuda()``.
 """
 
 from kha_megatron import KHAConfig
@@ -20,7 +20,7 @@ from kha_megatron.mcore.specs import kha_layer_spec
 
 
 def build(kha: KHAConfig) -> GPTModel:
-    """A two-layer GPT with 8 query heads and 4 key/value heads, the same weights every time."""
+    """Build a two-layer GPT with 8 query heads and 4 key/value heads. The weights are fixed."""
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = TransformerConfig(
@@ -45,20 +45,19 @@ def build(kha: KHAConfig) -> GPTModel:
 
 
 def main() -> None:
-    """Compare a knocked model with its baseline, then take one step and look at a gradient."""
+    """Compare the losses of a KHA model and its baseline, and compute gradients."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tokens = torch.randint(256, (2, 16))
     positions = torch.arange(16).expand(2, -1)
     mask = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
 
-    plain = build(KHAConfig())
-    knocked = build(KHAConfig(value="mlp"))
-    losses = [model(tokens, positions, mask, labels=tokens) for model in (plain, knocked)]
+    baseline, model = build(KHAConfig()), build(KHAConfig(value="mlp"))
+    losses = [m(tokens, positions, mask, labels=tokens) for m in (baseline, model)]
     print("same losses, bit for bit:", torch.equal(*losses))
 
     losses[1].mean().backward()
-    attention = knocked.decoder.layers[0].self_attention
+    attention = model.decoder.layers[0].self_attention
     print(attention.knock_value)
     print("its gradient has norm > 0:", bool(attention.knock_value.weight.grad.norm() > 0))
     dist.destroy_process_group()

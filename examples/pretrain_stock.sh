@@ -4,7 +4,7 @@
 set -euo pipefail
 : "${MEGATRON:?set MEGATRON to a Megatron-LM 0.19 checkout}"
 
-# Without NVIDIA's apex the last flag is needed; before Blackwell, with TP or CP, the variable.
+# The last flag is needed without NVIDIA's apex, and the variable before Blackwell with TP or CP.
 CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/pretrain_gpt.py" \
   --spec kha_megatron.mcore.specs kha_mlp \
   --tensor-model-parallel-size 2 --sequence-parallel \
@@ -18,8 +18,8 @@ CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node "${GPUS:-8}" "$MEGATRON/
 
 # What you should see, once, before the first iteration:
 #   kha_megatron: using layer spec kha_mlp (value=mlp)
-# Without that line Megatron could not import the spec and trains plain attention.
+# Without this line, Megatron could not import the spec and trains plain attention.
 #
-# What a name cannot carry comes from the environment, the same on all nodes (JSON or its file):
-#   KHA_CONFIG='{"key": "linear", "value": "mlp", "init_seed": 5}'   with --spec ... kha
-# Megatron's script for hybrid models takes kha_mlp_hybrid and so on.
+# Use the spec kha to read other settings from the environment, the same on all nodes (JSON or a file):
+#   KHA_CONFIG='{"key": "linear", "value": "mlp", "init_seed": 5}'
+# Megatron's script for hybrid models uses the specs kha_mlp_hybrid and so on.

@@ -1,8 +1,7 @@
-"""What Megatron-LM's ``pretrain_gpt.py`` does, on the wheel of megatron-core 0.19, on the CPU.
+"""Pre-train a GPT on the CPU with Megatron's own ``pretrain()``, from the wheel of megatron-core.
 
-The wheel has no ``pretrain_gpt.py``; this is the least that pre-trains a GPT with Megatron's own
-``pretrain()``, and it knows nothing of Knocking-Heads Attention. For data and tensor parallelism.
-``docs/tutorials/stock_script.md`` adds KHA to it by one flag.
+The wheel has no ``pretrain_gpt.py``. This is a minimal version for data and tensor parallelism,
+without Knocking-Heads Attention. ``docs/tutorials/stock_script.md`` adds KHA with one flag.
 """
 
 import os
@@ -13,12 +12,12 @@ from functools import partial
 from kha_megatron.mcore import cpu
 
 os.environ.update(cpu.ENVIRONMENT)
-cpu.install(despite_cuda=True)  # Megatron on the CPU: on a GPU leave out this line,
-sys.argv += [word for flag in cpu.MEGATRON_FLAGS.items() for word in flag if word]  # and this one
+cpu.install(despite_cuda=True)  # Megatron on the CPU. On a GPU, omit this line
+sys.argv += [word for flag in cpu.MEGATRON_FLAGS.items() for word in flag if word]  # and this one.
 
 from kha_megatron.mcore import compat
 
-compat.use_shipped_dataset_helpers()  # Megatron would compile them, and its wheel has no Makefile
+compat.use_shipped_dataset_helpers()  # The wheel has no Makefile to compile them.
 compat.use_forked_checkpoint_writers()
 
 import torch
@@ -33,7 +32,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def datasets(samples, vp_stage=None):
-    """Train, validation and test data, on every rank."""
+    """Return training, validation and test data on every rank."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -55,14 +54,14 @@ datasets.is_distributed = True
 
 
 def loss(mask, losses):
-    """The sum over this microbatch's tokens, their number, and both for the report."""
+    """Return the sum of the losses, the number of tokens, and both for the log."""
     mask = mask.flatten().float()
     total, tokens = torch.sum(losses.flatten().float() * mask), mask.sum().to(torch.int)
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
 def forward_step(data_iterator, model):
-    """One microbatch."""
+    """Return the losses of one microbatch and the loss function."""
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
     mask, labels = batch["attention_mask"], batch["labels"]
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=labels)
@@ -70,12 +69,12 @@ def forward_step(data_iterator, model):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the arguments of the command line."""
     set_startup_timestamps(program_start=time.time(), main_entry=time.time())
     args = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
 
-if __name__ == "__main__":  # Megatron's checkpoint writers are processes that import this file
+if __name__ == "__main__":  # Megatron's checkpoint writers import this file.
     main()

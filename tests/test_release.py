@@ -1,4 +1,4 @@
-"""What a release says of itself says it alike everywhere; `make release-check` tries the rest."""
+"""Metadata of a release is consistent. `make release-check` checks the rest."""
 
 import re
 import tomllib
@@ -12,8 +12,7 @@ ROOT = Path(kha_megatron.__file__).parents[1]
 yaml = pytest.importorskip("yaml")
 
 
-def test_one_version_and_one_date():
-    """Of the code, the citations and the newest release in the changelog."""
+def test_code_citations_and_changelog_have_the_same_version_and_date():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == kha_megatron.__version__
     released = re.search(r"^## (\d\S*) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
@@ -27,7 +26,7 @@ def test_one_version_and_one_date():
     ]
 
 
-def test_citations_name_the_paper_and_its_authors_alike():
+def test_citations_have_the_same_paper_and_authors():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     (paper,) = cited["references"]
     entries = (ROOT / "CITATION.bib").read_text()
@@ -37,14 +36,9 @@ def test_citations_name_the_paper_and_its_authors_alike():
     assert paper["url"] in entries
 
 
-def test_the_project_says_what_it_is_tried_with():
-    """Pythons that are named are those that installation allows."""
+def test_classifiers_and_licenses_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
-    least = re.search(r">=(3\.\d+)", project["requires-python"])[1]
-    assert named[0] == least
-    assert cited_license() == project["license"]
-
-
-def cited_license():
-    return yaml.safe_load((ROOT / "CITATION.cff").read_text())["license"]
+    versions = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert versions[0] == re.search(r">=(3\.\d+)", project["requires-python"])[1]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["license"] == project["license"]

@@ -1,4 +1,4 @@
-"""The pages of the documents, and the commands and programs that stand in them."""
+"""The documentation pages, and the commands and programs in them."""
 
 import re
 import shlex
@@ -24,12 +24,12 @@ class Block:
 
     page: str
     line: int
-    """Where its first line stands, from 1."""
+    """Number of its first line, from 1."""
     text: str
 
 
 def blocks(page: str, language: str) -> Iterator[Block]:
-    """Those of one language, in order."""
+    """Return the blocks of one language, in order."""
     text = (ROOT / page).read_text()
     for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield Block(page, text.count("\n", 0, found.start(1)) + 1, found[1])
@@ -42,7 +42,7 @@ class Command:
     place: str
     """``docs/start.md:12``."""
     variables: dict[str, str]
-    """Those that stand before it, or that are all that it is."""
+    """Variables that the command sets."""
     words: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Command:
 
 
 def commands(page: str) -> Iterator[Command]:
-    """Every command of a page's ``bash`` blocks: one a line, with its continuations."""
+    """Return the commands of a page's ``bash`` blocks."""
     for block in blocks(page, "bash"):
         number = block.line
         for text in re.split(r"(?<!\\)\n", block.text):

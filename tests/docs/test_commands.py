@@ -20,7 +20,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 
 TEXT = Path(json.__file__).parent
-"""Small Python sources that no edit here changes."""
+"""Small Python sources outside of this repository."""
 SMALL = ["--from", str(TEXT), "--glob", "*.py", "--max-file-bytes", "512B"]
 
 FORMS = (
@@ -167,32 +167,23 @@ def _parse_arguments(lines):
 def test_arguments_of_trainings_exist(ranks):
     lines = []
     for command in of_form("entry", "megatron"):
-        words = list(command.words)
-        start = (
-            next(
-                i
-                for i, word in enumerate(words)
-                if re.search(r"\.py$|\.training$|\.transformer_engine$", word)
-            )
-            + 1
-        )
-        form = form_of(command)
-        patched = command.place.startswith(
-            "patches/"
-        )  # there Megatron's scripts have our arguments
-        lines.append((command.place, "entry" if patched else form, words[start:]))
+        script = r"\.py$|\.training$|\.transformer_engine$"
+        start = next(i for i, word in enumerate(command.words, 1) if re.search(script, word))
+        # Patched Megatron scripts have our arguments.
+        form = "entry" if command.place.startswith("patches/") else form_of(command)
+        lines.append((command.place, form, list(command.words[start:])))
     assert len(lines) > 5
     assert ranks(_parse_arguments, 1, lines) == [[]]
 
 
-def test_trainings_have_the_arguments_that_megatron_checks_for():
+def test_trainings_have_the_arguments_that_megatron_needs():
     for command in of_form("entry", "megatron"):
         words = dict(zip(command.words, [*command.words[1:], ""], strict=True))
         assert ("--save" in words) <= ("--save-interval" in words), command.place
         if form_of(command) == "megatron" and not command.place.startswith("patches/"):
             assert "--eval-interval" in words, command.place
         sizes = [words.get(f"--{kind}-parallel-size", "1") for kind in ("tensor-model", "context")]
-        if "stock_script.py" not in f"{command}" and sizes != ["1", "1"]:  # it runs on a CPU
+        if "stock_script.py" not in f"{command}" and sizes != ["1", "1"]:  # runs on a CPU
             assert command.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1", command.place
 
 
@@ -210,25 +201,18 @@ def test_extras_exist():
             assert set(found.split(",")) <= known, command
 
 
-def as_file(module):
-    """``tools/bench.py`` for ``tools.bench``."""
-    return f"{module.replace('.', '/')}.py"
-
-
-def test_tools_exist_and_know_their_options():
+def test_tools_exist_and_have_their_options():
     for command in of_form("tool"):
-        named = [ROOT / name for word in command.words for name in (word, as_file(word))]
-        file = next(path for path in named if path.is_file())
+        file = next(ROOT / word for word in command.words if (ROOT / word).is_file())
         source = file.read_text()
         if file.name == "bench.py":
-            source += (ROOT / f"tools/bench_{command.words[2]}.py").read_text()
             source += "".join(path.read_text() for path in (ROOT / "tools").glob("bench*.py"))
         for word in command.words:
             if word.startswith("--"):
                 assert word.partition("=")[0] in source, command
 
 
-def test_settings_can_be_read():
+def test_settings_parse():
     for command in of_form("setting"):
         text = command.words[1].partition("=")[2]
         assert KHAConfig.from_dict(json.loads(text)).mechanisms, command
@@ -241,7 +225,7 @@ def _execute(programs):
     return len(programs)
 
 
-def test_programs_can_be_executed(ranks):
+def test_programs_run(ranks):
     programs = [
         (f"{block.page}:{block.line}", block.text)
         for page in PAGES

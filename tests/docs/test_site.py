@@ -16,8 +16,7 @@ from tests.docs.pages import PAGES, ROOT, blocks
 PACKAGE = Path(kha_megatron.__file__).parent
 
 
-def test_every_recipe_is_in_the_table_of_recipes():
-    """By its name, or with its family."""
+def test_table_lists_every_recipe_or_its_family():
     lines = (ROOT / "docs/launch.md").read_text().splitlines()
     cells = (line.split("|")[1] for line in lines if line.startswith("|"))
     names = {name for cell in cells for name in re.findall("`(.*?)`", cell)}
@@ -27,7 +26,7 @@ def test_every_recipe_is_in_the_table_of_recipes():
 
 
 @pytest.mark.whole  # `make docs` builds it too
-def test_it_builds_without_a_warning(tmp_path):
+def test_documentation_builds_without_warnings(tmp_path):
     pytest.importorskip("sphinx", reason="NOT TESTED: needs the extra docs")
     site = tmp_path / "site"
     words = ["--quiet", "--fail-on-warning", "--keep-going", "-c", "docs", "-d", tmp_path / "trees"]
@@ -41,16 +40,16 @@ def test_it_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert (site / "index.html").is_file()
     reference = (site / "docs/reference.html").read_text()
-    for words in ("kha-megatron convert to-hf", "--max-shard-size", "--kha-log-interval"):
-        assert words in reference
+    for text in ("kha-megatron convert to-hf", "--max-shard-size", "--kha-log-interval"):
+        assert text in reference
     assert "<math" in (site / "docs/mechanisms.html").read_text()
-    fetched = r'<(?:script|img|link)[^>]+(?:src|href)="https?:'
+    remote = r'<(?:script|img|link)[^>]+(?:src|href)="https?:'
     for page in site.rglob("*.html"):
-        assert not re.search(fetched, page.read_text()), f"{page} asks the network"
+        assert not re.search(remote, page.read_text()), f"{page} loads a remote file"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_of_the_repository(page):
+def test_links_point_to_files_of_the_repository(page):
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
         if not re.match(r"https?:", target):
@@ -58,7 +57,7 @@ def test_links_lead_to_files_of_the_repository(page):
 
 
 def literals(folder):
-    """Every string of a package's source; what an f-string fills in is ``…``."""
+    """Return every string literal of a package, with ``…`` for the values of f-strings."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -68,7 +67,7 @@ def literals(folder):
                 yield " ".join("".join(map(str, parts)).split())
 
 
-def test_errors_are_quoted_as_they_are():
+def test_quoted_errors_exist_in_the_code():
     known = [*literals(PACKAGE), " ".join((ROOT / "tools/bootstrap.sh").read_text().split())]
     quoted = [
         line.removeprefix("error: ")
@@ -81,21 +80,21 @@ def test_errors_are_quoted_as_they_are():
 
 
 def rows(page, heading):
-    """The cells of the table under a heading."""
+    """Return the cells of the table under a heading."""
     section = (ROOT / page).read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_rooms_are_those_of_the_tests():
-    told = {
+def test_table_of_rooms_matches_the_import_test():
+    documented = {
         cells[0].strip("`"): set(re.findall(r"`(\w+)`", cells[2]))
         for cells in rows("docs/design.md", "Rooms")
     }
-    assert told == {room: ARROWS[room] for room in FREE}
+    assert documented == {room: ARROWS[room] for room in FREE}
 
 
-def test_every_fact_has_its_home():
+def test_homes_of_facts_exist():
     for fact, home in rows("docs/design.md", "Each fact has one home"):
         for path in re.findall(r"`([\w./]+)`", home):
             assert (ROOT / path).exists() or path == "HeadTensor", f"{fact}: {path}"

@@ -1,4 +1,4 @@
-"""The tutorials, walked from beginning to end by the commands that they print."""
+"""Run all commands of the tutorials."""
 
 import json
 import os
@@ -18,8 +18,10 @@ AGREE = re.compile(r"same most likely token +100\.00% of")
 
 @pytest.fixture
 def walk(tmp_path):
-    """``walk(page)``: what each block of a page prints, run by one shell after another in a folder
-    that looks like the repository; blocks that need GPUs are left out."""
+    """Return a function that runs the blocks of a page and returns their outputs.
+
+    Each block runs in a new shell. Blocks that need GPUs are skipped.
+    """
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {
@@ -42,9 +44,9 @@ def walk(tmp_path):
                 text=True,
                 check=False,
             )
-            told = done.stdout + done.stderr
-            assert done.returncode == 0, f"{page}\n{text}\n{told[-4000:]}"
-            printed.append(told)
+            output = done.stdout + done.stderr
+            assert done.returncode == 0, f"{page}\n{text}\n{output[-4000:]}"
+            printed.append(output)
         return printed
 
     walk.place = Path(tmp_path)
@@ -52,20 +54,20 @@ def walk(tmp_path):
 
 
 def losses(text):
-    """What a training said, by iteration."""
+    """Return the losses in a training log by iteration."""
     found = re.findall(r"iteration +(\d+)/ +\d+ \|.*?lm loss: (\S+)", text)
     return {int(iteration): float(loss) for iteration, loss in found}
 
 
 def test_kha_in_a_stock_script(walk):
-    _, stock, knocked, after = walk("docs/tutorials/stock_script.md")
+    _, stock, kha, after = walk("docs/tutorials/stock_script.md")
     line = "kha_megatron: using layer spec kha_mlp (value=mlp)\n"
     assert line not in stock
-    assert knocked.count(line) == 1
-    plain, ours = losses(stock), losses(knocked)
+    assert kha.count(line) == 1
+    plain, ours = losses(stock), losses(kha)
     assert sorted(plain) == sorted(ours) == [1, 10, 20, 30, 40]
-    assert ours[1] == pytest.approx(plain[1], rel=1e-5)  # attention adds up in another order
-    assert ours[10] == pytest.approx(plain[10], abs=0.005)  # means over the first ten
+    assert ours[1] == pytest.approx(plain[1], rel=1e-5)  # another order of sums
+    assert ours[10] == pytest.approx(plain[10], abs=0.005)  # means over ten iterations
     assert ours[40] < ours[10] - 0.3
     assert AGREE.search(after)
 
@@ -77,8 +79,8 @@ def test_a_pretrained_model_to_kha_and_back(walk):
     assert AGREE.search(upcycled)
     assert AGREE.search(folded)
     base, run = (
-        losses(Path(re.search(r"log of all ranks: (\S+)", told)[1]).read_text())
-        for told in (made, trained)
+        losses(Path(re.search(r"log of all ranks: (\S+)", output)[1]).read_text())
+        for output in (made, trained)
     )
     assert run[1] == pytest.approx(base[350], abs=0.5)  # one batch each
     assert run[1] < base[1] - 2
