@@ -46,7 +46,9 @@ Variants = Annotated[
 
 def compare(
     megatron: MegatronArguments = None,
-    recipe: Annotated[str, typer.Option(autocompletion=recipe_names)] = "quickstart",
+    recipe: Annotated[
+        str, typer.Option(help="Recipe.", autocompletion=recipe_names)
+    ] = "quickstart",
     variants: Variants = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs per variant.")] = 3,
     null: Annotated[
@@ -56,7 +58,7 @@ def compare(
         int, typer.Option(min=0, metavar="N", help="Validation sequences to evaluate at the end.")
     ] = 0,
     data: DataFolder = None,
-    output: Annotated[Path | None, typer.Option(help="Default: compare/RECIPE.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory. Default: compare/RECIPE.")] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per run.")] = None,
     device: TrainingDevice = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=1000, help="Parallel runs.")] = None,

@@ -31,7 +31,7 @@ def inspect(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text file to run the model on.")] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=2, max=2**20, help="Tokens of the text to use. Default: 512 or fewer."),
+        typer.Option(min=2, max=2**20, help="Tokens to use. Default: up to 512."),
     ] = None,
     tokenizer: Annotated[
         Path | None,

@@ -22,8 +22,8 @@ def spikes(
     ],
     name: Annotated[str, typer.Option(help="Scalar to examine.")] = LOSS,
     window: Annotated[int, typer.Option(max=10**6, help="Logged values.")] = Definition.window,
-    deviations: Annotated[float, typer.Option(help="Unit: the noise.")] = Definition.deviations,
-    margin: Annotated[float, typer.Option(help="Unit: nats.")] = Definition.margin,
+    deviations: Annotated[float, typer.Option(help="Threshold / noise.")] = Definition.deviations,
+    margin: Annotated[float, typer.Option(help="Minimum threshold (nats).")] = Definition.margin,
     as_json: AsJSON = False,
 ) -> None:
     """Find the loss spikes of a Megatron run with their height and recovery time.

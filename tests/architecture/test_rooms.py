@@ -53,7 +53,7 @@ OUTSIDE = {
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run", "tensorboard"},
     "plan": set(),
-    "compare": {"torch", "matplotlib", "jinja2", "markupsafe"},
+    "compare": {"torch", "matplotlib", "jinja2", "markupsafe", "psutil"},
     "bridge": {"torch", "megatron", "transformer_engine"},
     "serving": {"torch", "transformers", "vllm"},
 }

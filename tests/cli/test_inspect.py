@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.compare import charts
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import knock_weights
@@ -104,40 +103,18 @@ def test_matrices_with_nan_are_reported(run, matrices, tmp_path):
     assert [(e["layer"], e["matrix"], e["distance"]) for e in bad] == [(2, "proj", None)]
 
 
-def test_an_output_directory_with_files_is_refused(run, model, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    old = out / "old.png"
-    old.write_text("mine")
-    code, stdout, stderr = run(model, out)
-    assert (code, stdout) == (2, "")
-    assert "--overwrite" in stderr
-    assert old.read_text() == "mine"
-    assert run(model, out, "--overwrite")[0] == 0
-    assert sorted(file.name for file in out.iterdir()) == PNGS
-    (out / "notes.txt").write_text("mine")
-    code, _, stderr = run(model, out, "--overwrite")
-    assert code == 2
-    assert "notes.txt" in stderr
-    assert (out / "notes.txt").read_text() == "mine"
-
-
-def test_an_interrupted_run_leaves_the_old_pictures(run, model, tmp_path, monkeypatch):
+def test_overwrite_replaces_pictures_and_nothing_else(run, model, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old.png").write_text("mine")
-    calls = []
-
-    def stop_at_the_second(matrices, file, **_):
-        calls.append(file)
-        file.touch()
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(charts, "matrix_grid", stop_at_the_second)
-    assert run(model, out, "--overwrite")[0] == 130
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
-    assert [file.name for file in out.iterdir()] == ["old.png"]
+    code, stdout, stderr = run(model, out)
+    assert (code, stdout) == (2, "")
+    assert "--overwrite" in stderr
+    assert run(model, out, "--overwrite")[0] == 0
+    assert sorted(file.name for file in out.iterdir()) == PNGS
+    (out / "notes.txt").write_text("mine")
+    assert "notes.txt" in run(model, out, "--overwrite")[2]
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 def test_bad_input_is_refused(run, tmp_path, matrices, monkeypatch):

@@ -70,7 +70,7 @@ def test_held_out_evaluates_whole_batches_once(tmp_path):
             "--multi-latent-attention",
             {"variants": "baseline,kha_mlp"},
             ConfigError,
-            "multi-latent attention",
+            "supports only linear KHA",
         ),
     ],
 )
