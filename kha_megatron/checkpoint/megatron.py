@@ -76,7 +76,7 @@ class MegatronCheckpoint:
                 f"{path} is incomplete: its {COMMIT_MARK} is missing or damaged. "
                 f"{choices(path.parent)}"
             )
-        folder = TorchDistFolder.open(path, read_hashes(path) if verify else None)
+        folder = TorchDistFolder(path, read_hashes(path) if verify else None)
         for name in (COMMIT_MARK, LEGACY_COMMON):
             folder.checks.check(name)
         return cls(path, folder)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -113,39 +113,33 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """The tensors and objects of one directory, opened for reading with :meth:`open`."""
+    """The tensors and objects of one directory.
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: dict[str, StoredTensor],
-        objects: dict[str, Chunk],
-        checks: FileChecks,
-    ) -> None:
+    Args:
+        path: The directory.
+        digests: Hexadecimal SHA-256 of files by name, to check before they are first read.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, hostile or too short.
+    """
+
+    def __init__(self, path: Path, digests: Mapping[str, str] | None = None) -> None:
         self.path = path
-        self.tensors = tensors
-        self.objects = objects
-        self.checks = checks
+        self.checks = FileChecks(path, digests or {})
+        self.checks.check(METADATA)
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
-
-    @classmethod
-    def open(cls, path: Path, digests: Mapping[str, str] | None = None) -> Self:
-        """Read the index of a directory and check the lengths of the shards.
-
-        Raises:
-            CheckpointError: A file is missing, hostile, or not as in ``digests`` (SHA-256 by name).
-        """
-        checks = FileChecks(path, digests or {})
-        checks.check(METADATA)
-        file = path / METADATA
         try:
-            tensors, objects = _index(_unpickle(file.read_bytes()))
+            self.tensors, self.objects = _index(_unpickle((path / METADATA).read_bytes()))
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
-                f"{file} is missing, damaged or hostile ({reason(error)}). Load another checkpoint."
+                f"{path / METADATA} is missing, damaged or hostile ({reason(error)}). Load another "
+                "checkpoint."
             ) from error
         sizes: dict[str, int] = defaultdict(int)
-        for chunk in (*(c for t in tensors.values() for c in t.chunks), *objects.values()):
+        for chunk in (
+            *(c for t in self.tensors.values() for c in t.chunks),
+            *self.objects.values(),
+        ):
             sizes[chunk.file] = max(sizes[chunk.file], chunk.start + chunk.length)
         for name, size in sorted(sizes.items()):
             shard = path / name
@@ -154,7 +148,6 @@ class TorchDistFolder:
                     f"{shard} is missing or cut short. Expected at least {size} bytes, got {found}."
                     " Copy it again, or load another checkpoint."
                 )
-        return cls(path, tensors, objects, checks)
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Return the tensor ``key`` on the CPU, assembled from its chunks. Thread-safe.

@@ -208,7 +208,7 @@ def _keeps_scales(args: Mapping[str, Any]) -> bool:
 def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
     """Return the KHA configuration and the arguments of a checkpoint."""
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
-        folder = TorchDistFolder.open(path)
+        folder = TorchDistFolder(path)
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format
             args = folder.read_object("args").state
             return KHAConfig.from_entries(args), args

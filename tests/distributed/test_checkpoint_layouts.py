@@ -108,7 +108,7 @@ def summary(results):
 
 def contents(folder):
     """All tensors by name, and what the ranks had in common."""
-    opened = TorchDistFolder.open(Path(folder))
+    opened = TorchDistFolder(Path(folder))
     tensors = {key: opened.read(key) for key in opened.tensors}
     return tensors, opened.read_object("common_state/shard_0_1")[0]
 
@@ -227,7 +227,7 @@ def _check_replicas(results):
 def test_shared_matrices_are_stored_once(trained):
     """Four ranks, two and two of which hold the same: one box of the file for each layer."""
     source, _ = trained((4, {TP: 2}), False, True)
-    folder = TorchDistFolder.open(source / "state")
+    folder = TorchDistFolder(source / "state")
     for projection, variant in KHA.variants.items():
         key = f"decoder.layers.self_attention.knock_{projection}.weight"
         for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
