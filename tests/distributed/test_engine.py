@@ -13,16 +13,16 @@ from unittest import mock
 import pytest
 
 from tests.distributed import parallelism, pieces
-from tests.distributed.parallelism import train
-from tests.distributed.pieces import errors, quantities
-from tests.distributed.test_parallelism import (
+from tests.distributed.cases import (
     FOLDED,
-    FP32,
     FULL,
     OVERLAP_ALL,
     RANDOM,
     case,
 )
+from tests.distributed.parallelism import train
+from tests.distributed.pieces import errors, quantities
+from tests.distributed.test_parallelism import FP32
 
 pytestmark = pytest.mark.te
 

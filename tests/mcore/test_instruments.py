@@ -9,8 +9,8 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import MATRICES
+from tests.distributed.cases import GTA, LATENT, MLA, TIED
 from tests.distributed.parallelism import MICROBATCHES, Case, Layout
-from tests.distributed.test_parallelism import GTA, LATENT, MLA, TIED
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 ZERO = {"use_distributed_optimizer": True}
