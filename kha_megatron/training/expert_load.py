@@ -8,8 +8,7 @@
 
 import torch
 from megatron.core import mpu
-from megatron.training import get_args, get_tensorboard_writer
-from megatron.training.global_vars import get_wandb_writer
+from megatron.training import get_args
 from torch import Tensor
 
 from kha_megatron.mcore.balancing import violation
@@ -40,9 +39,6 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         columns = [violation(loads), loads.amin(dim=-1) / mean, spread, torch.ones_like(mean)]
         table[[number - 1 for number in layers]] = torch.stack(columns, dim=-1)
     torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if tensorboard is None and wandb is None:
-        return
     rows = {number: row for number, row in enumerate(table.tolist(), 1) if row[-1]}
     values = {
         f"expert-load/{name}-layer-{number}": value
@@ -50,4 +46,4 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         for name, value in zip(_NAMES, row, strict=False)
     }
     values["expert-load/violation"] = sum(row[0] for row in rows.values()) / len(rows)
-    write_scalars(values, iteration, tensorboard=tensorboard, wandb=wandb)
+    write_scalars(values, iteration)

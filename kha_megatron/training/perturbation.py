@@ -17,15 +17,10 @@ def perturb_embedding(models: list[Any], size: float, seed: int) -> None:
     """Multiply every weight of the token embedding by ``1 + size * N(0, 1)``, in place.
 
     Ranks that hold the same weights, data-parallel ones or the first and last stage of tied
-    embeddings, draw the same numbers.
-
-    Args:
-        models: this rank's, before they are wrapped and before a checkpoint is loaded.
-        size: standard deviation of the relative change.
-        seed: of the numbers drawn.
+    embeddings, draw the same numbers. Call before the models are wrapped.
 
     Raises:
-        ConfigError: the weights are too coarse for it: no number changes.
+        ConfigError: no weight changes, because the dtype is too coarse.
     """
     for model in models:
         if model.pre_process:
@@ -40,6 +35,6 @@ def perturb_embedding(models: list[Any], size: float, seed: int) -> None:
         weight.copy_(before * (1 + size * noise.to(weight.device)))
         if torch.equal(weight.double(), before):
             raise ConfigError(
-                f"--kha-perturb-embedding {size:g} is lost in {weight.dtype}, whose numbers lie "
-                f"{torch.finfo(weight.dtype).eps:g} apart: give as much"
+                f"--kha-perturb-embedding {size:g} changes no weight in {weight.dtype}. "
+                f"Use at least {torch.finfo(weight.dtype).eps:g}."
             )

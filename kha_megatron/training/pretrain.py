@@ -24,7 +24,6 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
-from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
@@ -44,7 +43,6 @@ from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
     kha_from_args,
-    refusals_of_megatron,
 )
 from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.perturbation import perturb_embedding
@@ -57,7 +55,7 @@ from kha_megatron.training.recovery import (
 from kha_megatron.training.resume import (
     check_same_kha,
     checkpoint_to_upcycle,
-    goes_on_with_scales,
+    loads_fp8_scales,
     object_store,
     restored_kha,
 )
@@ -93,21 +91,19 @@ def run(program_start: float) -> None:
     upcycled = checkpoint_to_upcycle(early, kha)
     if upcycled is None:
         check_same_kha(early, kha)
-    load_from_either(scales=goes_on_with_scales(early))
+    load_from_either(scales=loads_fp8_scales(early))
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
-    with refusals_of_megatron():
-        args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
     args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
     if args.verify_integrity and (remote := object_store(args)):
-        announce(f"no hashes are written to or checked in the object store of {remote}")
+        announce(f"Writing and checking no hashes in the object store of {remote}.")
         args.verify_integrity = False
     # the checkpoint's arguments record the resolved values
     for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
 
-    with refusals_of_megatron():
-        model_config = _model_config(args, kha)
+    model_config = _model_config(args, kha)
     if upcycled:
 
         def keep_matrices(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -118,8 +114,8 @@ def run(program_start: float) -> None:
 
         model_config.pre_wrap_hooks.append(keep_matrices)
         announce(
-            f"a new run with the weights of {upcycled}; the shared matrices start at the identity, "
-            "optimizer and iteration anew"
+            f"Starting a new run with the weights of {upcycled}. The shared matrices start at the "
+            "identity."
         )
     with explain_failures(args):
         pretrain(
@@ -143,40 +139,25 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
             perturb_embedding(models, args.kha_perturb_embedding, args.seed)
         if args.moe_router_enable_expert_bias:
             by_rms = args.moe_router_bias_update_rms
-            captured = args.cuda_graph_impl == "full_iteration"
-            if captured:
-                announce("expert loads are not written: a whole iteration is one CUDA graph")
+            captured = args.cuda_graph_impl == "full_iteration"  # runs no Python
             report = None if captured else report_expert_load
             balance_experts(models, "rms" if by_rms else "sign", report)
         if args.check_for_nan_in_loss_and_grad:  # last: nothing may change before the check
             stop_before_non_finite_steps(models)
-        if args.kha_log_interval is not None:
-            _watch_heads(models, kha)
+        if args.kha_log_interval:
+            watch_heads(
+                models,
+                kha,
+                interval=args.kha_log_interval,
+                iteration=lambda: get_args().curr_iteration + 1,
+                write=write_scalars,
+            )
+            if args.cuda_graph_impl != "none":
+                announce("--kha-log-interval logs only the matrices with CUDA graphs.")
         return models
 
     config.pre_wrap_hooks.append(prepare)
     return config
-
-
-def _watch_heads(models: list[torch.nn.Module], kha: KHAConfig) -> None:
-    args = get_args()
-
-    def write(values: dict[str, float], iteration: int) -> None:
-        tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-        write_scalars(values, iteration, tensorboard=tensorboard, wandb=wandb)
-
-    watch_heads(
-        models,
-        kha,
-        interval=args.kha_log_interval,
-        iteration=lambda: args.curr_iteration + 1,
-        write=write,
-    )
-    if args.cuda_graph_impl != "none":
-        announce(
-            "--kha-log-interval measures the matrices alone, because the rest needs hooks, with "
-            f"--cuda-graph-impl {args.cuda_graph_impl}"
-        )
 
 
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
@@ -217,12 +198,12 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
 
 
+_build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides where to build
+
+
 def _masks_are_data(args: argparse.Namespace) -> bool:
     """Return True if attention masks depend on the text, and are not just causal."""
     return args.create_attention_mask_in_dataloader and args.reset_attention_mask
-
-
-_build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides where to build
 
 
 def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:

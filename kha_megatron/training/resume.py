@@ -51,23 +51,22 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
         CheckpointError: the tracker file is missing, torn, or does not name the newest complete
             iteration, and is not repaired because this run does not save into the directory.
     """
-    folder = _folder_to_load(args)
-    if folder is None or _is_remote(folder):
+    directory = _directory_to_load(args)
+    if directory is None or _is_remote(directory):
         return None
-    path = Path(folder)
-    chosen = None
+    path, chosen = Path(directory), None
     if args.ckpt_step:  # 0 is none, as in Megatron
         chosen = path / folder_name(args.ckpt_step)
     elif (
-        _is_tracked(path)
+        starts_from_pretrained(args)
+        or _is_tracked(path)
         or (path.is_dir() and select_checkpoint(path).newest)
-        or starts_from_pretrained(args)
     ):
-        chosen = _as_megatron_reads(path)
+        chosen = _tracked_iteration(path)
     if args.non_persistent_ckpt_type == "global":
         other = Path(args.non_persistent_global_ckpt_dir or path / "non_persistent")
         if _is_tracked(other):
-            newest = _as_megatron_reads(other)
+            newest = _tracked_iteration(other)
             if chosen is None or (iteration_of(newest) or 0) >= (iteration_of(chosen) or 0):
                 chosen = newest
     return chosen
@@ -78,11 +77,11 @@ def object_store(args: Namespace) -> str | None:
     return next(filter(_is_remote, (args.load, args.save, args.pretrained_checkpoint)), None)
 
 
-def _is_remote(folder: str | Path | None) -> bool:
-    return "://" in str(folder)
+def _is_remote(directory: str | None) -> bool:
+    return "://" in str(directory)
 
 
-def _folder_to_load(args: Namespace) -> str | None:
+def _directory_to_load(args: Namespace) -> str | None:
     return args.pretrained_checkpoint if starts_from_pretrained(args) else args.load
 
 
@@ -91,22 +90,22 @@ def starts_from_pretrained(args: Namespace) -> bool:
     return bool(args.pretrained_checkpoint) and not _is_tracked(args.load)
 
 
-def _is_tracked(folder: str | Path | None) -> bool:
-    return folder is not None and (Path(folder) / TRACKER).is_file()
+def _is_tracked(directory: str | Path | None) -> bool:
+    return directory is not None and (Path(directory) / TRACKER).is_file()
 
 
-def _as_megatron_reads(folder: Path) -> Path:
+def _tracked_iteration(directory: Path) -> Path:
     """Return the iteration that the tracker file names.
 
     With a bad tracker file, Megatron would exit with code 0 or start from scratch.
     """
-    verdict = select_checkpoint(folder) if folder.is_dir() else None
+    verdict = select_checkpoint(directory) if directory.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
         raise CheckpointError(
-            f"{folder / TRACKER} {verdict.problem}, and is only repaired if --save is the same "
+            f"{directory / TRACKER} {verdict.problem}, and is only repaired if --save is the same "
             f"directory. Write {tracker_word(verdict.newest)} into it."
         )
-    return resolve(folder)
+    return resolve(directory)
 
 
 def restored_kha(args: Namespace) -> KHAConfig | None:
@@ -186,20 +185,20 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     return path
 
 
-def goes_on_with_scales(args: Namespace) -> bool:
+def loads_fp8_scales(args: Namespace) -> bool:
     """Return True if FP8's scales are loaded from the checkpoint. Only delayed scaling has any."""
-    if _is_remote(_folder_to_load(args)):
-        return _keeps_scales(vars(args))  # assumed; loading fails if the checkpoint has none
+    wanted = _has_fp8_scales(vars(args))
+    if not wanted or _is_remote(_directory_to_load(args)):
+        return wanted  # assumed for an object store; loading fails if the checkpoint has none
     if (path := checkpoint_to_load(args)) is None:
         return False
-    stored = path.name != RELEASE and _keeps_scales(_stored(path)[1])
-    wanted = _keeps_scales(vars(args))
-    if wanted and not stored:
-        announce(f"{path} has no FP8 scales of delayed scaling: they start from their defaults")
-    return wanted and stored
+    stored = path.name != RELEASE and _has_fp8_scales(_stored(path)[1])
+    if not stored:
+        announce(f"{path} has no FP8 scales of delayed scaling. They start from their defaults.")
+    return stored
 
 
-def _keeps_scales(args: Mapping[str, Any]) -> bool:
+def _has_fp8_scales(args: Mapping[str, Any]) -> bool:
     engine = args.get("transformer_impl") == "transformer_engine"
     return engine and bool(args.get("fp8")) and args.get("fp8_recipe") not in _STATELESS
 

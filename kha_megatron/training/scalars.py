@@ -1,22 +1,14 @@
-"""Write a training's own scalars to TensorBoard and W&B."""
+"""Write scalars of a training run to TensorBoard and W&B."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 
-def write_scalars(
-    values: Mapping[str, float], iteration: int, *, tensorboard: Any, wandb: Any
-) -> None:
-    """Write the values of one iteration with Megatron's writers.
-
-    Args:
-        values: by name.
-        iteration: counted from 1.
-        tensorboard: Megatron's ``SummaryWriter`` on the last rank, None elsewhere.
-        wandb: Megatron's ``wandb`` module on the last rank, None elsewhere.
-    """
-    if tensorboard is not None:
+def write_scalars(values: Mapping[str, float], iteration: int) -> None:
+    """Write values by name. Only Megatron's last rank has writers."""
+    if (tensorboard := get_tensorboard_writer()) is not None:
         for name, value in values.items():
             tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None:
+    if (wandb := get_wandb_writer()) is not None:
         wandb.log(dict(values), iteration)

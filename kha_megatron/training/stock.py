@@ -15,10 +15,7 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.model import Model
 from kha_megatron.model.rules import check_attention
 from kha_megatron.model.run import OF_HEADS
-from kha_megatron.training.arguments import (
-    add_model_arguments,
-    kha_from_args,
-)
+from kha_megatron.training.arguments import add_model_arguments, kha_from_args
 
 SPEC = ["kha_megatron.training.stock", "layer_spec"]
 """Value of ``--spec`` that selects :func:`layer_spec`."""
@@ -47,12 +44,12 @@ def use_arguments(args: argparse.Namespace) -> None:
         return
     if args.spec not in (None, SPEC):
         raise ConfigError(
-            f"--spec {' '.join(args.spec)} and --kha-* both choose the layer spec: remove one"
+            f"--spec {' '.join(args.spec)} and --kha-* both select the layer spec. Remove one."
         )
     if args.hybrid_layer_pattern:
         raise ConfigError(
-            "--kha-* choose the layer spec of a GPTModel, and --hybrid-layer-pattern asks for a "
-            "HybridModel: remove one, or name a hybrid stack with --spec"
+            "--kha-* select the layer spec of a GPTModel. For a HybridModel with "
+            "--hybrid-layer-pattern, use --spec."
         )
     kha = kha_from_args(args)
     check_attention(vars(args), kha)
@@ -65,7 +62,7 @@ def resolved(args: argparse.Namespace) -> KHAConfig:
     """Return the configuration that :func:`use_arguments` has stored."""
     kha = KHAConfig.from_entries(vars(args))
     if kha is None:
-        raise ConfigError(f"--spec {' '.join(SPEC)} without --kha-*: give --kha-preset NAME")
+        raise ConfigError(f"Expected --kha-preset NAME with --spec {' '.join(SPEC)}.")
     return replace(kha, fold=args.kha_fold)
 
 

@@ -9,27 +9,25 @@ import pytest
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError, KHAError
 from kha_megatron.mcore import cpu
-from kha_megatron.training.arguments import choose_device
-from tests.training.conftest import MODEL, TRAINING, start, started_anew
+from kha_megatron.model.rules import check_attention
+from kha_megatron.training.arguments import (
+    add_kha_arguments,
+    check_args,
+    choose_device,
+    kha_from_args,
+)
+from tests.training.conftest import MODEL, TRAINING, start
 
 MOCK = ["--mock-data", "--vocab-size", "90"]
 MLP = ["--kha-preset", "kha_mlp"]
 
 
 def _checked(lines):
-    """For each command line of a run of 8 ranks, its configuration or the error that refuses it."""
+    """Return for each command line of 8 ranks its configuration or the error that refuses it."""
     from megatron.training.arguments import parse_args
 
-    from kha_megatron.model.rules import check_attention
-    from kha_megatron.training.arguments import (
-        add_kha_arguments,
-        check_args,
-        kha_from_args,
-    )
-
-    def one(words):
+    def check(words):
         sys.argv = ["training", *MODEL, *TRAINING, "--global-batch-size", "24", *words]
-        os.environ["WORLD_SIZE"] = "8"
         try:
             args = parse_args(add_kha_arguments)
             check_args(args)
@@ -39,11 +37,8 @@ def _checked(lines):
         except KHAError as error:
             return error
 
-    before = sys.argv, os.environ["WORLD_SIZE"]
-    try:
-        return [one(words) for words in lines]
-    finally:
-        sys.argv, os.environ["WORLD_SIZE"] = before
+    with mock.patch.object(sys, "argv"), mock.patch.dict(os.environ, {"WORLD_SIZE": "8"}):
+        return [check(words) for words in lines]
 
 
 @pytest.fixture
@@ -51,101 +46,74 @@ def checked(ranks):
     return lambda *lines: ranks(_checked, 1, lines)[0]
 
 
-def test_a_preset_and_what_overrides_it(checked):
-    answers = checked(
-        [*MOCK, *MLP],
-        [*MOCK, "--kha-preset", "kha_linear", "--kha-query", "none", "--kha-value", "mlp"],
-        [*MOCK, "--kha-key", "gate", "--kha-init", "random", "--kha-init-seed", "5"],
-        [*MOCK, "--kha-preset", "baseline"],
-    )
-    assert answers == [
-        KHAConfig(value="mlp"),
-        KHAConfig(key="linear", value="mlp"),
-        KHAConfig(key="gate", init="random", init_seed=5),
-        KHAConfig(),
-    ]
+TIED = ["--kha-attention", "gta", "--kv-channels", "8", "--rotary-percent", "0.5"]
+LINEAR = ["--kha-preset", "kha_linear"]
 
 
-def test_folding_is_chosen_by_the_run_not_by_the_model(checked):
-    linear = ["--kha-preset", "kha_linear"]
-    plain, never, always, nothing = checked(
-        [*MOCK, *linear],
-        [*MOCK, *linear, "--kha-fold", "never"],
-        [*MOCK, *linear, "--kha-fold", "always"],
-        [*MOCK, *MLP, "--kha-fold", "always"],
-    )
-    assert [kha.fold for kha in (plain, never, always)] == ["auto", "never", "always"]
-    assert plain == never == always
-    assert "kha_fold=always needs a linear variant to fold, got value=mlp" in str(nothing)
-
-
-TIED = ["--kha-attention", "gta", "--kv-channels", "8"]
-
-
-def test_a_kind_of_attention_and_what_contradicts_it(checked):
-    linear = ["--kha-preset", "kha_linear"]
-    lines = [
-        ([*MLP, *TIED, "--rotary-percent", "0.5"], KHAConfig(value="mlp", attention="gta")),
-        ([*linear, *TIED, "--rotary-percent", "0.5"], "kha_key must be none, got linear"),
-        ([*MLP, "--kha-attention", "gta", "--rotary-percent", "0.5"], "a multiple of 4"),
-        ([*linear, "--kha-attention", "gla"], "kha_attention=gla needs --multi-latent-attention"),
-        ([*MLP, "--multi-latent-attention"], "supports only linear KHA, got value=mlp"),
-        ([*linear, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
-        ([*linear, "--kha-latent-heads", "4"], "only with kha_attention=gla, got 4"),
-    ]
-    for (_, want), answer in zip(
-        lines, checked(*([*MOCK, *words] for words, _ in lines)), strict=True
-    ):
-        assert answer == want if isinstance(want, KHAConfig) else want in str(answer), answer
-
-
-def _checked_with_variable(lines):
-    with mock.patch.dict(os.environ, {"KHA_CONFIG": '{"value": "gate"}'}):
-        return _checked(lines)
-
-
-def test_settings_for_stock_scripts_are_not_ignored(ranks):
-    (answer,) = ranks(_checked_with_variable, 1, [[*MOCK, *MLP]])[0]
-    assert isinstance(answer, ConfigError)
-    assert "KHA_CONFIG is for --spec in stock scripts: unset it" in str(answer)
-
-
-def test_what_cannot_train_is_refused_in_one_line(checked, corpus, tmp_path):
-    tensor = "--tensor-model-parallel-size"
-    prefix = corpus[1]
-    folder = tmp_path / "nowhere"
+def test_head_arguments_are_parsed(checked):
     cases = [
-        ([*MOCK, *MLP, tensor, "3"], ConfigError, "cannot be divided over 3"),
-        ([*MOCK, "--kha-preset", "kha_mpl"], ConfigError, "Unknown KHA preset 'kha_mpl'"),
-        ([*MOCK, "--kha-value", "lienar"], ConfigError, "got 'lienar'"),
-        (MOCK, ConfigError, "no KHA configuration: give --kha-preset"),
-        ([*MOCK, *MLP, "--spec", "a", "b"], ConfigError, "remove --spec"),
-        ([*MOCK, *MLP, "--inprocess-restart"], ConfigError, "remove --inprocess-restart"),
-        ([*MOCK, *MLP, "--reset-attention-mask"], ConfigError, "use --transformer-impl local"),
+        (MLP, KHAConfig(value="mlp")),
         (
-            [*MOCK, *MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
-            ConfigError,
-            "add --moe-router-enable-expert-bias",
+            [*LINEAR, "--kha-query", "none", "--kha-value", "mlp"],
+            KHAConfig(key="linear", value="mlp"),
         ),
-        ([*MOCK, *MLP, "--kha-log-interval", "9"], ConfigError, "--kha-log-interval 9: expected"),
-        ([*MOCK, *MLP, "--kha-perturb-embedding", "nan"], ConfigError, "nan: expected a share"),
-        ([*MOCK, "--heads", "talking.max_tokens=27"], ConfigError, "max_tokens=27 tokens, got 28"),
-        ([*MLP, *corpus[2:]], DataError, "No training data given"),
         (
-            [*MLP, *corpus[2:], "--data-path", "0.3", prefix, "0.7", str(folder)],
-            DataError,
-            f"--data-path {folder}: {folder}.bin does not exist",
+            ["--kha-key", "gate", "--kha-init", "random", "--kha-init-seed", "5"],
+            KHAConfig(key="gate", init="random", init_seed=5),
         ),
+        (["--kha-preset", "baseline"], KHAConfig()),
+        ([*MLP, *TIED], KHAConfig(value="mlp", attention="gta")),
+        ([*LINEAR, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
+        ([*LINEAR, "--kha-fold", "never"], KHAConfig.from_preset("kha_linear", fold="never")),
     ]
-    for (words, kind, message), answer in zip(
-        cases, checked(*(words for words, _, _ in cases)), strict=True
-    ):
+    answers = checked(*([*MOCK, *words] for words, _ in cases))
+    assert answers == [kha for _, kha in cases]
+    assert [kha.fold for kha in answers[-2:]] == ["auto", "never"]
+
+
+def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
+    prefix, missing = corpus[1], tmp_path / "nowhere"
+    config_errors = [
+        ([*MLP, "--tensor-model-parallel-size", "3"], "cannot be divided over 3"),
+        (["--kha-preset", "kha_mpl"], "'kha_mpl'"),
+        (["--kha-value", "lienar"], "'lienar'"),
+        ([], "Expected --kha-preset"),
+        ([*MLP, "--spec", "a", "b"], "ignore --spec"),
+        ([*MLP, "--ckpt-format", "torch"], "Use torch_dist"),
+        ([*MLP, "--reset-attention-mask"], "Use --transformer-impl local"),
+        (
+            [*MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
+            "without --moe-router-enable-expert-bias",
+        ),
+        ([*MLP, "--kha-log-interval", "9"], "without --tensorboard-dir"),
+        ([*MLP, "--kha-fold", "always"], "fold=always"),
+        ([*LINEAR, *TIED], "got linear"),
+        ([*MLP, "--kha-attention", "gta"], "a multiple of 4"),
+        ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
+        ([*MLP, "--multi-latent-attention"], "value=mlp"),
+        ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
+        (["--heads", "talking.max_tokens=27"], "got 28"),
+    ]
+    data = ["--data-path", "0.3", prefix, "0.7", str(missing)]
+    cases = [
+        *(([*MOCK, *words], ConfigError, message) for words, message in config_errors),
+        ([*MLP, *corpus[2:]], DataError, "training data given"),
+        ([*MLP, *corpus[2:], *data], DataError, f"{missing}.bin"),
+    ]
+    answers = checked(*(words for words, _, _ in cases))
+    for (words, kind, message), answer in zip(cases, answers, strict=True):
         assert type(answer) is kind, (words, answer)
         assert message in str(answer)
         assert "\n" not in str(answer)
 
 
-def test_what_can_train_is_let_through(checked, corpus):
+def test_kha_config_variable_is_refused(monkeypatch):
+    monkeypatch.setenv("KHA_CONFIG", '{"value": "gate"}')
+    with pytest.raises(ConfigError, match="KHA_CONFIG is for --spec in stock scripts"):
+        kha_from_args(None)
+
+
+def test_runs_that_can_train_are_accepted(checked, corpus):
     prefix = corpus[1]
     lines = [
         corpus,
@@ -164,21 +132,6 @@ def test_what_can_train_is_let_through(checked, corpus):
     assert answers == [KHAConfig(value="mlp")] * len(lines)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--device", "cpu", "--transformer-impl", "inference_optimized"], "not inference_opt"),
-        (["--device=cpu", "--distributed-backend=nccl"], "--distributed-backend gloo, not nccl"),
-    ],
-)
-def test_the_cpu_refuses_what_only_cuda_has(words, message, monkeypatch):
-    monkeypatch.setattr(cpu, "install", lambda **_: None)
-    for name in cpu.ENVIRONMENT:
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(ConfigError, match=message):
-        choose_device(["training", *words])
-
-
 def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
     monkeypatch.setattr(cpu, "install", lambda **_: None)
     for name in cpu.ENVIRONMENT:
@@ -193,7 +146,6 @@ def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
 
 
 def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):
-    """Megatron's output layer would raise when it is built, with either implementation."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flag = "--no-gradient-accumulation-fusion"
     for given in ([], [flag]):
@@ -202,8 +154,7 @@ def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):
         assert words.count(flag) == 1
 
 
-def test_real_processes_refuse_with_code_2_and_one_line(tmp_path):
-    """Two ranks of one machine: one of them speaks."""
+def test_ranks_refuse_with_code_2_and_one_line(tmp_path):
     words = [*MODEL, *TRAINING, *MLP, "--data-path", str(tmp_path / "nowhere")]
     run = start(["--device", "cpu", *words], 2)
     assert run.codes == [2, 2]
@@ -213,7 +164,6 @@ def test_real_processes_refuse_with_code_2_and_one_line(tmp_path):
 
 
 def test_cuda_is_refused_on_a_machine_without_one(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run = started_anew([*MODEL, *TRAINING, *MLP, *MOCK])
-    assert run.codes == [2]
-    assert run.errors == ["error: no CUDA device found: add --device cpu to train on the CPU"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"No CUDA device found\. Add --device cpu"):
+        choose_device(["training", *MODEL])

@@ -136,19 +136,6 @@ def test_a_training_changes_its_layers_and_goes_on(start_engine, corpus, tmp_pat
 
 
 @pytest.mark.whole
-def test_an_optimizer_in_buffers_stays_with_its_layers(start_engine, corpus, tmp_path):
-    """Megatron would give main weights and moments to other parameters, and train on."""
-    words = [*MODEL, *TRAINING, *corpus, DISTRIBUTED, *SIX]
-    saved = start([*words, "--exit-interval", "2", "--save", str(tmp_path)])
-    assert saved.codes == [0], saved.output[-4000:]
-    ended = start_engine([*words, *ENGINE, "--load", str(tmp_path)])
-    assert ended.codes == [2], ended.output[-4000:]
-    (line,) = ended.errors
-    assert "optimizer state for --transformer-impl local only" in line
-    assert [word in line for word in (MOVES, "--no-load-optim")] == [True, True]
-
-
-@pytest.mark.whole
 def test_scales_of_past_steps_go_on_where_they_are_trusted(
     start_engine, corpus, tmp_path, monkeypatch
 ):

@@ -74,20 +74,6 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     assert logged["expert-load/violation"][8] == pytest.approx(sum(violations) / LAYERS, rel=1e-6)
 
 
-@pytest.mark.whole
-def test_pipeline_stages_are_counted_together(corpus, tmp_path):
-    """Two ranks of two virtual stages: each holds half of the layers."""
-    words = ["--kha-preset", "kha_linear", "--kha-value", "gate"]
-    words += ["--pipeline-model-parallel-size", "2"]
-    words += ["--num-layers-per-virtual-pipeline-stage", "1"]
-    run, checkpoint = train(words, corpus, tmp_path, 2)
-    added = 3 * HEAD_DIM**2 * LAYERS
-    expected = f"query=linear key=linear value=gate in 4 of 4 layers: {added} parameters added"
-    assert run.knocks == f"knocks {expected}"
-    assert kha_of(checkpoint) == KHAConfig(query="linear", key="linear", value="gate")
-    assert all(moved(knock_weights(checkpoint)))
-
-
 NAN_IN_ITERATION_1 = """
 import sys
 end = sys.argv.pop()

@@ -229,5 +229,5 @@ def test_a_run_in_an_object_store_resumes_its_fp8_scales():
     delayed = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "fp8_recipe": "delayed"}
     assert resume.object_store(Namespace(**where)) == "msc://bucket/run"
     assert resume.object_store(Namespace(load="/a", save=None, pretrained_checkpoint=None)) is None
-    assert resume.goes_on_with_scales(Namespace(**where, **delayed))
-    assert not resume.goes_on_with_scales(Namespace(**where, **delayed | {"fp8": None}))
+    assert resume.loads_fp8_scales(Namespace(**where, **delayed))
+    assert not resume.loads_fp8_scales(Namespace(**where, **delayed | {"fp8": None}))

@@ -123,11 +123,3 @@ def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_pa
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
     written = to_hf.plan(tmp_path / "save").write(tmp_path / "hf")
     assert Pair.open(tmp_path / "save", written.path).verify().agrees
-
-
-@pytest.mark.whole
-def test_a_mistyped_name_ends_the_run(corpus):
-    run = start([*MODEL, *TRAINING, *corpus, *SPEC, "kha_mpl"], program=STOCK)
-    assert run.codes == [1]
-    assert "KeyError: 'kha_mpl'" in run.output
-    assert "iteration" not in run.output.partition("KeyError")[2]

@@ -43,7 +43,7 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     for ended in (stock, first, second):
         assert ended.codes == [0], ended.output[-4000:]
 
-    log = f"kha_megatron: a new run with the weights of {base.path}; the shared matrices start"
+    log = f"kha_megatron: Starting a new run with the weights of {base.path}."
     assert [ended.output.count(log) for ended in (first, second)] == [1, 0]
     ours, expected = losses(tmp_path / "first"), losses(tmp_path / "stock")
     # PyTorch's attention on the CPU sums in another order than Megatron's
