@@ -68,7 +68,7 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
     """
     if dry_run:
         command = recipes.dry_run(job)
-        console.print_json(asdict(command)) if as_json else _print(_as_shell(command))
+        console.print_json(asdict(command)) if as_json else typer.echo(_as_shell(command))
         return
     try:
         with training_progress(job.title) as on_step:
@@ -98,8 +98,8 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
         if as_json:
             console.print_json(asdict(submission))
         else:
-            _print("\n".join(submission.requests))
-            _print(f"# scripts/train.sh, which every rank runs\n{submission.script}")
+            typer.echo("\n".join(submission.requests))
+            typer.echo(f"# scripts/train.sh, which every rank runs\n{submission.script}")
         return
     try:
         with training_progress(job.title) if not detach else nullcontext() as on_step:
@@ -150,7 +150,3 @@ def _as_shell(command: Command) -> str:
             line = []
         line.append(shlex.quote(word))
     return " \\\n  ".join([*lines, " ".join(line)])
-
-
-def _print(text: str) -> None:
-    console.out.print(text, markup=False, emoji=False)

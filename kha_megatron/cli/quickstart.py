@@ -67,7 +67,7 @@ def quickstart(
     recipe = recipes.get_recipe("quickstart")
     if variant is not None:
         names = [name.strip() for name in variant.split(",") if name.strip()]
-        recipe = recipe.having(KHAConfig.from_presets(names))
+        recipe = recipe.with_heads(KHAConfig.from_presets(names))
     check_output_folder(output, overwrite=True, mark=MARK, inside=True)
     require_matplotlib()
     output.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ app = Commands(name="recipes", help="List and show recipes.", no_args_is_help=Tr
 
 
 @app.command("list")
-def show_all(
+def list_recipes(
     pattern: Annotated[str, typer.Argument(help="Names to list, as in 'table2/*'.")] = "*",
     as_json: AsJSON = False,
 ) -> None:

@@ -148,7 +148,7 @@ def plan(
         Trial(
             variant=variant,
             seed=seed,
-            recipe=recipe.having(variant.kha),
+            recipe=recipe.with_heads(variant.kha),
             overrides=(
                 *(*words, "--seed", str(seed), "--kha-init-seed", str(seed)),
                 *(("--kha-perturb-embedding", f"{rounding:g}") if variant.perturbs else ()),

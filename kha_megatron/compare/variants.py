@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import OF_HEADS, Run
-from kha_megatron.recipes.recipe import DECIDED
+from kha_megatron.recipes.recipe import HEAD_ARGUMENTS
 
 RANDOM_INIT = "random-init"
 NULL = "null"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-SETTINGS = tuple(row.flag for row in OF_HEADS if row.argument in DECIDED)
+SETTINGS = tuple(row.flag for row in OF_HEADS if row.argument in HEAD_ARGUMENTS)
 """Flags that a variant may set. The kind of attention is the recipe's."""
 
 

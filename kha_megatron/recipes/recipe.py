@@ -13,7 +13,7 @@ from kha_megatron.model.run import Run
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 """Names of the directories that a run writes in its output directory."""
 
-DECIDED = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
+HEAD_ARGUMENTS = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
 """Arguments that select head mechanisms and their initial values."""
 
 
@@ -41,10 +41,10 @@ class Recipe:
         """Return the recipe with other values; see :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
 
-    def having(self, kha: KHAConfig) -> Self:
+    def with_heads(self, kha: KHAConfig) -> Self:
         """Return the recipe with other mechanisms and the same kind of attention."""
         options = kha.to_options()
-        return self.updated(**{name: options[name.removeprefix("kha_")] for name in DECIDED})
+        return self.updated(**{name: options[name.removeprefix("kha_")] for name in HEAD_ARGUMENTS})
 
     def run_for(
         self,

@@ -62,7 +62,7 @@ def _check(output, stdout, presets, mechanisms):
     bias = [size for name, size in sizes.items() if name.endswith("e_score_correction_bias")]
     assert bias == [4, 4]  # a buffer, no parameter
     assert summary["parameters"] == sum(sizes.values()) - sum(bias)
-    run = get_recipe("quickstart").having(KHAConfig.from_presets(presets)).run_for(SMALL)
+    run = get_recipe("quickstart").with_heads(KHAConfig.from_presets(presets)).run_for(SMALL)
     assert summary["parameters"] == count(run.model, run.kha).total
     for picture in summary["files"]["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

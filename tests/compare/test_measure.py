@@ -10,7 +10,7 @@ def test_costs_differ_by_the_matrices_and_follow_the_overrides():
     """4 layers of D = 32 with 4 query and 2 key/value heads."""
     recipe = get_recipe("quickstart")
     variants = {v.name: v for v in parse_variants(",".join(PRESETS))}
-    found = {name: cost(recipe.having(v.kha).run, 512) for name, v in variants.items()}
+    found = {name: cost(recipe.with_heads(v.kha).run, 512) for name, v in variants.items()}
     base = found["baseline"]
     assert (base["kha"], base["kha_flops"]) == (0, 0)
     for name, matrices, heads in (
@@ -25,14 +25,14 @@ def test_costs_differ_by_the_matrices_and_follow_the_overrides():
         assert own["total"] - base["total"] == own["active"] - base["active"] == own["kha"]
         assert own["kha_flops"] == 3 * 4 * matrices * heads * 2 * 32**2, name
         assert own["flops"] - base["flops"] == own["kha_flops"]
-    run = recipe.having(variants["kha_mlp"].kha).run_for(["--num-layers", "2"])
+    run = recipe.with_heads(variants["kha_mlp"].kha).run_for(["--num-layers", "2"])
     assert cost(run, 512)["kha"] == 2 * 3 * 32**2
 
 
 def test_costs_list_unfused_variants_and_the_savings_of_skipped_heads():
     recipe = get_recipe("quickstart")
     text = "baseline,gate_output,moh_75,talking,collaborative,kha_mlp+talking"
-    found = {v.name: cost(recipe.having(v.kha).run, 512) for v in parse_variants(text)}
+    found = {v.name: cost(recipe.with_heads(v.kha).run, 512) for v in parse_variants(text)}
     assert [name for name, own in found.items() if own["unfused"]] == ["talking", "kha_mlp+talking"]
     assert [name for name, own in found.items() if own["spared_flops"]] == ["moh_75"]
     # by hand: 1 of 4 heads of 32 is off in 4 layers; 256 tokens, hidden 128

@@ -47,4 +47,4 @@ def test_bad_variants_are_refused(text, match):
 
 def test_a_variant_replaces_the_mechanisms_of_the_recipe():
     for variant in parse_variants("baseline,kha_mlp,random-init,kha_linear+gate_value"):
-        assert get_recipe("gated/15b-key").having(variant.kha).run.kha == variant.kha
+        assert get_recipe("gated/15b-key").with_heads(variant.kha).run.kha == variant.kha
