@@ -67,11 +67,15 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
         ([*LAUNCH, "--data", "/no/such"], DataError, "/no/such/corpus.bin"),
         ([*LAUNCH, "--", "--train-iters", "abc"], ConfigError, "got abc"),
         ([*LAUNCH, "stray"], ConfigError, "got 'stray'"),
-        ([*HEADS, "moh.shared=4", "--heads", "moh.active=1"], ConfigError, "shares 4 of 4 heads"),
-        ([*HEADS, "gate.key=head"], ConfigError, "before QK-norm"),
-        ([*HEADS, "gate.output=head", "--flash-decode"], ConfigError, "remove --flash-decode"),
-        ([*HEADS, "talking.max_tokens=255"], ConfigError, "256 tokens, more than"),
-        ([*HEADS, "collaborative.dim=30"], ConfigError, "turns 32 features"),
+        (
+            [*HEADS, "moh.shared=4", "--heads", "moh.active=1"],
+            ConfigError,
+            "shared heads of 4, got 4",
+        ),
+        ([*HEADS, "gate.key=head"], ConfigError, "with QK-norm"),
+        ([*HEADS, "gate.output=head", "--flash-decode"], ConfigError, "Remove --flash-decode"),
+        ([*HEADS, "talking.max_tokens=255"], ConfigError, "max_tokens=255 tokens, got 256"),
+        ([*HEADS, "collaborative.dim=30"], ConfigError, "at least 32, the rotary"),
     ],
 )
 def test_bad_input_is_refused(words, error, match, tmp_path, monkeypatch):
