@@ -105,24 +105,12 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
         """Return this rank's query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``."""
-        query, tied, rotary = self.project(hidden_states)
-        query = self._normed(self.q_layernorm, query)
-        return self._copy_views(query, self.keys(tied, rotary), tied)
-
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return knocked queries, knocked tied states and the rotary half of the keys.
-
-        Their shapes are ``[s, b, heads, D]``, ``[s, b, groups, D]`` and ``[s, b, 1, D / 2]``. Norm
-        and rotary embedding are not applied. A cache holds the last two.
-        """
         parts = self._project(hidden_states)
-        return parts["query"], parts["value"], self.linear_k_rope(hidden_states)
-
-    def keys(self, tied: Tensor, rotary: Tensor) -> Tensor:
-        """Return keys ``[s, b, groups, D]`` before the rotary embedding, from cached tensors."""
-        half = rotary.shape[-1]
-        key = torch.cat([rotary.expand(-1, -1, tied.shape[2], -1), tied[..., :half]], dim=-1)
-        return self._normed(self.k_layernorm, key)
+        tied, rotary = parts["value"], self.linear_k_rope(hidden_states)
+        rotary = rotary.expand(-1, -1, tied.shape[2], -1)
+        key = torch.cat([rotary, tied[..., : rotary.shape[-1]]], dim=-1)
+        query = self._normed(self.q_layernorm, parts["query"])
+        return self._copy_views(query, self._normed(self.k_layernorm, key), tied)
 
 
 def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:

@@ -1,7 +1,5 @@
 """Balancing by a bias: fixed points, convergence, and the same bits under every layout."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -36,28 +34,6 @@ def test_the_rms_form_is_sus_in_float64():
     assert step_of_bias(near, "sign")[2] == -1
 
 
-def choose(scores, bias, k):
-    """``[T, E]`` counts of one batch, as Megatron's router chooses."""
-    chosen = (scores + bias).topk(k, dim=-1).indices
-    return torch.zeros_like(scores).scatter_(1, chosen, 1.0).sum(dim=0)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_skewed_router_becomes_balanced(update):
-    """Sigmoid scores of 1,024 tokens for 16 experts, two of which nearly all would choose."""
-    generator = torch.Generator().manual_seed(3)
-    tilt = torch.linspace(-2, 2, 16)
-    bias = torch.zeros(16)
-    history = []
-    for _ in range(400):
-        scores = torch.sigmoid(torch.randn(1024, 16, generator=generator) + tilt)
-        loads = choose(scores, bias, 2)
-        bias = bias + 2e-3 * step_of_bias(loads, update)
-        history.append(violation(loads).item())
-    assert history[0] > 2
-    assert max(history[-50:]) < 0.4  # the noise of 128 tokens an expert, some 3 / sqrt(128)
-
-
 SKEWED = {
     "num_moe_experts": 6,
     "moe_router_topk": 2,
@@ -70,7 +46,7 @@ SKEWED = {
     "moe_token_dispatcher_type": "alltoall",
     "expert_tensor_parallel_size": 1,
 }
-SEQUENCES, STEPS = 4, 15
+SEQUENCES, STEPS = 4, 12
 
 
 def biases(layout, update, sequence_parallel=False):
@@ -118,26 +94,23 @@ def biases(layout, update, sequence_parallel=False):
 
 LAYOUTS = {
     "tp2": ({"tensor_model_parallel_size": 2}, 2),
-    "dp2": ({}, 2),
     "cp2": ({"context_parallel_size": 2}, 2),
     "ep2": ({"expert_model_parallel_size": 2}, 2),
     "tp2-dp2-ep2": ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, 4),
-    "tp2-cp2": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, 4),
-    "cp2-dp2": ({"context_parallel_size": 2}, 4),
 }
 _ALONE = {}
 
 
-QUICK = [("tp2", "rms"), ("ep2", "rms"), ("cp2", "sign")]
-"""Every parallelism once on two ranks, and both forms."""
-REST = [pair for pair in product(LAYOUTS, UPDATES) if pair not in QUICK]
-
-
 @pytest.mark.parametrize(
-    ("name", "update"), [*QUICK, *(pytest.param(*p, marks=pytest.mark.whole) for p in REST)]
+    ("name", "update"),
+    [
+        ("tp2", "rms"),
+        ("cp2", "rms"),
+        pytest.param("ep2", "sign", marks=pytest.mark.whole),
+        pytest.param("tp2-dp2-ep2", "rms", marks=pytest.mark.whole),
+    ],
 )
-def test_every_layout_moves_every_bias_by_the_same_bits(name, update, ranks):
-    """Against one process with four microbatches; on every rank, in every step."""
+def test_every_layout_moves_biases_by_the_same_bits(name, update, ranks):
     if update not in _ALONE:
         (_ALONE[update],) = ranks(biases, 1, {}, update)
     layers, loads, expected = _ALONE[update]

@@ -10,12 +10,12 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import CollaborativeHeads, Gate, HeadFacts, HeadSizes, TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
 from kha_megatron.heads.collaborative import fold_mixing
 from kha_megatron.heads.initial import initial_weight
 from tests import oracle
 from tests.mcore import sharded_layer
-from tests.mcore.test_talking import ALL, SOME, replaced
+from tests.mcore.test_talking import ALL, SOME, refusal, replaced
 
 TOLERANCE = 1e-6
 DIM, HEAD_DIM = 10, 8
@@ -75,10 +75,6 @@ def test_equals_the_oracle_on_ranks(ranks, tp, sp, groups):
     assert not wrong(ranks, kha_of(), tp, sp, groups)
 
 
-def test_they_may_talk(ranks):
-    assert not wrong(ranks, kha_of(talking=TalkingHeads()), 2, True, 1)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_decodes_with_megatrons_static_cache(ranks, tp):
     """Talking too, where one query token is turned over two ranks."""
@@ -127,15 +123,6 @@ def test_each_head_begins_with_features_of_its_own(heads, dim):
     torch.testing.assert_close(weight.square().mean(1), torch.ones(heads))
 
 
-def refusal(kha, overrides):
-    """What a layer says of its configuration."""
-    try:
-        sharded_layer.on_rank(kha, 1, False, 7, {"kv_channels": HEAD_DIM} | overrides)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize(
     ("dim", "overrides", "words"),
     [
@@ -147,24 +134,7 @@ def refusal(kha, overrides):
 )
 def test_a_layer_refuses(ranks, dim, overrides, words):
     kha = KHAConfig(collaborative=CollaborativeHeads(dim=dim))
-    assert re.search(words, ranks(refusal, 1, kha, overrides)[0])
-
-
-def test_a_rotary_embedding_wider_than_the_shared_key_is_refused():
-    kha = KHAConfig(collaborative=CollaborativeHeads(dim=6))
-    with pytest.raises(ConfigError, match=r"dim of at least 8, .*got 6"):
-        kha.check(HeadFacts(rotary_features=8))
-
-
-def test_keys_too_wide_for_fused_kernels_are_refused_where_there_are_no_others():
-    wide = KHAConfig(collaborative=CollaborativeHeads(dim=512))
-    wide.check(HeadFacts())
-    with pytest.raises(
-        ConfigError, match=r"at most 256 features .*dim=512.*--attention-backend unfused"
-    ):
-        wide.check(HeadFacts(fused_attention=True))
-    assert "512 features wide" in wide.collaborative.unfused_reason(SIZES)
-    assert CollaborativeHeads().unfused_reason(SIZES) is None
+    assert re.search(words, ranks(refusal, 1, kha, {"kv_channels": HEAD_DIM} | overrides, 7)[0])
 
 
 @pytest.mark.parametrize(
@@ -186,6 +156,3 @@ def test_what_acts_on_queries_and_keys_of_other_widths_is_refused(settings, word
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match="collaborative"):
         CollaborativeHeads(**settings)
-
-
-SIZES = HeadSizes(query_heads=8, kv_heads=2, head_dim=16, hidden_size=64)

@@ -1,8 +1,4 @@
-"""The core attention that gathers keys and values, against Megatron's own on the whole sequence.
-
-The whole model is compared in ``tests/distributed/test_parallelism.py``; here are the mask that a
-data loader gives, and what is refused.
-"""
+"""The core attention that gathers keys and values uses the mask of a data loader."""
 
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ from tests.versions import on_this_cp_rank
 SEQUENCE = 12
 
 
-def attended(cp, window=None):
+def attended(cp):
     """Outputs ``[s / cp, b, h]`` of this rank, with a mask of two documents, and their places."""
     import torch
     from megatron.core import parallel_state
@@ -23,7 +19,7 @@ def attended(cp, window=None):
     from tests.distributed import models
 
     models.initialize(context_parallel_size=cp)
-    config = models.transformer_config(context_parallel_size=cp, window_size=window)
+    config = models.transformer_config(context_parallel_size=cp)
     attention = GatheredDotProductAttention(
         config,
         1,
@@ -50,7 +46,7 @@ def attended(cp, window=None):
     return output.numpy(), batch["places"][0].numpy()
 
 
-@pytest.mark.parametrize("cp", [2, 3])
+@pytest.mark.parametrize("cp", [2, pytest.param(3, marks=pytest.mark.whole)])
 def test_takes_the_mask_of_its_own_queries(ranks, cp):
     ((whole, _),) = ranks(attended, 1, 1)
     got = np.full_like(whole, np.nan)
@@ -58,17 +54,3 @@ def test_takes_the_mask_of_its_own_queries(ranks, cp):
         got[places] = output
     # the same sums in another order of the matrix product
     np.testing.assert_allclose(got, whole, atol=1e-6)
-
-
-def refusal():
-    from kha_megatron.errors import ConfigError
-
-    try:
-        attended(2, window=(4, 0))
-    except ConfigError as error:
-        return str(error)
-
-
-def test_sliding_windows_are_refused(ranks):
-    for message in ranks(refusal, 2):
-        assert message.startswith("window_size=(4, 0) with context_parallel_size=2 needs")

@@ -53,32 +53,6 @@ def test_every_way_to_name_a_cuda_device_lands_on_the_cpu(ranks):
     ranks(_every_way_to_name_the_device, 1)
 
 
-def _device_in_backward():
-    import torch
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            two = torch.full((1,), 2.0, device=torch.cuda.current_device())
-            return grad.cuda() * two + torch.zeros(1, device="cuda:0")
-
-    x = torch.ones(3, requires_grad=True)
-    Doubled.apply(x).sum().backward()
-    y = torch.ones(3, requires_grad=True)
-    (other,) = torch.autograd.grad(Doubled.apply(y).sum(), y)
-    # a device named after the engine has returned is still caught
-    assert torch.empty(1, device="cuda").device.type == "cpu"
-    return x.grad.tolist(), other.tolist()
-
-
-def test_a_device_named_in_backward_lands_on_the_cpu(ranks):
-    assert ranks(_device_in_backward, 1) == [([2.0] * 3, [2.0] * 3)]
-
-
 def _random_fork():
     import torch
     from megatron.core import parallel_state, tensor_parallel

@@ -12,29 +12,6 @@ from tests.mcore.test_family import GLA, GTA, MLA
 EVERYWHERE = Gate(output="head", value="element", key="shared", query="element", dense="element")
 
 
-def kept_of_tied_heads(kha):
-    """Features a token from which alone keys and values are rebuilt."""
-    from tests.distributed import models
-    from tests.mcore import family
-
-    models.initialize()
-    layer = family.attention_layer(family.config_of(kha, False), kha)
-    hidden, _ = family.inputs()
-    _, tied, rotary = layer.project(hidden)
-    _, key, value = layer.get_query_key_value_tensors(hidden)
-    kept = torch.cat([tied.flatten(2), rotary.flatten(2)], dim=-1).detach().clone()
-    tied, rotary = kept.split([tied[0, 0].numel(), rotary[0, 0].numel()], dim=-1)
-    tied, rotary = tied.unflatten(-1, (family.GROUPS, -1)), rotary.unsqueeze(2)
-    assert torch.equal(value, tied)
-    assert torch.equal(key, layer.keys(tied, rotary))
-    return kept.shape[-1]
-
-
-def test_a_cache_of_tied_heads_has_the_papers_size(ranks):
-    """Table 3: ``G D + D / 2`` (512 + 64 there)."""
-    assert ranks(kept_of_tied_heads, 1, GTA[-1]) == [3 * 12 + 6]
-
-
 def decoded(kha, latent):
     """An attention's outputs for the whole sequence at once, and token by token from a cache."""
     from megatron.core.inference.contexts import StaticInferenceContext
@@ -114,7 +91,6 @@ def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
 
 REFUSED = [
     (KHAConfig(value="gate"), True, {}, ["value=gate", "linear"]),
-    (GLA[1], True, {"tensor_model_parallel_size": 2}, ["3 latent heads", "[1, 3, 6]"]),
     (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "Remove"]),
     (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "Use RMSNorm"]),
     (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "Remove"]),

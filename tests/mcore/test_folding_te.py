@@ -79,24 +79,6 @@ def test_folded_equals_direct(ranks_with_engine, plain, bias):
     assert max(found.values()) < 1e-5, found
 
 
-def fused_gradients():
-    """Whether the layers accumulate into ``main_grad``: the projection, and the one after it."""
-    from tests.distributed import models
-
-    models.initialize()
-    answers = {}
-    for fold in ("auto", "never"):
-        built = layer(fold, False, {"gradient_accumulation_fusion": True})
-        linears = built.linear_qkv, built.linear_proj
-        answers[fold] = [linear.fuse_wgrad_accumulation for linear in linears]
-    return answers
-
-
-def test_fused_gradient_accumulation_is_off_where_the_weight_is_folded(ranks_with_engine):
-    answers = ranks_with_engine(fused_gradients, 1)[0]
-    assert answers == {"auto": [False, True], "never": [True, True]}
-
-
 def model(fold, **options):
     from tests.distributed.models import initialize
     from tests.gpu import models

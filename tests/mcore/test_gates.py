@@ -187,7 +187,7 @@ def normed_and_not(khas):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_gates_at_every_position_are_the_oracles(ranks, granularity):
+def test_gates_at_every_position_equal_the_oracle(ranks, granularity):
     places = [place for place in PLACES if place[1] == granularity or place[0] == "dense"]
     for normed, khas in normed_and_not(in_every_form(places)):
         found = ranks(passes, 1, khas, qk_layernorm=normed)
@@ -195,10 +195,19 @@ def test_gates_at_every_position_are_the_oracles(ranks, granularity):
             assert not wrong(kha, one), kha
 
 
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_knocking_heads_without_gates_equal_the_oracle(ranks, qk_norm):
+    khas = [KHAConfig(query="linear", key="gate", value="mlp"), KHAConfig()]
+    for kha, one in zip(
+        khas, whole(ranks(passes, 1, khas, qk_layernorm=qk_norm), False), strict=True
+    ):
+        assert not wrong(kha, one), kha
+
+
 @pytest.mark.parametrize(
     ("size", "sp"), [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.whole)]
 )
-def test_together_and_beside_knocking_heads_on_any_number_of_ranks(ranks, size, sp):
+def test_gates_and_knocking_heads_on_ranks_equal_the_oracle(ranks, size, sp):
     """Four ranks share two key/value heads."""
     found = ranks(passes, size, ON_RANKS, size, sp)
     for kha, one in zip(ON_RANKS, whole(found, sp), strict=True):
@@ -242,7 +251,7 @@ def trained_a_step(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_megatrons_own_output_gate_is_the_same_model(ranks, dtype):
+def test_output_gate_equals_megatrons_bit_for_bit(ranks, dtype):
     """Bit for bit, from the start that both draw, whichever name it was asked for by."""
     stock, *others = ranks(trained_a_step, 1, dtype)[0]
     for other in others:
@@ -261,7 +270,7 @@ def built(kha, size, overrides):
 
 
 @pytest.mark.parametrize(("size", "groups"), [(1, 3), (3, 3), (2, 1)])
-def test_rows_that_fill_a_group_up_start_at_zero_and_no_others(ranks, size, groups):
+def test_only_padding_rows_start_at_zero(ranks, size, groups):
     """Nothing reads them, so they stay there, and an exported model comes back as it was."""
     kha = KHAConfig(gate=Gate(output="head", value="head"))
     found = ranks(built, size, kha, size, {"num_query_groups": groups})
@@ -274,7 +283,7 @@ def test_rows_that_fill_a_group_up_start_at_zero_and_no_others(ranks, size, grou
     assert zero.sum() == groups * (layout.padding.stop - layout.padding.start)
 
 
-def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
+def test_folding_needs_gates_with_rows_of_whole_heads(ranks):
     knock = KHAConfig(query="linear")
     obstacles = [
         ranks(built, 1, replace(knock, gate=gate), 1, {})[0][1]
@@ -306,22 +315,9 @@ def test_matrices_fold_beside_gates_of_whole_heads_only(ranks):
             {"multi_latent_attention": True},
             ["Multi-latent attention supports only gate.output"],
         ),
-        (
-            KHAConfig(gate=Gate(output="head")),
-            {
-                "fp8": "hybrid",
-                "kv_channels": 16,
-                "num_query_groups": 1,
-                "num_attention_heads": 2,
-                "tensor_model_parallel_size": 2,
-                "hidden_size": 32,
-                "ffn_hidden_size": 64,
-            },
-            ["QKV projection, 80", "2 tensor-parallel ranks", "16", "bf16"],
-        ),
     ],
 )
-def test_refuses_what_it_cannot_honour(ranks, kha, overrides, words):
+def test_unsupported_options_raise(ranks, kha, overrides, words):
     message = ranks(refused, 1, kha, overrides)[0]
     assert message is not None
     assert "\n" not in message

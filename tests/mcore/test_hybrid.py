@@ -174,22 +174,6 @@ def test_two_pipeline_stages_of_unequal_length(ranks):
     assert error < TOLERANCE
 
 
-def named_stack(preset):
-    from megatron.core.transformer.spec_utils import import_module
-
-    from tests.distributed import models
-
-    models.initialize()
-    spec = import_module(("kha_megatron.mcore.specs", f"{preset}_hybrid"))
-    model = hybrid_model(models, models.transformer_config(num_layers=2), spec, "*-")
-    return model.decoder.layers[0].self_attention.kha
-
-
-@pytest.mark.parametrize("preset", ["kha_linear", "baseline"])
-def test_a_named_stack_builds_its_preset(ranks, preset):
-    assert ranks(named_stack, 1, preset)[0] == KHAConfig.from_preset(preset)
-
-
 def refuse_stacks():
     from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models

@@ -56,36 +56,28 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
-def spec_of_layers_that_no_scale_reaches():
+def refusal(name, value, kha):
     from kha_megatron.errors import ConfigError
     from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 
     models.initialize()
     config = models.transformer_config()
-    config.heterogeneous_block_specs = True
-    with pytest.raises(ConfigError, match=r"loss scale .*Use moh.balance=0"):
-        kha_layer_spec(config, KHAConfig.from_preset("moh_50"))
+    setattr(config, name, value)
+    with pytest.raises(ConfigError) as caught:
+        kha_layer_spec(config, kha)
+    return str(caught.value)
 
 
-def test_refuses_a_loss_in_layers_with_configurations_of_their_own(ranks):
-    ranks(spec_of_layers_that_no_scale_reaches, 1)
-
-
-def spec_of_other_layers():
-    from kha_megatron.errors import ConfigError
-    from kha_megatron.mcore.specs import kha_layer_spec
-    from tests.distributed import models
-
-    models.initialize()
-    config = models.transformer_config()
-    config.transformer_impl = "inference_optimized"  # which would have got local layers
-    with pytest.raises(ConfigError, match=r"=inference_optimized is not supported"):
-        kha_layer_spec(config, KHAConfig(value="mlp"))
-
-
-def test_refuses_layers_that_it_does_not_know(ranks):
-    ranks(spec_of_other_layers, 1)
+@pytest.mark.parametrize(
+    ("name", "value", "preset", "words"),
+    [
+        ("heterogeneous_block_specs", True, "moh_50", "Use moh.balance=0"),
+        ("transformer_impl", "inference_optimized", "kha_mlp", "is not supported with KHA"),
+    ],
+)
+def test_unsupported_layers_raise(ranks, name, value, preset, words):
+    assert words in ranks(refusal, 1, name, value, KHAConfig.from_preset(preset))[0]
 
 
 def transformer_engine_model(moe, named):
@@ -200,22 +192,3 @@ def test_transformer_engine_gta_constructs(ranks_with_engine):
     assert stored["self_attention.linear_qkv.weight"] == ((8 + 4) * 16, 64)
     assert stored["self_attention.linear_k_rope.weight"] == (8, 64)
     assert stored["self_attention.knock_value.weight"] == (3, 16, 16)
-
-
-def local_gta():
-    from tests.distributed import models
-
-    models.initialize()
-    model = models.gpt_model(
-        models.transformer_config(kv_channels=8), KHAConfig(attention="gta", value="mlp")
-    )
-    return sorted(t.key for t in model.sharded_state_dict().values() if ".self_" in t.key)
-
-
-def test_gta_is_stored_by_the_same_names_without_transformer_engine(ranks):
-    names = ranks(local_gta, 1)[0]
-    at = "decoder.layers.self_attention."
-    weights = ["knock_value", "linear_k_rope", "linear_proj", "linear_qkv"]
-    norms = ["k_layernorm", "q_layernorm"]
-    assert set(names) >= {f"{at}{name}.weight" for name in weights + norms}
-    assert f"{at}linear_qkv.layer_norm_weight" not in names

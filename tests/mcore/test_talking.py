@@ -11,7 +11,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadSizes, TalkingHeads
+from kha_megatron.heads import HeadFacts, TalkingHeads
 from tests import oracle
 from tests.mcore import sharded_layer
 from tests.mcore.test_attention import identity_outputs
@@ -242,10 +242,3 @@ def test_longer_sequences_are_refused_before_anything_is_built():
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match="talking"):
         TalkingHeads(**settings)
-
-
-def test_counts():
-    sizes = HeadSizes(query_heads=8, kv_heads=2, head_dim=16, hidden_size=64)
-    assert BOTH.parameters(sizes) == BOTH.parameters(sizes, tp=4) == 2 * 8 * 8
-    assert TalkingHeads().pair_flops(sizes) == 4 * 8 * 8
-    assert TalkingHeads(post=False).pair_flops(sizes) == 2 * 8 * 8
