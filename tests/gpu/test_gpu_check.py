@@ -73,7 +73,7 @@ def test_skips():
 """
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_failures_details_and_skips_are_reported(tmp_path, monkeypatch, hangs):
     file = tmp_path / "test_it.py"
     file.write_text(SUITE + "\ndef test_hangs():\n    time.sleep(3000)\n" * hangs)

@@ -195,25 +195,18 @@ def curve(end, first=8.3):
     return [first + (end - first) * min(1.0, i / 100) for i in range(STEPS)]
 
 
-def test_judges_a_curve_by_its_bounds():
-    case = BY_NAME["dense-fp8-tensorwise"]
-    near, far = case.bound.end * 0.9, case.bound.end * 1.1
-    good = curve(4.0)
-    assert faults(case, good, good, STEPS) == []
-    assert faults(case, curve(4.0 + near), good, STEPS) == []
-    (fault,) = faults(case, curve(4.0 + far), good, STEPS)
-    assert fault.startswith("the last loss")
-    (fault,) = faults(case, curve(4.0, first=8.5), good, STEPS)
-    assert fault.startswith("the first loss")
-
-
-def test_judges_a_run_by_itself():
-    case = BY_NAME["dense-bf16"]
-    assert faults(case, curve(8.2), None, STEPS)[0].startswith("it did not learn")
-    assert faults(case, curve(4.0)[:-1], None, STEPS) == [f"{STEPS - 1} losses of {STEPS}"]
-    broken = curve(4.0)
-    broken[7] = math.nan
-    assert faults(case, broken, None, STEPS) == ["the loss is not finite at step 8"]
+def test_bounds_detect_wrong_losses():
+    alone, case = BY_NAME["dense-bf16"], BY_NAME["dense-fp8-tensorwise"]
+    good, bound = curve(4.0), case.bound.end
+    assert faults(case, curve(4.0 + 0.9 * bound), good, STEPS) == []
+    for losses, other, reference, message in (
+        (curve(4.0 + 1.1 * bound), case, good, "the last loss"),
+        (curve(4.0, first=8.5), case, good, "the first loss"),
+        (curve(8.2), alone, None, "it did not learn"),
+        (good[:-1], alone, None, f"{STEPS - 1} losses of {STEPS}"),
+        ([*good[:7], math.nan, *good[8:]], alone, None, "the loss is not finite at step 8"),
+    ):
+        assert faults(other, losses, reference, STEPS)[0].startswith(message)
 
 
 def test_references_come_before_their_cases():

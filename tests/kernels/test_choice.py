@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ HOPPER = (CUDA, torch.bfloat16, torch.bfloat16, 128)
 def fresh(monkeypatch):
     monkeypatch.delenv("KHA_KERNELS", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     refusals = fused._reason
     announcements.forget()
     refusals.cache_clear()
@@ -69,40 +69,25 @@ def test_refuses_what_it_cannot_do(monkeypatch, choice, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "capability", "triton", "reason"),
     [
-        ({}, None),
-        ({2: torch.float32}, "activations in torch.bfloat16 with matrices in torch.float32"),
-        ({1: torch.float64, 2: torch.float64}, "activations in torch.float64"),
-        ({3: 80}, r"head dims \(64, 96, .*, got 80"),
-        ({0: torch.device("meta")}, "the tensors are on meta"),
+        ({}, (9, 0), "3.5.0", None),
+        ({}, (9, 0), "4", None),
+        ({2: torch.float32}, (9, 0), "4", "torch.bfloat16 with matrices in torch.float32"),
+        ({1: torch.float64, 2: torch.float64}, (9, 0), "4", "activations in torch.float64"),
+        ({3: 80}, (9, 0), "4", r"head dims \(64, 96, .*, got 80"),
+        ({0: torch.device("meta")}, (9, 0), "4", "the tensors are on meta"),
+        ({}, (8, 0), "4", "the kernels support GPUs of sm_90, got sm_80"),
+        ({}, (9, 0), "3.4.0+git1a2b", r"need Triton 3.5 .* or newer, got 3.4.0\+git1a2b"),
+        ({}, (9, 0), None, r"Triton cannot be imported \(ModuleNotFoundError: "),
     ],
 )
-def test_reasons_against_the_kernels(change, reason, monkeypatch):
-    monkeypatch.setattr(fused, "triton_reason", lambda: None)
+def test_unsupported_tensors_and_machines(change, capability, triton, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    module = triton and SimpleNamespace(__version__=triton)
+    monkeypatch.setitem(sys.modules, "triton", module)
     found = fused._reason(*(change.get(i, word) for i, word in enumerate(HOPPER)))
     assert found == reason if reason is None else re.search(reason, found)
-
-
-def test_architectures_without_tilings_use_torch(monkeypatch):
-    monkeypatch.setattr(fused, "triton_reason", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert fused._reason(*HOPPER) == "the kernels support GPUs of sm_90, got sm_80"
-
-
-@pytest.mark.parametrize(
-    ("release", "is_old"),
-    [("3.3.1", True), ("3.4.0+git1a2b", True), ("3.5.0", False), ("4", False)],
-)
-def test_an_old_triton_is_not_used(monkeypatch, release, is_old):
-    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", release)
-    why = f"the kernels need Triton 3.5 (torch 2.9) or newer, got {release}"
-    assert fused._reason(*HOPPER) == (why if is_old else None)
-
-
-def test_a_triton_that_cannot_be_imported_is_not_used(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert fused._reason(*HOPPER).startswith("Triton cannot be imported (ModuleNotFoundError: ")
 
 
 def test_autocast_and_wrapper_tensors_use_torch(monkeypatch):

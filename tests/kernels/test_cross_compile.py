@@ -66,15 +66,6 @@ def test_too_much_shared_memory_is_found():
     assert "shared memory" in complaints(launch, report._replace(shared=227 * 1024 + 1))[0]
 
 
-def test_programs_that_fit_on_a_multiprocessor():
-    report = Report(registers=96, spilled=0, shared=8 * 1024, threads=128, instructions={})
-    assert report.programs == 5
-    assert report._replace(registers=97).programs == 4  # registers are allocated in eights
-    assert report._replace(registers=255, threads=256).programs == 1
-    assert report._replace(shared=113 * 1024).programs == 2
-    assert report._replace(registers=16).programs == 16  # limited by threads
-
-
 @pytest.mark.parametrize("variant", MATRICES)
 def test_the_roofline_counts_what_torch_counts(variant):
     heads = roofline.Heads(tokens=7, groups=3, dim=64)
