@@ -63,7 +63,7 @@ DEFAULT_SAMPLE_BYTES = 64 << 20
 DEFAULT_MAX_FILE_BYTES = 1 << 20
 """Longest document. Tokenizing takes about 150 bytes of memory per byte of text and worker."""
 END_OF_DOCUMENT = "<|endoftext|>"
-_AGAIN = "Make the directory with `kha-megatron data prepare`."
+_AGAIN = "Make it with `kha-megatron data prepare`."
 
 _EXAMPLES = 5  # paths that a report names for each reason
 _BYTES_PER_TOKEN = 64  # read by read_beginning
@@ -131,11 +131,7 @@ class DataReport:
 
 
 def verify(folder: Path) -> DataReport:
-    """Open a prepared directory as training does and compare it with its report.
-
-    Raises:
-        DataError: A file is missing or damaged, or differs from ``data.json``.
-    """
+    """Open a prepared directory as training does. Raise DataError if it differs from its report."""
     report, name = DataReport.read(folder), printable(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     datasets = indexed_dataset_module()
@@ -188,7 +184,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return one more than the largest id, or the number of tokens if that is larger."""
+    """Return one more than the largest id, and at least the number of tokens."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
@@ -398,11 +394,7 @@ def select_text_files(
 ) -> list[TextFile]:
     """Return the files that are UTF-8 text, in the given order, and add the others to ``skipped``.
 
-    Args:
-        sizes: Size in bytes of each file.
-        limit: As in :func:`read_pieces`.
-        skipped: Receives the other files.
-        advance: Called with the size of each file after it was read.
+    Call ``advance`` with the size of each file after reading it.
     """
     files = []
     for path, seen_size in sizes.items():
@@ -604,15 +596,11 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         for prefix in _prefixes(words):
             if "://" in prefix:  # in an object store
                 continue
-            for file in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
-                if not (file.is_file() and file.stat().st_size):
-                    problem = "is empty" if file.is_file() else "does not exist"
-                    raise DataError(
-                        f"{flag} {prefix}: {file} {problem}. Make it with `kha-megatron data "
-                        "prepare`."
-                    )
+            if not Path(f"{prefix}.bin").is_file():
+                raise DataError(f"{flag} {prefix}: {prefix}.bin does not exist. {_AGAIN}")
+            documents = count_documents(prefix)
             if flag == "--data-path":
-                check_split(arguments.get("split") or USUAL[0], count_documents(prefix), prefix)
+                check_split(arguments.get("split") or USUAL[0], documents, prefix)
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
@@ -637,18 +625,13 @@ def count_documents(prefix: str | Path) -> int:
         with open(f"{prefix}.idx", "rb") as stream:
             return _HEADER.unpack(stream.read(_HEADER.size))[3]
     except (OSError, struct.error) as error:
-        raise DataError(
-            f"{prefix}.idx cannot be read as an index ({error}). Make it with "
-            "`kha-megatron data prepare`."
-        ) from error
+        raise DataError(f"{prefix}.idx cannot be read as an index ({error}). {_AGAIN}") from error
 
 
 def documents_of(split: str, documents: int) -> list[int | None]:
-    """Return the number of documents of each of :data:`PARTS`; None for a part of share 0.
+    """Return how many of ``documents`` each of :data:`PARTS` gets; None for a part of share 0.
 
-    Args:
-        split: One to three shares such as ``969,30,1``, of any sum.
-        documents: Number of documents in the dataset.
+    ``split`` has one to three shares, such as ``969,30,1``.
     """
     shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
     if not 0 < len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
@@ -662,13 +645,7 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
 
 def check_split(split: str, documents: int, name: str) -> None:
-    """Raise DataError if a split leaves a part without documents, with which Megatron would hang.
-
-    Args:
-        split: Shares such as ``969,30,1``.
-        documents: Number of documents in the dataset.
-        name: Name of the dataset in the message.
-    """
+    """Raise DataError if ``split`` leaves a part of the dataset ``name`` without documents."""
     found = documents_of(split, documents)
     if empty := [part for part, count in zip(PARTS, found, strict=True) if count == 0]:
         # one document for every part that had none, from the largest part

@@ -91,7 +91,7 @@ def test_missing_data_is_refused(data, tmp_path):
     refused(DataError, r"other\.bin", blend, data=data)
     prepare(QUICKSTART, data=data, overrides=["--data-path", good, good])
     (data / "corpus.idx").unlink()
-    refused(DataError, r"corpus\.idx does not exist", data=data)
+    refused(DataError, r"corpus\.idx cannot be read", data=data)
 
 
 @pytest.fixture
