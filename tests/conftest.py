@@ -16,6 +16,7 @@ from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noq
 from tests.distributed.launcher import RankPool
 from tests.interpreting import interpret
 from tests.tables import SECTIONS, TABLES, Tables
+from tests.test_fast import mark_fast
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 torch.set_num_threads(1)  # as in ranks; more would only wait for one another
@@ -33,11 +34,13 @@ def pytest_configure(config):
         config.pluginmanager.register(Tables(config))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("whole")]
     if left_out and not config.getoption("--whole"):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    mark_fast(config, items)
 
 
 @pytest.fixture(autouse=True)
