@@ -134,13 +134,9 @@ class Model:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None) -> Self | None:
-        """Return the model of Megatron's arguments; None if they do not define its sizes.
+        """Return the model of Megatron's arguments, by name; None if they do not define its sizes.
 
         The depth and dense width of a hybrid model, which follow from its pattern, are None.
-
-        Args:
-            arguments: by name, from a command line, a parser or a checkpoint.
-            kha: the head mechanisms, if known.
 
         Raises:
             ConfigError: a value cannot be parsed.
@@ -171,8 +167,8 @@ class Model:
     def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
         """Return the model of a ``TransformerConfig``, without its vocabulary.
 
-        The depth and dense width of a hybrid model are None, and so is the depth under a custom
-        pipeline layout, which Megatron has checked.
+        Depth and dense width are None in a hybrid model, the depth also under a custom pipeline
+        layout.
         """
         given = attributes(cls, config)
         if kha is not None:

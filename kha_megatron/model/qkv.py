@@ -1,14 +1,12 @@
 """Layout of the rows of Megatron's ``linear_qkv``.
 
-The rows are ordered by group, that is by key/value head. A group contains its query heads, the rows
-of mechanisms (``HeadRows``; an output gate is first, as in Megatron), its key and its value.
-Grouped-tied attention has no key, and its tied state takes the place of the value. A head of
-queries, keys or values has ``head_dim`` rows; a head of a mechanism may have a single row.
+The rows are ordered by group (key/value head): query heads, rows of mechanisms (``HeadRows``, the
+output gate first), key, value. In grouped-tied attention the tied state replaces key and value.
 
 Tensor parallelism divides the rows evenly. With more ranks than groups, the ranks that share a
-group gather it, and each takes its part of the queries. Rows of mechanisms are padded to a multiple
-of :data:`UNIT` per group with unused zeros, so that the parts are equal and fit FP8. The padding
-does not depend on the number of ranks, so a checkpoint has the same tensors in every layout.
+group gather it, and each takes its part of the queries. Rows of mechanisms are padded with zeros to
+a multiple of :data:`UNIT` per group for FP8. The padding does not depend on the number of ranks, so
+a checkpoint has the same tensors in every layout.
 """
 
 from dataclasses import dataclass
@@ -128,7 +126,7 @@ class QKVLayout:
         return tuple(blocks) * self.groups
 
     def sharing(self, ranks: int) -> int:
-        """Return the number of tensor-parallel ranks that share a group."""
+        """Return how many tensor-parallel ranks share a group."""
         return max(1, ranks // self.groups)
 
     def group_of(self, rank: int, ranks: int) -> int:
@@ -136,10 +134,7 @@ class QKVLayout:
         return rank // self.sharing(ranks)
 
     def wanted(self, rank: int, ranks: int) -> dict[str, slice]:
-        """Return the heads of each part that belong to a rank.
-
-        Ranks that share a group divide its queries and what belongs to them.
-        """
+        """Return the heads of each part that belong to a rank."""
         sharing = self.sharing(ranks)
         found: dict[str, slice] = {}
         for name, part in self.parts.items():

@@ -1,7 +1,4 @@
-"""The KHA configuration and the learnt matrices of an opened checkpoint.
-
-``kha_megatron.checkpoint`` reads the files; the protocols below are what is used of its readers.
-"""
+"""Read the KHA configuration and the shared matrices of an opened checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,13 +12,13 @@ from kha_megatron.heads import HeadSizes, Knock, Projection
 
 _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_proj.weight"
-"""A tensor of every attention layer, from whose key the names of the layers are taken."""
+"""A tensor of every attention layer."""
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
 """Placeholder sizes: names and numbers of stacked matrices do not depend on them."""
 
 
 class _Megatron(Protocol):
-    """The used part of ``checkpoint.megatron.MegatronCheckpoint``."""
+    """The part of ``checkpoint.megatron.MegatronCheckpoint`` that is used here."""
 
     path: Path
 
@@ -34,7 +31,7 @@ class _Megatron(Protocol):
 
 @runtime_checkable
 class _HuggingFace(Protocol):
-    """The used part of ``checkpoint.hf_reader.HFCheckpoint``."""
+    """The part of ``checkpoint.hf_reader.HFCheckpoint`` that is used here."""
 
     path: Path
 
@@ -45,10 +42,7 @@ class _HuggingFace(Protocol):
 
 
 def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
-    """Return the KHA configuration that Megatron's arguments or ``config.json`` record.
-
-    Returns:
-        None for a model without a record of KHA.
+    """Return the KHA configuration that Megatron's arguments or ``config.json`` record, if any.
 
     Raises:
         CheckpointError: Megatron's arguments and the tensors contradict each other.

@@ -28,12 +28,7 @@ _ELSEWHERE = (
 def check_arguments(
     arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
 ) -> None:
-    """Check the layout, the batch and the optimizer of Megatron's arguments.
-
-    Args:
-        arguments: by name, all or only some.
-        world_size: number of ranks.
-        kha: the head mechanisms, if known.
+    """Check the layout, the batch and the optimizer of Megatron's arguments, by name.
 
     Raises:
         ConfigError: the run is impossible or would compute something wrong.
@@ -52,11 +47,7 @@ def check_arguments(
 
 
 def head_facts(model: Model, batch: Batch | None = None) -> HeadFacts:
-    """Return what the head mechanisms need to know about a model and its batch.
-
-    Args:
-        batch: None if unknown; the sequence length is then not checked.
-    """
+    """Return what the head mechanisms need to know about a model and its batch, if known."""
     turned = model.position_embedding_type == "rope" and not model.multi_latent_attention
     return HeadFacts(
         multi_latent=model.multi_latent_attention,
@@ -74,12 +65,9 @@ def head_facts(model: Model, batch: Batch | None = None) -> HeadFacts:
 
 
 def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
-    """Check the head mechanisms and the kind of attention against the other arguments.
+    """Check the head mechanisms against Megatron's arguments, by name.
 
-    If the arguments leave the sizes of the model open, the ranks check the mechanisms.
-
-    Args:
-        arguments: Megatron's arguments by name, all or only some.
+    If the arguments do not contain the sizes of the model, the ranks check the mechanisms.
 
     Raises:
         ConfigError: naming the arguments to change.
@@ -96,10 +84,7 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
 
 
 def check_layout(model: Model, layout: Layout, batch: Batch | None = None) -> None:
-    """Check that a model can be divided over the ranks of a layout.
-
-    Args:
-        batch: None if unknown.
+    """Check that a model, and a batch if known, can be divided over the ranks of a layout.
 
     Raises:
         ConfigError: naming the size and the nearest possible sizes.

@@ -197,7 +197,7 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
-    """Parse a user's words to arguments by name. An unknown flag is its own name.
+    """Parse a command line to arguments by name. An unknown flag is its own name.
 
     Raises:
         ConfigError: a word belongs to no flag, or cannot be parsed.
@@ -227,10 +227,10 @@ class Run:
         return cls(given=as_arguments(**values), vocab_size=vocab_size)
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """Return the run with other values, and then a user's words.
+        """Return the run with other values and a user's command line.
 
-        The recipe's minimum learning rate keeps its ratio to the maximum, and its warm-up the ratio
-        to the iterations. Arguments that the new ones exclude are moved to :attr:`dropped`.
+        Minimum learning rate and warm-up keep their ratios to the learning rate and the iterations.
+        Arguments that the new ones exclude are moved to :attr:`dropped`.
 
         Raises:
             ConfigError: a word belongs to no flag, or cannot be parsed.
@@ -308,7 +308,7 @@ class Run:
 
 
 def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
-    """Return the KHA configuration of a command line's arguments by name; None if none is given.
+    """Return the KHA configuration of arguments by name; None if none is given.
 
     Raises:
         ConfigError: a name or a value is unknown.

@@ -1,28 +1,20 @@
 """Estimate the bytes that one rank sends in one optimizer step.
 
-Collectives are counted by the ring algorithm: of ``S`` bytes on ``n`` ranks an all-gather or a
-reduce-scatter sends ``(n - 1) / n * S``, an all-reduce twice as much, an all-to-all
-``(n - 1) / n * S``. The counts of calls are Megatron's:
+Collectives are counted by the ring algorithm: of ``S`` bytes on ``n`` ranks an all-gather, a
+reduce-scatter or an all-to-all sends ``(n - 1) / n * S``, an all-reduce twice as much. The numbers
+of calls are Megatron's:
 
-- **tensor**: Korthikanti et al. 2022, section 4.2: around attention and around the MLP an
-  all-gather and a reduce-scatter, as many in backward, and an all-gather of the kept input for the
-  weight gradient; without sequence parallelism an all-reduce each way. With fewer key/value heads
-  than ranks, the QKV is gathered as well. Embedding, logits and loss; gradients of the norms of
-  queries and keys and, with sequence parallelism, of the other norms and the routers.
-- **KHA**: one all-reduce of the gradient for each head-shared matrix, layer and microbatch; for
-  shared gates and routers also their results for each token; and what ranks exchange to mix, choose
-  and weigh heads (``Mechanism.communication``).
-- **context**: keys and values pass round the ring once in forward, and they and their gradients in
-  backward (Transformer Engine's ``p2p``).
-- **pipeline**: Narayanan et al. 2021, section 2.2: the activations of a stage's border for each
-  microbatch and virtual stage, and their gradients; the tied embedding's gradient.
-- **expert**: the all-to-all dispatcher: tokens and probabilities to the experts, tokens back, and
-  the same in backward; gathered over expert-tensor-parallel ranks.
+- **tensor**: Korthikanti et al. 2022, section 4.2, for attention, MLP, embedding, logits and loss;
+  the QKV if there are fewer key/value heads than ranks; gradients of replicated parameters.
+- **KHA**: one all-reduce of the gradient for each head-shared matrix, layer and microbatch, the
+  results of shared gates and routers, and what mechanisms exchange (``Mechanism.sent``).
+- **context**: keys, values and their gradients in a ring (Transformer Engine's ``p2p``).
+- **pipeline**: Narayanan et al. 2021, section 2.2, and the gradient of the tied embedding.
+- **expert**: the all-to-all dispatcher, gathered over expert-tensor-parallel ranks.
 - **data**: reduce-scatter of the fp32 gradients and all-gather of the weights (ZeRO-1), or one
   all-reduce of the gradients without the distributed optimizer.
 
-Full recomputation runs forward, and so its collectives, twice. Counts of tokens per expert and
-other messages of a few kilobytes are left out.
+Full recomputation repeats the collectives of forward. Messages of a few kilobytes are left out.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -36,17 +28,17 @@ class Communication:
 
     tensor: float = 0
     kha: float = 0
-    """Between tensor-parallel ranks for head mechanisms, not in ``tensor``."""
+    """Bytes of head mechanisms between tensor-parallel ranks, not in ``tensor``."""
     context: float = 0
     pipeline: float = 0
     expert: float = 0
     data: float = 0
     kha_data: float = 0
-    """The part of head-shared matrices, not in ``data``."""
+    """Bytes of head-shared matrices, not in ``data``."""
 
     @property
     def total(self) -> float:
-        """The sum of all kinds."""
+        """Sum of all kinds."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -56,7 +48,7 @@ def ring(ranks: int) -> float:
 
 
 def communication(rank: Rank) -> Communication:
-    """Return what a rank sends in one step."""
+    """Return the bytes that a rank sends in one step."""
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     microbatches, layers = rank.microbatches, rank.layers
     moe = sum(map(rank.model.is_moe, layers))

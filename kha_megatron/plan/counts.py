@@ -1,15 +1,10 @@
 """Calculate parameters, key/value cache and FLOPs of a model without building it.
 
-*Active* parameters are those that one token passes through: all but the experts that it is not
-routed to, with a tied embedding counted once. This gives what the paper prints: 880M in Table 3,
-1.01B in section 4.1. Heads that a token skips count as active, as in the paper on mixture-of-head
-attention.
-
-"KHA" means all head mechanisms, including their rows in the QKV projection, Megatron's own output
-gate, and the rows of zeros that fill up groups.
+*Active* parameters are all but those of experts to which a token is not routed, with a tied
+embedding counted once. This gives the paper's numbers: 880M in Table 3, 1.01B in section 4.1.
+"KHA" means all head mechanisms, including Megatron's output gate and padding rows.
 
 Shapes: ``d`` hidden size, ``n`` query heads, ``g`` key/value heads, ``D`` features of a head.
-Multi-head and multi-query attention are grouped-query attention with ``g = n`` and ``g = 1``.
 """
 
 import itertools
@@ -36,22 +31,20 @@ class Attention:
     norms: int
     """Parameters of norms."""
     pair: int
-    """Multiply-adds for one query and one key with its value, over all heads."""
+    """Multiply-adds per query-key pair, over all heads."""
     cache: int
     """Numbers in the decoding cache of one token."""
 
 
 def attention_of(model: Model, kha: KHAConfig | None = None) -> Attention:
-    """Return the attention of one layer, without what mechanisms add or replace."""
+    """Return the attention of one layer, without the rows that mechanisms add."""
     return latent(model) if model.multi_latent_attention else grouped(model, kha or KHAConfig())
 
 
 def grouped(model: Model, kha: KHAConfig) -> Attention:
-    """Return MHA, MQA or GQA: one projection for q, k and v, and ``2 g D`` cached numbers.
+    """Return MHA, MQA, GQA or GTA (Zadouri et al. 2025, section 3.3.1).
 
-    GTA (Zadouri et al. 2025, section 3.3.1) has one state of ``D`` per group, which is the value
-    and half of the key. The rotary half of all keys is one projection of ``D / 2``. Queries and
-    keys that a mechanism makes are one head, shared by all, as wide as its tensor.
+    Queries and keys that a mechanism projects itself are one head, as wide as its tensor.
     """
     d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
     tied = model.kha_attention == "gta"
@@ -75,8 +68,7 @@ def grouped(model: Model, kha: KHAConfig) -> Attention:
 
 
 def latent(model: Model) -> Attention:
-    """Return MLA, or GLA, where each latent head serves its share of the query heads (Zadouri et
-    al. 2025, section 3.3.2)."""
+    """Return MLA or GLA (Zadouri et al. 2025, section 3.3.2)."""
     d, n = model.hidden_size, model.num_attention_heads
     query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
     key, position, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
@@ -98,18 +90,18 @@ class Parameters:
     """Number of parameters on one rank."""
 
     dense: int
-    """All but the experts', including KHA's."""
+    """All parameters but those of experts, including KHA's."""
     experts: int
     kha: int
-    """All mechanisms, with the rows that fill up their groups."""
+    """All mechanisms, including padding rows."""
     kha_rows: int
-    """The part of ``kha`` in the QKV projection, which ranks split."""
+    """Part of ``kha`` in the QKV projection, which is sharded."""
     kha_summed: int
-    """The part of ``kha`` whose gradients tensor-parallel ranks sum after each microbatch."""
+    """Part of ``kha`` whose gradients tensor-parallel ranks sum after each microbatch."""
     linear: int
-    """Linear layers with experts, without KHA: what FP8 computes with."""
+    """Linear layers and experts without KHA, which FP8 applies to."""
     embedding: int
-    """The embedding and the projection to logits."""
+    """Embedding and output layer."""
 
     @property
     def total(self) -> int:
@@ -165,7 +157,7 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
 
 
 def filling_rows(model: Model, kha: KHAConfig) -> int:
-    """Count the rows of zeros that fill up the groups of the QKV projection."""
+    """Count the padding rows of the QKV projection."""
     if model.multi_latent_attention:
         return 0
     layout = replace(model, kha=kha, attention_output_gate=False).qkv
@@ -189,35 +181,34 @@ class Counts:
     active: int
     """Parameters that one token passes through, including KHA's."""
     kha: int
-    """KHA's own; the KHA paper prints its counts without them."""
+    """Parameters of KHA, which the counts in the KHA paper do not include."""
     mechanisms: Mapping[str, int]
-    """``kha`` by mechanism, and ``filling`` for rows of zeros that nothing reads."""
+    """``kha`` by mechanism, and ``filling`` for padding rows."""
     cache_per_layer: int
     """Cached numbers per layer and token (Table 3)."""
     cache_bytes: int
-    """Cached bytes per token over all layers, in bf16. KHA adds none."""
+    """Cached bytes per token over all layers, in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """Matrix-multiplication FLOPs of the forward pass of one sequence, over all layers.
 
-    Backward takes twice as many. Scores are counted for every pair of positions, as in the paper;
-    causal kernels skip half of them.
+    Backward takes twice as many. As in the paper, scores include the non-causal half.
     """
 
     projections: int
     scores: int
     mlp: int
-    """Dense MLPs, or the experts that a token is routed to with the shared ones."""
+    """Dense MLPs, or routed and shared experts."""
     router: int
     kha: int
-    """Matrices applied to activations; folded linear matrices cost nothing."""
+    """Unfolded matrices."""
     logits: int
     spared_projections: int = 0
-    """The part of ``projections`` that kernels could save by skipping a token's idle heads."""
+    """Part of ``projections`` that kernels could save by skipping a token's inactive heads."""
     spared_scores: int = 0
-    """The same of ``scores``."""
+    """The same for ``scores``."""
 
     @property
     def attention(self) -> int:
@@ -259,7 +250,7 @@ def counted(model: Model | None) -> Model:
         "linear layers with biases": model.add_bias_linear,
     }
     if found := [what for what, present in unknown.items() if present]:
-        raise ConfigError(f"the model has {', '.join(found)}, which is not counted")
+        raise ConfigError(f"Cannot count a model with {', '.join(found)}.")
     return model
 
 

@@ -1,18 +1,11 @@
 """Estimate the memory of one rank. Nothing here is measured on a GPU.
 
 Tests compare parameters, gradients, optimizer states (up to the padding of Megatron's buffers) and
-what autograd keeps for KHA's torch path with built models. The other activations follow Korthikanti
-et al. 2022 ("Reducing activation recomputation in large transformer models", section 4), counted
-tensor by tensor for GQA, gated MLPs and experts, and assume:
-
-- Transformer Engine's fused modules and flash attention, no dropout, no biases;
-- tokens spread evenly over experts;
-- ``selective`` recomputes core attention, where flash attention keeps one number per row; ``full``
-  keeps the input of each layer and the one layer that is being recomputed;
-- KHA-Linear applied to activations, not folded.
-
-Row statistics of norms, router indices, communication buffers, the CUDA context and fragmentation
-are left out.
+the activations of KHA's torch path with built models. Other activations follow Korthikanti et al.
+2022, section 4, for GQA, gated MLPs and experts, and assume Transformer Engine's fused modules and
+flash attention without dropout or biases, tokens spread evenly over experts, and unfolded
+KHA-Linear. ``selective`` recomputes core attention; ``full`` keeps the input of each layer. Row
+statistics of norms, communication buffers, the CUDA context and fragmentation are left out.
 
 Bytes per parameter: bf16 weights 2, fp32 main gradients 4, Adam's fp32 copy and two moments 12,
 which the distributed optimizer (ZeRO-1; Rajbhandari et al. 2020) divides over the replicas. FP8
@@ -35,7 +28,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of the four."""
+        """Sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 

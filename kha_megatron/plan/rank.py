@@ -1,4 +1,4 @@
-"""What a plan is made for (:class:`Setup`), and the share of one rank (:class:`Rank`)."""
+"""Describe a planned run (:class:`Setup`) and one of its ranks (:class:`Rank`)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Everything but the layout that memory and communication depend on."""
+    """A run without its layout."""
 
     model: Model
     kha: KHAConfig
@@ -97,5 +97,5 @@ class Rank:
 
     @property
     def is_last(self) -> bool:
-        """Whether the rank has the output layer."""
+        """True if the rank has the output layer."""
         return self.stage == self.layout.pp - 1

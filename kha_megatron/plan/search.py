@@ -1,8 +1,7 @@
-"""List the legal layouts of a run on a number of GPUs, with their estimated cost.
+"""List the valid layouts of a run on a number of GPUs, with their estimated cost.
 
-Order of the list: layouts that fit into the GPU's memory first; then by idle time of the pipeline,
-in steps of five percentage points, since smaller differences are beyond this arithmetic; then by
-bytes sent; then by memory.
+Layouts that fit into the GPU's memory come first, ordered by the pipeline's idle time (in steps of
+five percentage points, the accuracy of this estimate), bytes sent and memory.
 """
 
 import itertools
@@ -22,11 +21,10 @@ from kha_megatron.plan.memory import Memory, memory
 from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
 
 USABLE = 0.9
-"""Part of the GPU's memory that a layout may fill: the rest is for what is not counted (CUDA
-context, communication buffers, fragmentation)."""
+"""Share of the GPU's memory that a layout may fill; see :mod:`kha_megatron.plan.memory`."""
 
 NODE = 8
-"""GPUs joined by NVLink. Tensor parallelism beyond it is listed only when asked for."""
+"""GPUs joined by NVLink. Larger tensor- and context-parallel sizes must be requested."""
 
 MOST_GPUS = 131_072
 
@@ -36,17 +34,16 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """One legal layout and its cost for the rank with the highest."""
+    """A valid layout and its cost."""
 
     layout: Layout
     microbatches: int
-    """Passes of a replica in one step."""
+    """Microbatches of a replica in one step."""
     stage: int
-    """The pipeline rank with the largest memory, counted from 0."""
+    """Pipeline rank with the largest memory, from 0."""
     memory: Memory
-    """Bytes without KHA."""
+    """Bytes of that rank without KHA."""
     kha_memory: Memory
-    """KHA's bytes."""
     communication: Communication
     """Bytes of the pipeline rank that sends most."""
     idle: float
@@ -67,15 +64,15 @@ def setup_of(
     precision: Precision | None = None,
     recompute: Recompute = "none",
 ) -> Setup:
-    """Return a run in the planner's terms; arguments replace the run's values.
+    """Return a run in the planner's terms. Arguments replace the run's values.
 
     Raises:
-        ConfigError: the run has what the planner cannot count.
+        ConfigError: the planner does not support the run.
     """
     model, batch = counted(run.model), run.batch
     if model.kind != "gqa" or batch is None:
-        why = "no batch of its own" if batch is None else model.kind.upper()
-        raise ConfigError(f"the run has {why}, which plan does not count")
+        found = "no batch size" if batch is None else model.kind.upper()
+        raise ConfigError(f"Expected a run with grouped-query attention and a batch, got {found}.")
     default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
     precision = precision or default
     return Setup(
@@ -141,7 +138,7 @@ def arguments_of(layout: Layout, model: Model) -> dict[str, Any]:
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
-    """Whether the layout needs at most :data:`USABLE` of the memory."""
+    """Return True if the layout needs at most :data:`USABLE` of the memory."""
     return plan.total_memory <= USABLE * gpu_memory
 
 

@@ -159,5 +159,5 @@ def test_printed_losses():
 
 @pytest.mark.parametrize("name", ["table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"])
 def test_planner_refuses_other_attention(name):
-    with pytest.raises(ConfigError, match="which plan does not count"):
+    with pytest.raises(ConfigError, match="Expected a run with grouped-query"):
         setup_of(get_recipe(name).run)
