@@ -28,7 +28,7 @@ _option = partial(flag, attribute=None, most=2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Optimisation, precision, reports and checkpoints."""
+    """Optimisation, precision, files, reports and checkpoints."""
 
     train_iters: int | None = _option(None)
     train_samples: int | None = _option(None)
@@ -70,15 +70,6 @@ class Training:
     use_checkpoint_args: bool = _option(False)
     heterogeneous_layers_config_path: str | None = _option(None)
     heterogeneous_layers_config_encoded_json: str | None = _option(None)
-    device: str = _option("cuda")
-    kha_upcycle: bool = _option(False)
-    kha_perturb_embedding: float = _option(0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Files that a run reads and writes."""
-
     data_path: tuple[str, ...] | None = _option(None)
     train_data_path: tuple[str, ...] | None = _option(None)
     valid_data_path: tuple[str, ...] | None = _option(None)
@@ -91,6 +82,9 @@ class Files:
     save: str | None = _option(None)
     load: str | None = _option(None)
     tensorboard_dir: str | None = _option(None)
+    device: str = _option("cuda")
+    kha_upcycle: bool = _option(False)
+    kha_perturb_embedding: float = _option(0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +101,7 @@ class Heads:
     kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
 
 
-TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Files, Heads)
+TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Heads)
 """Every argument that this package writes or reads."""
 
 OF_HEADS = tuple(row for row in rows(Model, Heads) if row.argument.startswith("kha_"))
@@ -298,13 +292,8 @@ class Run:
 
     @cached_property
     def training(self) -> Training:
-        """Optimisation, precision and checkpoints."""
+        """Optimisation, precision, files and checkpoints."""
         return Training(**read(Training, self.arguments))
-
-    @cached_property
-    def files(self) -> Files:
-        """Files that the run reads and writes."""
-        return Files(**read(Files, self.arguments))
 
 
 def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:

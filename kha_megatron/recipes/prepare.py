@@ -138,7 +138,7 @@ def prepare(
             raise ConfigError(f"Expected --{name} as an absolute path in the image, got {path}.")
 
     run = recipe.run_for(overrides, data=data, output=output, **values)
-    save, load = run.files.save, run.files.load
+    save, load = run.training.save, run.training.load
     if resume and save is None:
         raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
     if restarts and load not in (None, save):
@@ -178,7 +178,7 @@ def _check_directories(run: Run, load: str | None, output: Path | None, *, resum
     source = Path(load).absolute() if load else None
     if source is not None:
         _check_checkpoint(source, run)
-    targets = [output, Path(run.files.save) if run.files.save else None]
+    targets = [output, Path(run.training.save) if run.training.save else None]
     for target in dict.fromkeys(path.absolute() for path in targets if path is not None):
         if target.exists() and any(target.iterdir()) and not (resume or target == source):
             raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")

@@ -110,7 +110,7 @@ def test_recompute_and_memory_decide_what_fits():
 
 def test_a_recipe_that_cannot_be_counted_is_refused():
     run = get_recipe("dense-0.6b").run
-    with pytest.raises(ConfigError, match="Cannot count a model with .* biases"):
+    with pytest.raises(ConfigError, match=r"Cannot count a model with .* biases"):
         setup_of(run.updated(add_bias_linear=True))
     with pytest.raises(ConfigError, match="--mtp-num-layers"):
         setup_of(run.updated(mtp_num_layers=1))
