@@ -1,7 +1,7 @@
-"""Choices and fallbacks that a user should know of: one plain line each, on stderr, from rank 0.
+"""Log choices and fallbacks once, on rank 0.
 
-They go through the logger ``kha_megatron``. A program that gives it a handler of its own gets
-them there instead; stdout is for results.
+Messages go to the logger ``kha_megatron``, which writes to stderr unless the program has given it a
+handler.
 """
 
 import logging
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Hashable
 
 LOGGER = logging.getLogger("kha_megatron")
-_said: set[Hashable] = set()
+_logged: set[Hashable] = set()
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to whatever ``sys.stderr`` is at the time: programs and tests redirect it."""
+    """Write to the current ``sys.stderr``, which programs and tests redirect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -22,16 +22,16 @@ class _Stderr(logging.StreamHandler):
 
 
 def announce(text: str, *, once: Hashable | None = None, every_rank: bool = False) -> None:
-    """Log ``kha_megatron: {text}`` at level INFO; silent on all ranks but the first.
+    """Log ``kha_megatron: {text}`` at level INFO on the first rank.
 
     Args:
-        once: where given, nothing is said again in this process under the same key.
-        every_rank: whether others say it too, with their number: what may befall one machine alone.
+        once: key under which only the first message of this process is logged.
+        every_rank: log on all ranks, with the number of the rank.
     """
     if once is not None:
-        if once in _said:
+        if once in _logged:
             return
-        _said.add(once)
+        _logged.add(once)
     if not is_first_rank():
         if not every_rank:
             return
@@ -41,17 +41,17 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
         handler.setFormatter(logging.Formatter("kha_megatron: %(message)s"))
         LOGGER.addHandler(handler)
         LOGGER.setLevel(logging.INFO)
-        LOGGER.propagate = False  # the root's handlers, if any, would say it again
+        LOGGER.propagate = False  # the handlers of the root logger would log it twice
     LOGGER.info("%s", text)
 
 
 def forget() -> None:
-    """Let everything be said again; for tests."""
-    _said.clear()
+    """Reset the keys of ``once``, for tests."""
+    _logged.clear()
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0 of its job: by its process group, else by ``RANK``."""
+    """Return whether this is rank 0 of the process group, or by ``RANK`` without one."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

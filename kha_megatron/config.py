@@ -29,11 +29,10 @@ from kha_megatron.heads.knock import PROJECTIONS, KnockSettings
 AttentionKind = Literal["gta", "gla"]
 
 CONFIG_VARIABLE = "KHA_CONFIG"
-"""Environment variable with the settings that the name of a spec cannot carry."""
+"""Environment variable with settings for layer specs, as JSON."""
 
 ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-"""Kinds of attention that Megatron has no flag for (Zadouri et al. 2025, arXiv 2505.21487):
-Grouped-Tied and Grouped Latent Attention."""
+"""Grouped-Tied and Grouped Latent Attention (arXiv 2505.21487), which Megatron does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +46,14 @@ class KHAConfig(KnockSettings):
     attention: AttentionKind | None = None
     """``gta`` ties keys and values; ``value`` then applies to the tied state. ``gla`` splits the
     latent of MLA into heads. None: the attention that Megatron's flags choose."""
-
     latent_heads: int = 2
     """Number of latent heads of ``gla`` (two in the paper's GLA-2)."""
-
     collaborative: CollaborativeHeads | None = None
     """One query and one key shared by all heads, with a mixing vector per head."""
-
     talking: TalkingHeads | None = None
     """Heads that mix their logits and weights."""
-
     gate: Gate | None = None
     """Learnt gates on queries, keys, values, attention outputs or layer outputs."""
-
     moh: MixtureOfHeads | None = None
     """A router that weighs heads and switches some off for each token."""
 
@@ -155,9 +149,8 @@ class KHAConfig(KnockSettings):
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
         """Read the ``kha_*`` entries of a checkpoint or an export. Return None if there are none.
 
-        Args:
-            entries: Megatron's arguments or a Hugging Face ``config.json``. Megatron's arguments
-                may name a preset in ``spec``, and may set ``attention_output_gate``.
+        ``entries`` are those of a Hugging Face ``config.json`` or Megatron's arguments, which may
+        name a preset in ``spec`` and set ``attention_output_gate``.
         """
         gated = entries.get("attention_output_gate") is True
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
@@ -174,8 +167,7 @@ class KHAConfig(KnockSettings):
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
         """Return the entries of Megatron's arguments that :meth:`from_entries` reads.
 
-        Args:
-            multi_latent: the model has multi-latent attention, where Megatron has no output gate.
+        Megatron has no output gate in multi-latent attention.
         """
         entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
         if self.has_output_gate and not multi_latent:
@@ -215,8 +207,7 @@ class KHAConfig(KnockSettings):
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
         """Return plain JSON values of all fields but ``fold``, without mechanisms that are None.
 
-        Args:
-            start: include ``init`` and ``init_seed``.
+        ``start`` includes ``init`` and ``init_seed``.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         if not start:
@@ -227,7 +218,7 @@ class KHAConfig(KnockSettings):
         return values
 
     def to_options(self) -> dict[str, Any]:
-        """Return the options that :meth:`from_options` reads, with a value for every projection."""
+        """Return the options that :meth:`from_options` reads."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         heads = []
         for name in mechanism_types(type(self)):
@@ -241,18 +232,17 @@ class KHAConfig(KnockSettings):
 
     def without(self, *names: str) -> Self:
         """Remove the mechanisms with these names; ``knock`` is the knock."""
-        left: dict[str, Any] = {name: None for name in names if name != Knock.name}
-        if Knock.name in names:
-            left |= {f.name: getattr(Knock, f.name) for f in fields(Knock)}
-        return replace(self, **left)
+        return self._replace(type(self)(), names)
 
     def merge(self, other: Self) -> Self:
         """Add the mechanisms of ``other``."""
-        names = [mechanism.name for mechanism in other.mechanisms]
-        gained = {name: getattr(other, name) for name in names if name != Knock.name}
-        if Knock.name in names:
-            gained |= {f.name: getattr(other, f.name) for f in fields(Knock)}
-        return replace(self, **gained)
+        return self._replace(other, [mechanism.name for mechanism in other.mechanisms])
+
+    def _replace(self, source: Self, names: Sequence[str]) -> Self:
+        """Take the mechanisms with these names from ``source``."""
+        taken = {n for n in names if n != Knock.name}
+        taken |= {f.name for f in fields(Knock)} if Knock.name in names else set()
+        return replace(self, **{name: getattr(source, name) for name in taken})
 
     @property
     def knock(self) -> Knock:
@@ -301,15 +291,15 @@ class KHAConfig(KnockSettings):
         return sum(mechanism.pair_flops(sizes) for mechanism in self.mechanisms)
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the elements per token and layer kept for backward, without recomputation."""
+        """Count 16-bit elements per token and layer saved for backward, without recomputation."""
         return sum(mechanism.activations(sizes) for mechanism in self.mechanisms)
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Count the part of kept elements that sequence parallelism shards."""
+        """Count further saved elements per token, which sequence parallelism shards."""
         return sum(mechanism.sharded_activations(sizes) for mechanism in self.mechanisms)
 
     def pair_activations(self, sizes: HeadSizes) -> int:
-        """Count the elements per query-key pair and layer kept for backward."""
+        """Count 16-bit elements per query-key pair and layer saved for backward."""
         return sum(mechanism.pair_activations(sizes) for mechanism in self.mechanisms)
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:

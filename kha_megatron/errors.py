@@ -1,56 +1,56 @@
 """Errors that a user can cause.
 
-Each message is one line that names the value, the limit and the remedy. The command line prints it
-without a traceback and exits with code 2, or with the error's own.
+Each message is one line: what was expected, what was found and what to do. The command line prints
+it without a traceback and exits with ``exit_code``.
 """
 
 
 class KHAError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of the errors of this package."""
 
     exit_code = 2
-    """What a command ends with."""
+    """Exit code of a command that raises it."""
 
 
 class ConfigError(KHAError, ValueError):
-    """A setting, or a combination of settings, that cannot be honoured."""
+    """An invalid setting or an unsupported combination of settings."""
 
 
 class CheckpointError(KHAError):
-    """A checkpoint or model folder that is damaged, incomplete, or of another configuration."""
+    """A checkpoint or model directory that is damaged, incomplete or has another configuration."""
 
 
 class DataError(KHAError):
-    """Input text, a tokenizer or a dataset that is missing or cannot be used."""
+    """Missing or invalid input text, tokenizer or dataset."""
 
 
 class OutputError(KHAError):
-    """A place to write that is taken, or that the disk refuses."""
+    """An output path that is in use, not empty or not writable."""
 
 
 class VersionError(KHAError):
-    """A Megatron-Core, Megatron-Bridge or Transformer Engine that this package cannot work with.
+    """An unsupported version of Megatron-Core, Megatron-Bridge or Transformer Engine.
 
-    No ImportError: Megatron-Core answers that one by training without the layer spec.
+    Not an ImportError, after which Megatron-Core would train without the layer spec.
     """
 
 
 class NonFiniteError(KHAError):
-    """Training met NaN or infinity and stopped before an optimizer step could spread it."""
+    """A NaN or infinity in training, found before the optimizer step."""
 
-    exit_code = 17  # Megatron's, for a run that failed on result validation
+    exit_code = 17  # Megatron's code for failed result validation
 
 
 class MissingDependencyError(KHAError, ImportError):
-    """An optional package that the requested feature needs is not installed."""
+    """A missing optional package that a feature needs."""
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
         super().__init__(
-            f"{feature} needs {package}, which is not installed: "
-            f"run `pip install 'kha-megatron[{extra}]'`"
+            f"{feature} needs {package}, which is not installed. "
+            f"Run `pip install 'kha-megatron[{extra}]'`."
         )
 
 
 def in_one_line(error: BaseException) -> str:
-    """What another library's error says, on one line; its kind where it says nothing."""
+    """Return the message of an error on one line, or its class if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

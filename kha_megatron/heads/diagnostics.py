@@ -1,6 +1,4 @@
-"""Measure the distance of head-shared matrices from their initial values (paper section 4.5.2), and
-the attention that the first token receives (arXiv 2505.06708).
-"""
+"""Measure head-shared matrices (paper section 4.5.2) and attention sinks (arXiv 2505.06708)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.knock import MATRICES, Variant, starts_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MatrixDiagnostics:
     """Describes one ``[D, D]`` matrix ``M``. ``I`` is the identity."""
 
@@ -53,21 +51,15 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
 def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
     """Yield the diagnostics of each matrix of a stacked weight. See :func:`measure`."""
     for name, numbers in zip(MATRICES[variant], measure(weight, variant).tolist(), strict=True):
-        diagonal_mean, off_diagonal_share, distance = numbers
-        yield MatrixDiagnostics(
-            matrix=name,
-            diagonal_mean=diagonal_mean,
-            off_diagonal_share=off_diagonal_share,
-            distance=distance,
-        )
+        yield MatrixDiagnostics(name, *numbers)
 
 
 SINK_QUERIES = 64
-"""Number of query positions, evenly spaced, at which attention to the first token is measured."""
+"""Number of evenly spaced queries at which attention to the first token is measured."""
 
 
 def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions ``[n]`` of these queries. Position 0 is not one of them."""
+    """Return the positions ``[n]`` of these queries, without position 0."""
     n = min(SINK_QUERIES, length - 1)
     return torch.linspace(1, max(length - 1, 1), max(n, 0), device=device).round().long()
 

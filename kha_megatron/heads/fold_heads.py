@@ -1,8 +1,6 @@
-"""KHA-Linear inside the weight of the projection before it, with exact gradients (eq. 8).
+"""Fold KHA-Linear into the weight of the projection before it, inside autograd (eq. 8).
 
-Knocking every head of ``y = x W^T`` with ``T`` is the projection by another weight: ``y_h T`` is
-``x (T^T W_h)^T``. Made inside autograd from the weight and the matrices as they are, that other
-weight trains both.
+For ``y = x W^T``, ``y_h T = x (T^T W_h)^T``. Gradients reach the weight and the matrices.
 
 Shape legend: ``D`` head dim; ``n`` heads of the projection; ``K`` its input features, absent for a
 bias; ``m`` matrices.
@@ -18,20 +16,18 @@ from torch.autograd.function import once_differentiable
 
 
 def fold_heads(rows: Tensor, matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Tensor:
-    """``W'_h = T^T W_h`` for the heads that have a matrix; the other heads stay as they are.
+    """Return ``W'_h = T^T W_h`` for the heads that have a matrix, and ``W_h`` for the others.
 
-    Costs one batched product forward and two backward, ``2 n D^2 K`` FLOPs and about ``2 n D K``
-    elements of memory traffic each, however many tokens the projection then sees.
+    One batched product forward and two backward, ``2 n D^2 K`` FLOPs each for any number of tokens.
 
     Args:
         rows: ``[n * D, K]`` weight or ``[n * D]`` bias, heads outermost.
-        matrices: ``m`` of ``[D, D]``, applied to a head from the right (``x @ T``); same dtype.
-        owners: for each of the ``n`` heads the index of its matrix, or None.
+        matrices: ``m`` of ``[D, D]``, applied as ``x @ T``; same dtype.
+        owners: index of the matrix of each of the ``n`` heads, or None.
 
     Returns:
         Same shape and dtype as ``rows``; differentiable once. With ``T = I`` it equals ``rows``. A
-        matrix that owns no head here gets a gradient of zero rather than none, so that a
-        collective on that gradient is entered by every rank.
+        matrix without heads gets a zero gradient, so that every rank enters its all-reduce.
     """
     return _FoldHeads.apply(rows, owners, *matrices)
 
@@ -55,19 +51,19 @@ class _FoldHeads(torch.autograd.Function):
             of_rows = torch.bmm(_of_heads(matrices, ctx.owners), gradient).view(rows.shape)
         if any(for_matrices):
             each = torch.bmm(heads, gradient.mT)
-            # not a scattered addition: a GPU leaves its order, and so its rounding, to chance
+            # index_add would sum in a random order on a GPU
             places = _indices(ctx.owners, len(matrices), rows.device)[1]
             of_matrices = [each[place].sum(0) for place in places]
         return of_rows, None, *of_matrices
 
 
 def _heads(rows: Tensor, owners: tuple[int | None, ...]) -> Tensor:
-    """``[n, D, K]``, with ``K = 1`` for a bias."""
+    """Return ``[n, D, K]``, with ``K = 1`` for a bias."""
     return rows.reshape(len(owners), rows.shape[0] // len(owners), -1)
 
 
 def _of_heads(matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Tensor:
-    """The matrix of every head, ``[n, D, D]``: the identity for one that has none."""
+    """Return the matrix of every head, ``[n, D, D]``; the identity for heads without one."""
     first = matrices[0]
     identity = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
     return torch.stack([*matrices, identity])[_indices(owners, len(matrices), first.device)[0]]
@@ -77,7 +73,7 @@ def _of_heads(matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Ten
 def _indices(
     owners: tuple[int | None, ...], matrices: int, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """The matrix of every head (one more than there are: the identity), the heads of every one."""
+    """Return the matrix index of every head (``m`` for the identity), and each matrix's heads."""
     chosen = [matrices if owner is None else owner for owner in owners]
     places = [[h for h, owner in enumerate(owners) if owner == i] for i in range(matrices)]
     return (

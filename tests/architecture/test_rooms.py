@@ -162,7 +162,7 @@ def test_a_server_needs_no_megatron(tmp_path):
         [sys.executable, "-c", WITHOUT_MEGATRON, *words], capture_output=True, text=True
     )
     assert result.returncode == 2, result.stderr
-    assert "megatron-core, which is not installed: run `pip install" in result.stderr
+    assert "megatron-core, which is not installed. Run `pip install" in result.stderr
     assert "'kha-megatron[megatron]'" in result.stderr
     assert not (tmp_path / "data").exists()
 
