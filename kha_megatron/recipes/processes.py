@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 MARK = "KHA_MEGATRON_LAUNCH"
 """Environment variable of every process of a launch; each launch has its own value."""
@@ -85,16 +86,8 @@ def end_processes(mark: str, grace: float = _GRACE_SECONDS) -> None:
 
 def find_processes(mark: str) -> dict[int, int]:
     """Return the process ids with the mark, each with its parent's."""
-    wanted = f"{MARK}={mark}".encode()
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (directory / "environ").read_bytes().split(b"\0"):
-                fields = (directory / "stat").read_text().rpartition(")")[2].split()
-                found[int(directory.name)] = int(fields[1])
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return found
+    processes = psutil.process_iter(["ppid", "environ"])  # environ is None for other users'
+    return {p.pid: p.info["ppid"] for p in processes if (p.info["environ"] or {}).get(MARK) == mark}
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

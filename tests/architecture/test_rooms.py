@@ -51,7 +51,7 @@ OUTSIDE = {
     "model": set(),
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
     "hf": {"torch", "transformers", "huggingface_hub"},
-    "recipes": {"nemo_run", "tensorboard"},
+    "recipes": {"nemo_run", "psutil", "tensorboard"},
     "plan": set(),
     "compare": {"torch", "matplotlib", "jinja2", "markupsafe", "psutil"},
     "bridge": {"torch", "megatron", "transformer_engine"},
