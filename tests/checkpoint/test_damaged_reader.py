@@ -14,6 +14,7 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.model.recorded import kha_of
 from tests.conversion.checkpoints import ITERATION
 from tests.conversion.fixtures import KHA
+from tests.faults import fuzz
 
 PROJ = "self_attention.linear_proj.weight"
 ITER = f"iter_{ITERATION:07d}"
@@ -60,13 +61,6 @@ def test_read_refuses_a_damaged_chunk(copy):
         MegatronCheckpoint.open(copy).tensor(key)
 
 
-def _edit_index(save, edit):
-    file = save / ITER / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    edit(metadata)
-    file.write_bytes(pickle.dumps(metadata))
-
-
 def _set_path(metadata):
     for info in metadata.storage_data.values():
         info.relative_path = "../../outside.distcp"
@@ -99,28 +93,20 @@ def _change_chunks(change):
     ],
 )
 def test_open_refuses_an_inconsistent_index(copy, edit, message):
-    _edit_index(copy, edit)
+    fuzz.edit_index(copy / ITER, edit)
     with pytest.raises(CheckpointError, match=rf"\.metadata is .*damaged.*{message}"):
         MegatronCheckpoint.open(copy)
 
 
-class _Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return os.system, (f"touch '{self.file}'",)
-
-
 def test_a_hostile_index_is_not_run(copy, tmp_path):
     file = tmp_path / "pwned"
-    _edit_index(copy, lambda metadata: setattr(metadata, "planner_data", _Bomb(file)))
+    fuzz.edit_index(
+        copy / ITER, lambda metadata: setattr(metadata, "planner_data", fuzz.Bomb(file))
+    )
     with pytest.raises(CheckpointError, match=r"\.metadata.*names (posix|nt)\.system"):
         MegatronCheckpoint.open(copy)
     assert not file.exists()
-    pickle.loads(pickle.dumps(_Bomb(file)))
+    pickle.loads(pickle.dumps(fuzz.Bomb(file)))
     assert file.exists()
 
 
@@ -148,7 +134,7 @@ def test_common_pt_of_older_versions(copy, tmp_path):
     assert (checkpoint.iteration, kha_of(checkpoint)) == (3, KHA)
 
     file = tmp_path / "pwned"
-    torch.save({"args": args, "iteration": 3, "more": _Bomb(file)}, copy / ITER / "common.pt")
+    torch.save({"args": args, "iteration": 3, "more": fuzz.Bomb(file)}, copy / ITER / "common.pt")
     with pytest.raises(CheckpointError, match=r"names (posix|nt)\.system"):
         kha_of(MegatronCheckpoint.open(copy))
     (copy / ITER / "common.pt").write_bytes(b"PK\x03\x04 torn")

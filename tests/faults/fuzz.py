@@ -1,10 +1,14 @@
 """Damage files at random, and count how often their readers accept and refuse them."""
 
+import os
+import pickle
 import random
 import warnings
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -79,6 +83,39 @@ KINDS = {
     "tracker": (_saves, lambda f: f / TRACKER, follow_tracker),
 }
 """Functions that write a directory, choose the file to damage, and read the directory."""
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch '{self.file}'",)
+
+
+def edit_index(iteration: Path, edit: Callable[[Any], object]) -> None:
+    """Apply ``edit`` to the metadata of an iteration."""
+    file = iteration / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    edit(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def replace_value(iteration: Path, name: str, value: Any) -> None:
+    """Replace all tensors and objects whose names begin with ``name``."""
+
+    def edit(metadata: Any) -> None:
+        places = [p for i, p in metadata.storage_data.items() if i.fqn.startswith(name)]
+        assert places
+        for place in places:
+            with (iteration / place.relative_path).open("ab") as shard:
+                place.offset = shard.tell()
+                torch.save(value, shard)
+                place.length = shard.tell() - place.offset
+
+    edit_index(iteration, edit)
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

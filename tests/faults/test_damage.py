@@ -1,10 +1,6 @@
 """Test that every rank refuses damaged and hostile checkpoints and executes none of them."""
 
-import functools
-import io
 import json
-import os
-import pickle
 import shutil
 
 import pytest
@@ -18,6 +14,7 @@ from kha_megatron.checkpoint.integrity import (
 )
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
+from tests.faults import fuzz
 from tests.faults.jobs import arguments, iteration_folder, resumed
 
 
@@ -111,40 +108,7 @@ def test_training_refuses_damage_on_every_rank(entry, copy):
     assert sorted(path.name for path in copy.iterdir()) == before
 
 
-class _Bomb:
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return os.system, (f"touch '{self.file}'",)
-
-
-def _hostile_index(folder, bomb):
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = bomb
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def _hostile_object(name, folder, bomb):
-    """Append a bomb to the shard of an object, and point ``.metadata`` to it."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    found = [index for index in metadata.storage_data if index.fqn.startswith(name)]
-    assert found
-    buffer = io.BytesIO()
-    torch.save([bomb], buffer)
-    for index in found:
-        place = metadata.storage_data[index]
-        with (folder / place.relative_path).open("ab") as shard:
-            place.offset, place.length = shard.tell(), len(buffer.getvalue())
-            shard.write(buffer.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-HOSTILE = {
-    "index": (_hostile_index, r".metadata is missing, damaged or hostile"),
-    "common state": (functools.partial(_hostile_object, "common_state"), "hostile"),
-    "random state": (functools.partial(_hostile_object, "rng_state"), "cannot be read"),
-}
+HOSTILE = {"index": "damaged or hostile", "common_state": "hostile", "rng_state": "cannot be read"}
 
 
 @pytest.mark.parametrize(
@@ -152,9 +116,11 @@ HOSTILE = {
     ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")],
 )
 def test_training_does_not_run_a_hostile_pickle(entry, copy, tmp_path, where):
-    spoil, message = HOSTILE[where]
     file, folder = tmp_path / "created", iteration_folder(copy, 2)
-    spoil(folder, _Bomb(file))
+    if where == "index":
+        fuzz.edit_index(folder, lambda index: setattr(index, "planner_data", fuzz.Bomb(file)))
+    else:
+        fuzz.replace_value(folder, where, [fuzz.Bomb(file)])
     write_hashes(folder)  # whoever can write the checkpoint can write its hashes
     run = entry(arguments(copy), 2)
     assert not file.exists()
@@ -162,6 +128,6 @@ def test_training_does_not_run_a_hostile_pickle(entry, copy, tmp_path, where):
     assert not run.overdue
     assert "Traceback" not in run.output
     (error,) = run.errors
-    assert message in error
+    assert HOSTILE[where] in error
     assert "posix.system" in error
-    assert resumed(run.output) == (2 if where == "random state" else 0)
+    assert resumed(run.output) == (2 if where == "rng_state" else 0)
