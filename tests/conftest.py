@@ -30,7 +30,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # the process that hears of every test
+    if not hasattr(config, "workerinput"):  # the main process, which receives all reports
         config.pluginmanager.register(Tables(config))
 
 
@@ -45,14 +45,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """A test draws the same numbers, whatever ran before it in this process."""
+    """Seed the global generators before each test."""
     random.seed(0)
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def whole(request) -> bool:
-    """Whether to run what ``make test`` leaves out for want of time."""
+    """Whether all cases run, as in ``make test-all``."""
     return request.config.getoption("--whole")
 
 
@@ -90,7 +90,7 @@ def engine() -> None:
 
 @pytest.fixture(scope="session")
 def ranks_with_engine(engine):
-    """``ranks`` with the test double of Transformer Engine."""
+    """Run a function on ranks that use the test double of Transformer Engine."""
     from tests import transformer_engine
 
     pool = RankPool(install=transformer_engine.install)
@@ -100,7 +100,7 @@ def ranks_with_engine(engine):
 
 @pytest.fixture(scope="session")
 def interpreting_rank():
-    """A function on one rank in which Triton interprets: ``interpreting_rank(case, *args)``."""
+    """Run a function on a rank with Triton's interpreter: ``interpreting_rank(case, *args)``."""
     pytest.importorskip("triton", reason="Triton is not installed: its kernels were not tested")
     pool = RankPool(prepare=interpret)
     yield lambda case, *args: pool(case, 1, *args, timeout=300)[0]
@@ -109,21 +109,21 @@ def interpreting_rank():
 
 @pytest.fixture(scope="session")
 def gpu():
-    """A CUDA device that the kernels take; skips where there is none."""
+    """Return a CUDA device that the kernels support, or skip the test."""
     from kha_megatron.heads.kernels import fused
 
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
-    place = torch.device("cuda", torch.cuda.current_device())
-    x = torch.empty(1, 128, device=place)
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.empty(1, 128, device=device)
     if why := fused.unsupported_reason(x, x.new_empty(1, 128, 128)):
         pytest.skip(f"NOT TESTED: the kernels do not run here: {why}")
-    return place
+    return device
 
 
 @pytest.fixture(scope="session")
 def gpu_ranks():
-    """The same on NCCL, one GPU each; skips where there are fewer than two."""
+    """Run a function on NCCL ranks with one GPU each, or skip the test with fewer than two GPUs."""
     if (found := torch.cuda.device_count()) < 2:
         pytest.skip(f"needs two GPUs and NCCL, {found} found")
     pool = RankPool(device="cuda")

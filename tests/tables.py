@@ -1,7 +1,7 @@
-"""Tables of what tests found, written by the process that collects all reports.
+"""Tables of test results in ``benchmarks/``.
 
-A test leaves rows with the fixture ``parallelism_table`` or ``faults_table`` of
-``tests/conftest.py``; they travel with its report, in whatever process it ran.
+Tests add rows with the fixtures ``parallelism_table`` and ``faults_table``. The rows travel in the
+test reports to the main process of pytest, which writes the tables.
 """
 
 import os
@@ -16,19 +16,19 @@ Rows = list[list[str | float]]
 
 
 class Tables:
-    """Collects the rows of every table, and writes those whose option names a file."""
+    """Collect the rows of all tables, and write the tables whose option names a file."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._files = {name: config.getoption(f"--{name}-table") for name in TABLES}
         self._rows: dict[str, Rows] = {name: [] for name in TABLES}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the rows that a test left."""
+        """Collect the rows of a test."""
         for name, row in report.user_properties if report.when == "teardown" else ():
             self._rows.get(name, []).append(row)
 
     def pytest_sessionfinish(self) -> None:
-        """Write them."""
+        """Write the requested tables."""
         for name, file in self._files.items():
             if file:
                 Path(file).write_text(TABLES[name](self._rows[name]) + "\n")
@@ -40,7 +40,7 @@ def _machine() -> str:
 
 
 def _parallelism(rows: Rows) -> str:
-    """Rows of case, what is knocked, the largest relative error of its quantities, and of which."""
+    """Format rows of case, KHA settings, largest relative error, and the quantity that has it."""
     worst = {True: 0.0, False: 0.0}
     for case, _, error, _ in rows:
         worst["bf16" in case] = max(worst["bf16" in case], error)
@@ -50,53 +50,52 @@ def _parallelism(rows: Rows) -> str:
     return "\n".join([heading, *(f"| {c} | {k} | {e:.1e} | {w} |" for c, k, e, w in rows)])
 
 
-_PARALLELISM = """# Parallelism against the unsharded run
+_PARALLELISM = """# Parallel runs compared with an unsharded run
 
-Written by `make test-all`: relative error (of norms) of the quantity that differs most between a
-sharded run of ten optimizer steps and the same run in one process. Compared are losses, outputs,
-input gradients, every weight gradient, the gradient norm, the first clipped update, and the weights
-after the last step; places that two ranks hold must be the same bits.
-`tests/distributed/test_parallelism.py` says what each word of a case means and why the tolerances
-are what they are.
+Each row compares ten optimizer steps of a sharded run with the same steps in one process: losses,
+outputs, input gradients, all weight gradients, the gradient norm, the first clipped update and the
+final weights. The table lists the quantity with the largest relative error of its norm. Replicas of
+a tensor must be bitwise equal. `tests/distributed/test_parallelism.py` explains the cases and the
+reasons for the tolerances. `make test-all` writes this page.
 
-{machine}: {rows} runs, the largest
-error {fp32:.1e} in float32 (bound 1e-5) and {bf16:.1e} in bf16 (bounds in the test).
+{machine}: {rows} runs. Largest
+error: {fp32:.1e} in float32 (tolerance 1e-5), {bf16:.1e} in bf16 (tolerances in the test).
 
-| case | knocked | largest error | in |
+| case | KHA | largest error | quantity |
 |---|---|---|---|"""
 
 SECTIONS = {
     "Kills": (
-        "`kill -9` of one rank or of all, in the middle of a checkpoint: the next run of the same "
-        "command goes on from the last complete iteration.",
-        ("save", "killed", "in the middle of", "the save was complete", "the next run loads"),
+        "`kill -9` of one rank or of all ranks while they write a checkpoint. The next run of the "
+        "same command resumes from the last complete checkpoint.",
+        ("checkpointing", "killed", "during", "checkpoint complete", "next run loads"),
     ),
     "Full disks": (
-        "A write of the second checkpoint fails with ENOSPC: the run ends with one line, and the "
-        "next one goes on from the first.",
-        ("what fails", "exit codes", "the next run loads"),
+        "A write of the second checkpoint fails with ENOSPC. The run exits with a one-line error, "
+        "and the next run resumes from the first checkpoint.",
+        ("failing write", "exit codes", "next run loads"),
     ),
     "Fuzz": (
-        "Seeded damage to what is read: refused in one line, or read as what it is.",
-        ("input", "cases", "refused in one line", "read"),
+        "Files with random damage are refused with a one-line error or read correctly.",
+        ("input", "cases", "refused", "read"),
     ),
     "Hostile inputs": (
-        "What somebody else may have made: what it could do, and what it is answered.",
-        ("input", "danger", "answer"),
+        "Files from untrusted sources: what they could do, and how they are handled.",
+        ("input", "danger", "result"),
     ),
 }
-"""By name: what a section of the table of faults shows, and its columns."""
+"""Introduction and columns of each section of the page of faults."""
 
 
 def _faults(rows: Rows) -> str:
-    """Rows of the name of a section and its cells."""
-    lines = ["# What is done to runs and files, and what becomes of them", ""]
+    """Format rows of the name of a section and its cells."""
+    lines = ["# Fault tests", ""]
     lines += ["Written by `make test-all`, or"]
     lines += ["`pytest --whole tests/faults tests/conversion --faults-table FILE`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
         found = [tuple(cells) for section, *cells in rows if section == name]
-        found = list(dict.fromkeys(found))  # of each kind once
+        found = list(dict.fromkeys(found))  # without repetitions
         lines += ["", f"## {name}: {len(found)}", "", text, ""]
         lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(map(str, cells))} |" for cells in found]
