@@ -1,14 +1,14 @@
-"""``ask_vllm.py JOBS.json ANSWERS.json``: what vLLM makes of folders, one engine after another.
+"""``ask_vllm.py JOBS.json ANSWERS.json``: run models in vLLM, one engine after another.
 
-Runs in an environment that has vLLM, and without Megatron. A job is an object of
+Runs in an environment with vLLM and without Megatron. A job has
 
 - ``folder`` and ``engine``: the model, and further arguments of ``vllm.LLM``;
-- ``prompts``: lists of token ids, asked at once and ``rounds`` times;
-- ``adapter``: a LoRA folder, or None.
+- ``prompts``: lists of token ids, requested together ``rounds`` times;
+- ``adapter``: a LoRA directory, or None.
 
-Its answer holds ``tokens`` and their ``logprobs`` for each prompt and round, ``prompt_logprobs`` of
-the first (none with an adapter: vLLM then gives those of sampled tokens alone), and how many
-tokens were ``cached`` in the last; or ``error``, what the engine said.
+An answer has ``tokens`` and their ``logprobs`` for each round and prompt, ``prompt_logprobs`` of
+the first round (none with an adapter, because vLLM ignores it there), and the number of ``cached``
+tokens of the last round; or ``error``, the message of the engine.
 """
 
 import gc
@@ -56,7 +56,7 @@ def ask(folder, prompts, engine, rounds=1, adapter=None):
                 temperature=0,
                 max_tokens=TOKENS,
                 logprobs=1,
-                # with them, nothing is taken from the cache
+                # With prompt_logprobs, vLLM does not use the cache.
                 prompt_logprobs=None if index or adapter else 0,
                 ignore_eos=True,
                 detokenize=False,

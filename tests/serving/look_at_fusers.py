@@ -1,8 +1,7 @@
-"""``look_at_fusers.py FOLDER...``: what vLLM's Transformers backend would merge, as JSON.
+"""``look_at_fusers.py DIRECTORY...``: print what vLLM's Transformers backend would merge, as JSON.
 
-Of each folder's attention the names of the linear layers that a fuser takes together, by the path
-of the module they lie in. And of ``trap``, a module with a knock's matrices whose forward looks
-like an MLP: one that is merged.
+For each directory: the names of the merged linear layers, by the path of their module in the
+attention. For ``trap``, a module with the matrices of a knock whose forward looks like an MLP.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Converted folders in vLLM: the tokens and log-probabilities of transformers, or a refusal.
+"""Exported models in vLLM: tokens and log-probabilities of transformers, or an error.
 
-Truth is transformers on the same folder, in this environment; vLLM answers from one of its own,
-which ``tools/test_serving.sh`` makes and which has no Megatron.
+transformers runs in this environment. vLLM runs in another one, which ``tools/test_serving.sh``
+creates and which has no Megatron.
 """
 
 import json
@@ -27,14 +27,12 @@ from tests.serving.ask_vllm import TOKENS
 
 VLLM = os.environ.get("KHA_VLLM")
 pytestmark = [
-    pytest.mark.skipif(
-        VLLM is None, reason="vLLM is NOT tried: run `make test-serving`, which fetches it"
-    ),
+    pytest.mark.skipif(VLLM is None, reason="NOT TESTED: needs vLLM. Run `make test-serving`."),
     pytest.mark.timeout(900),
 ]
 HERE = Path(__file__).parent
 TOLERANCE = 1e-5
-"""Of a log-probability in float32: sums in another order."""
+"""For log-probabilities in float32, because sums have another order."""
 
 BASE = {
     "vocab_size": 320,
@@ -51,13 +49,6 @@ BASE = {
     "dtype": "float32",
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-GATES = {
-    "output": "element",
-    "value": "head",
-    "key": "shared",
-    "query": "element",
-    "dense": "element",
-}
 LINEAR = {f"kha_{projection}": "linear" for projection in ("query", "key", "value")}
 SERVED = {
     "linear": LINEAR | {"num_key_value_heads": 3},
@@ -68,13 +59,13 @@ SERVED = {
         "use_qk_norm": False,
         "attention_bias": True,
         "tie_word_embeddings": False,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
-    "gates": {"kha_value": "mlp", "kha_gate": GATES},
+    "gates": {
+        "kha_value": "mlp",
+        "kha_gate": dict.fromkeys(("output", "query", "dense"), "element")
+        | {"value": "head", "key": "shared"},
+    },
     "one_key": {"num_key_value_heads": 1, "kha_value": "mlp", "kha_gate": {"value": "element"}},
     "still": {
         "num_key_value_heads": None,
@@ -110,24 +101,21 @@ LATENT = LINEAR | {
     "v_head_dim": 32,
 }
 REFUSED = {
-    "mla": (
-        LATENT,
-        r"multi-head latent attention \(kv_lora_rank=64\): serve it with .* or fold it",
+    "mla": (LATENT, "not with MLA, GLA or GTA"),
+    "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "not with MLA, GLA or GTA"),
+    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "not with MLA, GLA or GTA"),
+    "moh": (
+        {"kha_moh": {"share": 0.75}},
+        "does not support moh.*Serve the model",
     ),
-    "gla": (
-        LATENT | {"kha_attention": "gla", "kha_latent_heads": 2},
-        r"not of kha_attention='gla'",
-    ),
-    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, r"not of kha_attention='gta': serve it"),
-    "moh": ({"kha_moh": {"share": 0.75}}, r"no place for moh.*: serve it with transformers"),
-    "talking": ({"kha_talking": {}}, r"no place for talking"),
-    "collaborative": ({"kha_collaborative": {"dim": 64}}, r"no place for collaborative"),
+    "talking": ({"kha_talking": {}}, "does not support talking"),
+    "collaborative": ({"kha_collaborative": {"dim": 64}}, "does not support collaborative"),
 }
 LENGTHS = (5, 17, 33, 64, 3, 90, 41, 150)
 
 
 def make(folder, settings, seed=0):
-    """A model with everything away from where it starts; its tokenizer has a word for each id."""
+    """Save a model without initial values, and a tokenizer with a word for each id."""
     torch.manual_seed(seed)
     config = KHAModelConfig(**BASE | settings)
     model = KHAForCausalLM(config).eval()
@@ -146,9 +134,9 @@ def make(folder, settings, seed=0):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    place = tmp_path_factory.mktemp("vllm")
+    root = tmp_path_factory.mktemp("vllm")
     settings = SERVED | {name: refused for name, (refused, _) in REFUSED.items()}
-    return {name: str(make(place / name, given)) for name, given in settings.items()}
+    return {name: str(make(root / name, given)) for name, given in settings.items()}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +147,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def adapters(folders, tmp_path_factory):
-    """By name, a LoRA of the folder ``each``; that of q, v and o also merged into a folder."""
+    """Return LoRA directories for ``each`` by name, and a model with that of q, v and o merged."""
     place, found = tmp_path_factory.mktemp("lora"), {}
     for name, targets in {"attention": ["q_proj", "v_proj", "o_proj"], "all": "all-linear"}.items():
         torch.manual_seed(3)
@@ -178,8 +166,8 @@ def adapters(folders, tmp_path_factory):
 
 
 def expected(folder, prompts):
-    """Greedy tokens and log-probabilities by transformers."""
-    torch.set_num_threads(1)  # of a machine with much else to do, and products this small
+    """Return greedy tokens and log-probabilities of transformers."""
+    torch.set_num_threads(1)  # for small products on a busy machine
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {"tokens": [], "logprobs": [], "prompt_logprobs": []}
     for prompt in prompts:
@@ -188,7 +176,7 @@ def expected(folder, prompts):
             ids = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
             logits = model(ids, use_cache=False).logits[0]
         best = logits[len(prompt) - 1 : -1].topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > 1e-4, "two tokens are as likely: no greedy truth"
+        assert (best[:, 0] - best[:, 1]).min() > 1e-4, "two tokens are equally likely"
         rows = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
         found["tokens"].append(ids[0, len(prompt) :].tolist())
         found["logprobs"].append(rows[len(prompt) - 1 :])
@@ -197,9 +185,9 @@ def expected(folder, prompts):
 
 
 def environment(**more):
-    """Without this environment's own Python, and quiet; nothing is asked of the network."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
-    return kept | {
+    """Return a quiet, offline environment without this Python's variables."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
+    return inherited | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -211,9 +199,9 @@ def environment(**more):
     }
 
 
-def in_vllm(program, *words, **variables):
+def in_vllm(program, *arguments, **variables):
     done = subprocess.run(
-        [VLLM, str(HERE / program), *map(str, words)],
+        [VLLM, str(HERE / program), *map(str, arguments)],
         env=environment(**variables),
         capture_output=True,
         text=True,
@@ -224,8 +212,8 @@ def in_vllm(program, *words, **variables):
     return done
 
 
-def asked(jobs, place, **variables):
-    """The answer to each job by its name."""
+def run_jobs(jobs, place, **variables):
+    """Return the answer to each job by name."""
     (place / "jobs.json").write_text(json.dumps(list(jobs.values())))
     done = in_vllm("ask_vllm.py", place / "jobs.json", place / "answers.json", **variables)
     found = json.loads((place / "answers.json").read_text())
@@ -234,16 +222,16 @@ def asked(jobs, place, **variables):
 
 
 def check(answer, truth):
-    """The same tokens, and log-probabilities within the tolerance, in all rounds."""
+    """Compare tokens and log-probabilities of all rounds."""
     assert "error" not in answer, answer["error"]
     for tokens, logprobs in zip(answer["tokens"], answer["logprobs"], strict=True):
         assert tokens == truth["tokens"]
-        assert far(logprobs, truth["logprobs"]) < TOLERANCE
+        assert max_error(logprobs, truth["logprobs"]) < TOLERANCE
     if answer["prompt_logprobs"]:
-        assert far(answer["prompt_logprobs"], truth["prompt_logprobs"]) < TOLERANCE
+        assert max_error(answer["prompt_logprobs"], truth["prompt_logprobs"]) < TOLERANCE
 
 
-def far(rows, others):
+def max_error(rows, others):
     pairs = zip(rows, others, strict=True)
     return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in pairs)
 
@@ -255,17 +243,11 @@ def truths(folders, prompts):
 
 @pytest.fixture(scope="module")
 def answers(folders, prompts, adapters, tmp_path_factory):
-    """All that one process of vLLM can be asked: importing it costs most."""
+    """Answer all jobs in one process of vLLM, because its import takes longest."""
 
     def job(name, rounds=1, adapter=None, **engine):
-        folder = folders.get(name, name)
-        return {
-            "folder": folder,
-            "prompts": prompts,
-            "engine": engine,
-            "rounds": rounds,
-            "adapter": adapter,
-        }
+        common = {"folder": folders[name], "prompts": prompts, "engine": engine}
+        return common | {"rounds": rounds, "adapter": adapter}
 
     backend = {"model_impl": "transformers"}
     lora = {"enable_lora": True, "max_lora_rank": 8}
@@ -280,7 +262,7 @@ def answers(folders, prompts, adapters, tmp_path_factory):
     jobs |= {("refused", name): job(name) for name in REFUSED}
     jobs |= {("backend", name): job(name, **backend) for name in ("each", "gates", "softmax_sum")}
     jobs |= {("backend refused", name): job(name, **backend) for name in (*REFUSED, "groups")}
-    return asked(jobs, tmp_path_factory.mktemp("one process"))
+    return run_jobs(jobs, tmp_path_factory.mktemp("one process"))
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -289,77 +271,76 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(name, answers, t
 
 
 @pytest.mark.parametrize("name", ["chunked prefill", "prefix caching"])
-def test_however_a_prompt_is_cut(name, answers, truths):
+def test_chunked_prefill_and_prefix_caching(name, answers, truths):
     check(answers[name], truths["each"])
     if name == "prefix caching":
-        assert answers[name]["cached"] >= 5 * 32  # whole blocks of the longer prompts
+        assert answers[name]["cached"] >= 5 * 32  # complete blocks of the longer prompts
 
 
-def test_compiled(answers, truths):
+def test_compiled_model(answers, truths):
     check(answers["compiled"], truths["gates"])
 
 
-def test_an_adapter_of_the_attention(answers, truths, adapters, prompts):
+def test_adapter_of_the_attention(answers, truths, adapters, prompts):
     truth = expected(adapters["merged"], prompts)
-    assert far(truth["prompt_logprobs"], truths["each"]["prompt_logprobs"]) > 0.01
+    assert max_error(truth["prompt_logprobs"], truths["each"]["prompt_logprobs"]) > 0.01
     check(answers["lora"], truth)
 
 
-def test_an_adapter_of_a_knock_is_refused(answers):
-    """vLLM knows modules by the last part of their names, and would drop it in silence."""
+def test_adapter_of_a_knock_is_refused(answers):
+    """vLLM identifies modules by the last part of their names and would silently drop it."""
     assert "v_knock" in answers["lora of all"]["error"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_cannot_compute_is_refused_by_name(name, answers):
-    for way in ("refused", "backend refused"):
-        assert re.search(REFUSED[name][1], answers[way, name]["error"]), way
+def test_unsupported_models_are_refused(name, answers):
+    for kind in ("refused", "backend refused"):
+        assert re.search(REFUSED[name][1], answers[kind, name]["error"]), kind
 
 
 @pytest.mark.parametrize("name", ["each", "gates", "softmax_sum"])
-def test_its_transformers_backend(name, answers, truths):
+def test_transformers_backend(name, answers, truths):
     check(answers["backend", name], truths[name])
 
 
-def test_its_transformers_backend_refuses_groups_that_it_ranks_otherwise(answers):
-    said = answers["backend refused", "groups"]["error"]
-    assert "ranks the n_group=4 groups of experts by their best 2" in said
-    assert "--model-impl" in said
+def test_transformers_backend_refuses_another_rank_of_groups(answers):
+    error = answers["backend refused", "groups"]["error"]
+    assert "ranks groups of experts by their best 2" in error
+    assert "--model-impl" in error
 
 
-def test_its_fusers_leave_a_knock_whole(folders):
-    """Merged, it would be split over ranks, of which each has other heads."""
+def test_fusers_do_not_merge_a_knock(folders):
+    """A merged module is split over ranks, and each rank has other heads."""
     names = ("linear", "each", "gates")
     done = in_vllm("look_at_fusers.py", *(folders[name] for name in names))
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["trap"]) == {"gate_proj", "up_proj"}  # what they look for is still this
+    assert set(found["trap"]) == {"gate_proj", "up_proj"}  # The trap must still work.
     for name in names:
         assert set().union(*found[folders[name]].values()) <= {"q_proj", "k_proj", "v_proj"}
         assert not [path for path in found[folders[name]] if "knock" in path]
 
 
 def test_two_ranks(folders, prompts, truths, tmp_path):
-    """With two key/value heads and with one, which both ranks share."""
+    """With two key/value heads, and with one that both ranks share."""
     names = ("gates", "one_key", "groups")
     engine = {"tensor_parallel_size": 2}
     jobs = {n: {"folder": folders[n], "prompts": prompts, "engine": engine} for n in names}
-    answers = asked(jobs, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    answers = run_jobs(jobs, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1")
     for name in names:
         check(answers[name], truths[name])
 
 
 @contextmanager
 def server(folder, log):
-    """Its address; ended with all its processes."""
+    """Start a server, yield its address and end all its processes."""
     port = free_port()
-    # what `vllm serve` starts; that command itself looks for a distribution called vllm, and the
-    # one for CPUs is called vllm-cpu
-    words = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    words += ["--host", "127.0.0.1", "--port", port]
-    words += ["--dtype", "float32", "--max-model-len", 256, "--block-size", 32, "--enforce-eager"]
+    # `vllm serve` itself needs a distribution called vllm. That for CPUs is called vllm-cpu.
+    command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    command += ["--host", "127.0.0.1", "--port", port]
+    command += ["--dtype", "float32", "--max-model-len", 256, "--block-size", 32, "--enforce-eager"]
     with open(log, "w") as file:
         process = subprocess.Popen(
-            list(map(str, words)),
+            list(map(str, command)),
             env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
             stdout=file,
             stderr=file,
@@ -382,7 +363,7 @@ def server(folder, log):
             process.wait(30)
 
 
-def test_its_server_answers_eight_at_once(folders, prompts, truths, tmp_path):
+def test_server_answers_eight_requests_at_once(folders, prompts, truths, tmp_path):
     with server(folders["groups"], tmp_path / "log") as address:
 
         def ask(prompt):
@@ -407,4 +388,4 @@ def test_its_server_answers_eight_at_once(folders, prompts, truths, tmp_path):
             found = list(pool.map(ask, prompts))
     tokens = [[int(token.removeprefix("token_id:")) for token in f["tokens"]] for f in found]
     assert tokens == truths["groups"]["tokens"]
-    assert far([f["token_logprobs"] for f in found], truths["groups"]["logprobs"]) < TOLERANCE
+    assert max_error([f["token_logprobs"] for f in found], truths["groups"]["logprobs"]) < TOLERANCE
