@@ -1,10 +1,6 @@
 """Defaults and refusals of the configuration."""
 
-import subprocess
-import sys
-
 import pytest
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.hf import read_kha
@@ -45,11 +41,6 @@ def test_contradictory_settings_are_refused(settings, message):
         make_model(**settings)
 
 
-def test_a_value_of_the_wrong_type_is_refused():
-    with pytest.raises(StrictDataclassFieldValidationError, match="num_hidden_layers"):
-        make_config(num_hidden_layers="three")
-
-
 def test_kha_fields_become_a_kha_config():
     config = make_config({"query": "linear", "value": "mlp"}, kha_init="random")
     assert read_kha(config) == KHAConfig(query="linear", value="mlp", init="random")
@@ -66,8 +57,3 @@ def test_defaults_of_heads_and_layers():
     assert make_config(num_key_value_heads=None).num_key_value_heads == 6
     assert make_config().mlp_layer_types == ["dense"] * 3
     assert make_config(**{**MOE, "mlp_layer_types": None}).mlp_layer_types == ["sparse"] * 3
-
-
-def test_the_package_alone_does_not_import_transformers():
-    code = "import sys, kha_megatron; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

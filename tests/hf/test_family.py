@@ -15,8 +15,6 @@ from tests.hf.conftest import (
     tokens,
 )
 
-every_attention = pytest.mark.parametrize("name", FAMILY)
-
 
 def rows(linear):
     """Return the matrix of a linear layer, or of several, for row vectors."""
@@ -65,7 +63,7 @@ def oracle(layer, hidden, **gates):
     )
 
 
-@every_attention
+@pytest.mark.parametrize("name", FAMILY)
 def test_output_and_gradients_equal_the_oracle(name):
     kha, sizes = FAMILY[name]
     config = make_config(kha, **sizes)
@@ -73,12 +71,14 @@ def test_output_and_gradients_equal_the_oracle(name):
     check_layer_against_oracle(config, oracle, 5e-6 if config.use_qk_norm else 1e-12)
 
 
-@every_attention
+CACHED = {"collaborative": 14 + 3 * 10, "gta": 3 * 12 + 6, "mla": 12 + 4, "gla": 12 + 4}
+
+
+@pytest.mark.parametrize("name", CACHED)
 def test_the_cache_has_the_size_of_the_paper(name):
-    """Zadouri et al. 2025: numbers per token and layer."""
-    kha, sizes = FAMILY[name]
+    """Zadouri et al. 2025 and Cordonnier et al. 2020: numbers per token and layer."""
+    kha, sizes = FAMILY.get(name, ({}, {"kha_collaborative": {"dim": 14}}))
     model = make_model(kha, **sizes)
-    expected = {"gta": 3 * 12 + 6, "mla": 12 + 4, "gla": 12 + 4}[name[:3]]
     dynamic = DynamicCache(config=model.config)
     static = StaticCache(config=model.config, max_cache_len=8)
     with torch.no_grad():
@@ -86,4 +86,4 @@ def test_the_cache_has_the_size_of_the_paper(name):
             model(tokens(1, 7), past_key_values=cache)
             model(tokens(1, 1), past_key_values=cache)
             stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            assert stored == 3 * expected * 4 * 8
+            assert stored == 3 * CACHED[name] * 4 * 8

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from kha_megatron.hf import attention_kha
 from tests import oracle as reference
@@ -104,15 +104,6 @@ def test_initial_mixing_matrices():
     ids = tokens()
     with torch.no_grad():
         torch.testing.assert_close(talking(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_the_cache_of_collaborative_heads_has_one_key():
-    model = make_model(kha_collaborative=COLLABORATIVE)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens(1, 7), past_key_values=cache)
-    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    assert held == 3 * 7 * (14 + 3 * 10)
 
 
 def test_talking_heads_need_eager_attention():

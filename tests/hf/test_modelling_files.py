@@ -41,24 +41,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 torch.set_num_threads(1)
-folder, again = sys.argv[1:]
+directory, again = sys.argv[1:]
 try:
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
 except ValueError as error:
     print("untrusted:", str(error).splitlines()[0])
 trust = {"trust_remote_code": True, "output_loading_info": True}
-model, info = AutoModelForCausalLM.from_pretrained(folder, **trust)
+model, info = AutoModelForCausalLM.from_pretrained(directory, **trust)
 assert not any(info.values()), info
-base, info = AutoModel.from_pretrained(folder, **trust)
+base, info = AutoModel.from_pretrained(directory, **trust)
 assert info.pop("unexpected_keys") == {"lm_head.weight"}
 assert not any(info.values()), info
-config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-ids = load_file(folder + "/ids.safetensors")["ids"]
+config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+ids = load_file(directory + "/ids.safetensors")["ids"]
 with torch.no_grad():
     logits = model(ids).logits
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
     new = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-save_file({"logits": logits, "new": new}, folder + "/seen.safetensors")
+save_file({"logits": logits, "new": new}, directory + "/seen.safetensors")
 model.save_pretrained(again)
 print("variants:", config.kha_query, config.kha_key, config.kha_value)
 print("classes:", *(type(x).__module__.split(".")[0] for x in (model, base, config)))
@@ -66,10 +66,10 @@ assert not [name for name in sys.modules if name.split(".")[0] == "kha_megatron"
 """
 
 
-def run_stranger(folder, again, cache):
+def run_stranger(directory, again, cache):
     """Run the program above in a separate process, offline, with its own cache of modules."""
     return subprocess.run(
-        [sys.executable, "-c", STRANGER, folder, again],
+        [sys.executable, "-c", STRANGER, directory, again],
         capture_output=True,
         text=True,
         check=False,
@@ -82,11 +82,13 @@ def run_stranger(folder, again, cache):
 def stranger(tmp_path_factory):
     """Return a model, its directory, the directory that the other process saved, and its result."""
     torch.manual_seed(0)
-    folder, again, cache = (tmp_path_factory.mktemp(name) for name in ("model", "again", "cache"))
+    directory, again, cache = (
+        tmp_path_factory.mktemp(name) for name in ("model", "again", "cache")
+    )
     model = make_model(MIXED, initializer_range=0.5, **MOE, **HEADS)
-    model.save_pretrained(folder)
-    save_file({"ids": tokens()}, folder / "ids.safetensors")
-    return model, folder, again, run_stranger(folder, again, cache)
+    model.save_pretrained(directory)
+    save_file({"ids": tokens()}, directory / "ids.safetensors")
+    return model, directory, again, run_stranger(directory, again, cache)
 
 
 @pytest.mark.parametrize("make", [make_model, make_config])
