@@ -93,13 +93,6 @@ class InputLinear(HeadParameter, nn.Linear):
 class KHAHeads(KHAModule):
     """Base of the attention classes in this file: adds the mechanisms that the model has."""
 
-    q_knock: nn.Module
-    k_knock: nn.Module
-    v_knock: nn.Module
-    layer_idx: int
-    o_proj: nn.Module
-    training: bool
-
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
         """Return ``eager`` if the model needs eager attention, otherwise None.
@@ -204,15 +197,12 @@ class KHAHeads(KHAModule):
         return seen
 
     def apply_heads(self, stage: Stage, seen: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
-        """Apply the mechanisms of a stage.
+        """Apply the mechanisms of a stage and return the tensors in the same order.
 
         Args:
             stage: ``qkv``, ``output`` or ``dense``.
-            seen: results of :meth:`read_input`. Additional results of this stage are added.
+            seen: results of :meth:`read_input`. Results for later stages are added.
             tensors: ``[B, S, heads, D]`` each, or ``[B, S, C]`` at ``dense``.
-
-        Returns:
-            The tensors in the same order.
         """
         mechanisms = (
             (mechanism, self.head_weights(parameters))
@@ -281,8 +271,8 @@ class ModelRanks(Ranks):
     def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = listeners
         mesh = getattr(getattr(projection, "weight", None), "device_mesh", None)
-        is_split = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
-        self.mesh: Any = mesh["tp"] if mesh is not None and is_split else None
+        names = (mesh is not None and mesh.mesh_dim_names) or ()
+        self.mesh: Any = mesh["tp"] if "tp" in names else None
 
     def all_heads(self, x: Tensor) -> Tensor:
         """Gather ``[..., heads]`` of every rank. Backward returns the part of this rank."""
@@ -325,7 +315,7 @@ def _attend(
     """Attend with the configured backend and project to ``[*shape, C]``.
 
     Flash attention needs equal widths of queries, keys and values. Narrower tensors are padded with
-    zeros, which change neither scores nor outputs; transformers itself pads only values.
+    zeros, which change neither scores nor outputs. transformers itself pads only values.
     """
     width = padded = value.shape[-1]
     if "flash" in (module.config._attn_implementation or "") and query.shape[-1] != width:
@@ -333,15 +323,9 @@ def _attend(
         query, key, value = (
             nn.functional.pad(part, (0, padded - part.shape[-1])) for part in (query, key, value)
         )
+    dropout = module.attention_dropout if module.training else 0.0
     output, weights = module.core_attention()(
-        module,
-        query,
-        key,
-        value,
-        mask,
-        dropout=module.attention_dropout if module.training else 0.0,
-        scaling=module.scaling,
-        **kwargs,
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
     )
     heads = output.reshape(*shape, -1, padded)[..., :width]
     return module.project_output(heads, seen), weights
@@ -598,8 +582,7 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
 
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel style of each module. Empty for GLA: transformers cannot split
-        the rows of one latent head."""
+        """Return the tensor-parallel styles. Empty for GLA, whose latent heads cannot be split."""
         if isinstance(self.kv_b_proj, nn.ModuleList):
             return {}
         return super().tp_plan() | {"kv_a_proj_with_mqa": SHARED_KEY}

@@ -1,9 +1,9 @@
 """Configuration of the ``kha`` architecture: dense and mixture-of-experts decoders with
 Knocking-Heads Attention (arXiv 2510.23052).
 
-One class covers what a Megatron run can mix in one model: dense and sparse layers
-(``moe_layer_freq``) and MHA, MQA, GQA, GTA, MLA or GLA. Fields that stock transformers models have
-keep their stock names. Further ``kha_*`` fields hold the settings of other head mechanisms.
+One class supports every model of a Megatron run: dense and sparse layers (``moe_layer_freq``) with
+MHA, MQA, GQA, GTA, MLA or GLA. Fields of stock transformers models have their stock names. Further
+``kha_*`` fields hold the settings of other head mechanisms.
 """
 
 import os

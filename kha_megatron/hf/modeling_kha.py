@@ -44,8 +44,8 @@ CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
 
 SHARED_BY_HEADS = "replicated_with_grad_allreduce"
-"""Tensor-parallel style of a matrix that all heads share: each rank sees its own heads only and
-computes a partial sum of the gradient."""
+"""Tensor-parallel style of a matrix that all heads share. Each rank's gradient is a partial sum over
+its heads."""
 
 # Experts are 3-D in memory and one tensor per expert and matrix on disk, as in Qwen3-MoE.
 register_checkpoint_conversion_mapping(
@@ -122,7 +122,7 @@ Module: Any = nn.Module  # Any: type checkers take attributes of modules for ten
 
 
 class KHAModule(Module):
-    """Base of every attention class: the knocks of queries, keys and values."""
+    """Base of the attention classes: KHA on queries, keys and values."""
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """Projections whose output is split over tensor-parallel ranks with the heads."""
@@ -241,11 +241,11 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
 
 
 class KHARouter(nn.Module):
-    """Route in float32, as Megatron-Core's ``topk_routing_with_score_function`` does.
+    """Route in float32 as Megatron-Core's ``topk_routing_with_score_function``.
 
-    ``softmax`` with ``norm_topk_prob`` is the softmax over the chosen logits (Megatron's default);
+    ``softmax`` with ``norm_topk_prob`` is the softmax over the chosen logits (Megatron's default),
     otherwise over all logits (``moe_router_pre_softmax``). ``sigmoid`` chooses by score plus
-    correction bias and weights by the score. With ``n_group > 1`` a token's experts come from its
+    correction bias and weights by the score. With ``n_group > 1``, a token's experts come from its
     ``topk_group`` best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
@@ -367,21 +367,17 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True. transformers looks for a decorator in this file, but the experts are
-        imported; without this answer they would run as a Python loop."""
+        """Return True. transformers would look for a decorator in this file."""
         return True
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        """Check that torch's grouped GEMM supports the sizes of the experts.
-
-        Raises:
-            ValueError: if rows are not multiples of 16 bytes. transformers then uses the loop.
-        """
+        """Raise ValueError for sizes that torch's grouped GEMM does not support. By default,
+        transformers then uses a loop."""
         sizes = self.config.hidden_size, self.config.moe_intermediate_size
         if any(size % 8 for size in sizes):
             raise ValueError(
-                "experts_implementation='grouped_mm' needs hidden_size and moe_intermediate_size "
-                f"that are multiples of 8, got {sizes[0]} and {sizes[1]}: use 'eager'."
+                "Expected hidden_size and moe_intermediate_size that are multiples of 8, got "
+                f"{sizes[0]} and {sizes[1]}. Use experts_implementation='eager'."
             )
         return super()._grouped_mm_can_dispatch()
 
