@@ -173,7 +173,7 @@ class KHABridge(MegatronModelBridge):
 def _hf_names(task: WeightConversionTask, experts: range) -> list[str]:
     """Return the Hugging Face names of a task, those of an expert for all experts."""
     names = task.mapping.hf_param
-    found = []
+    found: list[str] = []
     for key in [names] if isinstance(names, str) else names.values():
         match = re.match(r"(.*\.experts\.)\d+(\..*)", key)
         found += [f"{match[1]}{i}{match[2]}" for i in experts] if match else [key]

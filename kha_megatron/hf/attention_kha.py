@@ -270,9 +270,9 @@ class ModelRanks(Ranks):
 
     def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = listeners
-        mesh = getattr(getattr(projection, "weight", None), "device_mesh", None)
-        names = (mesh is not None and mesh.mesh_dim_names) or ()
-        self.mesh: Any = mesh["tp"] if "tp" in names else None
+        mesh: Any = getattr(getattr(projection, "weight", None), "device_mesh", None)
+        is_split = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+        self.mesh: Any = mesh["tp"] if is_split else None
 
     def all_heads(self, x: Tensor) -> Tensor:
         """Gather ``[..., heads]`` of every rank. Backward returns the part of this rank."""

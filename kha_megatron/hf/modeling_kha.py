@@ -44,8 +44,9 @@ CosSin = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
 
 SHARED_BY_HEADS = "replicated_with_grad_allreduce"
-"""Tensor-parallel style of a matrix that all heads share. Each rank's gradient is a partial sum over
-its heads."""
+"""Tensor-parallel style of a matrix that all heads share. The gradient on each rank is a partial
+sum over its heads."""
+
 
 # Experts are 3-D in memory and one tensor per expert and matrix on disk, as in Qwen3-MoE.
 register_checkpoint_conversion_mapping(
