@@ -124,7 +124,7 @@ def summed(planned, *names):
 @pytest.mark.parametrize(
     ("world", "layout", "overrides"),
     [
-        (2, Layout(tp=2), {}),
+        pytest.param(2, Layout(tp=2), {}, marks=pytest.mark.whole),
         (4, Layout(tp=4, sequence_parallel=True), {"num_query_groups": 2}),
     ],
     ids=["plain", "sequence parallel with few key/value heads"],
@@ -139,11 +139,11 @@ def test_tensor_parallel_bytes(ranks, world, layout, overrides):
     ("kha", "sequence_parallel"),
     [
         (KHAConfig(talking=TalkingHeads(), collaborative=CollaborativeHeads(dim=10)), True),
-        (KHAConfig(moh=MixtureOfHeads(share=0.75, router="query_norm")), False),
         *(
             pytest.param(kha, sequence_parallel, marks=pytest.mark.whole)
             for kha, sequence_parallel in (
                 (KHAConfig(talking=TalkingHeads()), False),
+                (KHAConfig(moh=MixtureOfHeads(share=0.75, router="query_norm")), False),
                 (KHAConfig.from_preset("moh_75"), True),
                 (KHAConfig(gate=Gate(value="shared", dense="element")), True),
             )

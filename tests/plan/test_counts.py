@@ -1,7 +1,4 @@
-"""Closed forms against the paper's equations and tables, and against what Megatron builds and runs.
-
-Built parameter counts of whole recipes are in ``test_paper.py``.
-"""
+"""Test counts against the paper's equations and tables, and against Megatron's modules."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Comparing two checkpoints of Megatron byte by byte."""
+"""Compare two Megatron checkpoints byte by byte."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
 
 
 def assert_same_bytes(one: Path, two: Path) -> None:
-    """Model, every tensor of the optimizer, random states, scheduler: all but the command line."""
+    """Compare model, optimizer, random states and scheduler."""
     first, second = TorchDistFolder(one), TorchDistFolder(two)
     assert first.tensors.keys() == second.tensors.keys()
     kinds = ("decoder.", "optimizer.")
@@ -47,7 +47,7 @@ COMMAND_LINE = {
     "use_checkpoint_args",
     "use_persistent_ckpt_worker",
 }
-"""Arguments by which the runs differ on purpose, and from where each process started."""
+"""Arguments in which the runs differ on purpose."""
 
 
 def stored_bytes(folder: TorchDistFolder, key: str) -> bytes:
@@ -56,7 +56,7 @@ def stored_bytes(folder: TorchDistFolder, key: str) -> bytes:
 
 
 def assert_same(a, b, where: str) -> None:
-    """Equal to the bit through containers, tensors and unread objects."""
+    """Compare containers, tensors and unread objects."""
     if isinstance(a, Record):
         a, b = ([x.name, x.arguments, x.state] for x in (a, b))
     assert type(a) is type(b), where

@@ -1,4 +1,4 @@
-"""Real runs of the training entry point, and what they train on."""
+"""Runs of the training entry point, and their data."""
 
 import os
 import shlex
@@ -42,7 +42,7 @@ def start(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -
 
 
 def started_anew(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
-    """The same in processes that import all for themselves: another Megatron, for instance."""
+    """Run in new processes, which may import another Megatron."""
     python = ["-c", program] if program else ["-m", "kha_megatron.training"]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
@@ -53,7 +53,7 @@ def started_anew(words: Sequence[str], ranks: int = 1, *, program: str | None = 
 
 
 def _ended(commands: list[list[str]], environments: list[dict[str, str]]) -> Ended:
-    """What becomes of these processes within five minutes."""
+    """Wait five minutes for the processes."""
     with tempfile.TemporaryFile("w+") as log:  # a rank whose pipe is full would wait for a reader
         processes = [
             subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)
@@ -99,7 +99,7 @@ def _prepare(out: str) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(ranks, tmp_path_factory) -> list[str]:
-    """Real text, prepared, as the arguments that name it."""
+    """Return the arguments of a prepared corpus."""
     folder = tmp_path_factory.mktemp("corpus") / "data"
     ranks(_prepare, 1, str(folder))
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer"]

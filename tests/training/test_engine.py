@@ -1,4 +1,4 @@
-"""Checkpoints of Transformer Engine's layers, by the commands of a user, on the CPU."""
+"""Test checkpoints of Transformer Engine's layers on the CPU."""
 
 import json
 import shlex
@@ -29,8 +29,7 @@ EXPERTS = shlex.split("""
 --moe-token-dispatcher-type alltoall --moe-grouped-gemm
 """)
 VOCAB = 300
-"""Entries of the corpus's tokenizer, more than other tensors have rows: those beyond fill up the
-embedding for a layout, or for none."""
+"""Entries of the corpus's tokenizer; other rows of the embedding are padding."""
 STILL = shlex.split("""
 --finetune --no-load-optim --no-load-rng --lr 0 --weight-decay 0 --moe-router-bias-update-rate 0
 """)
@@ -45,7 +44,7 @@ def start_engine(engine):
 
 
 def weights(folder):
-    """Of the last checkpoint in it, by Transformer Engine's names of the norms."""
+    """Return the last checkpoint's weights, with Transformer Engine's names of the norms."""
     checkpoint = MegatronCheckpoint.open(folder)
     names = [name for name in sorted(checkpoint.keys()) if not name.startswith("optimizer.")]
     sparse = any(".experts." in name for name in names)
@@ -67,10 +66,10 @@ def weights(folder):
         ),
     ],
 )
-def test_a_checkpoint_moves_between_both_forms_and_converts(
+def test_a_checkpoint_moves_between_both_kinds_of_layers_and_converts(
     start_engine, corpus, run, tmp_path, more, layout
 ):
-    """What a form loads it saves again, bit for bit, in a run whose learning rate is zero."""
+    """Runs with a learning rate of zero save the same bits that they load."""
     grouped = {"--moe-grouped-gemm"}
 
     def trained(begin, name, words, origin=None):
@@ -106,7 +105,7 @@ MOVES = "--dist-ckpt-optim-fully-reshardable"
 
 
 def in_turns(words, folder, *turns):
-    """Two steps of six in each turn, a way to begin and its own words; their losses by step."""
+    """Return the losses of six steps in runs of two steps each."""
     kept = ["--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tb")]
     for begin, more in turns:
         ended = begin([*words, *SIX, "--exit-interval", "2", *kept, *more])
@@ -115,7 +114,7 @@ def in_turns(words, folder, *turns):
 
 
 def at_once(words, folder, begin, more):
-    """The same six steps in one process."""
+    """Return the losses of six steps in one run."""
     ended = begin([*words, *SIX, *more, "--tensorboard-dir", str(folder / "tb")])
     assert ended.codes == [0], ended.output[-4000:]
     return losses(folder / "tb")
@@ -123,9 +122,8 @@ def at_once(words, folder, begin, more):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("optimizer", [[], [DISTRIBUTED, MOVES]], ids=["plain", "distributed"])
-def test_a_training_changes_its_layers_and_goes_on(start_engine, corpus, tmp_path, optimizer):
-    """In float32, where both forms compute the same: Adam's state is that of the same parameters,
-    though torch's Adam and Transformer Engine's keep the number of steps in two places."""
+def test_a_run_resumes_with_other_layers(start_engine, corpus, tmp_path, optimizer):
+    """PyTorch's Adam and Transformer Engine's store the number of steps in different places."""
     words = [*(word for word in MODEL if word != "--bf16"), *TRAINING, *corpus, *optimizer]
     engine, local = (start_engine, ENGINE), (start, [])
     want = at_once(words, tmp_path / "local", *local)
@@ -136,10 +134,8 @@ def test_a_training_changes_its_layers_and_goes_on(start_engine, corpus, tmp_pat
 
 
 @pytest.mark.whole
-def test_scales_of_past_steps_go_on_where_they_are_trusted(
-    start_engine, corpus, tmp_path, monkeypatch
-):
-    """Transformer Engine pickles those of delayed scaling, and reads pickles only if told to."""
+def test_delayed_scales_are_resumed(start_engine, corpus, tmp_path, monkeypatch):
+    """Transformer Engine pickles the scales, and reads pickles only with a variable."""
     words, delayed = [*MODEL, *TRAINING, *corpus], (start_engine, [*FP8[:-1], "delayed"])
     want = at_once(words, tmp_path / "one", *delayed)
     in_turns(words, tmp_path / "two", delayed)
@@ -159,7 +155,6 @@ def test_scales_of_past_steps_go_on_where_they_are_trusted(
 @pytest.mark.whole
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_weights_kept_in_fp8_train_the_same(start_engine, corpus, tmp_path, recipe):
-    """The distributed optimizer casts them to FP8 and gathers them as bytes."""
     words = [*MODEL, *TRAINING, *corpus, DISTRIBUTED, *FP8[:-1], recipe]
     plain = at_once(words, tmp_path / "plain", start_engine, [])
     kept = at_once(words, tmp_path / "kept", start_engine, ["--fp8-param-gather"])

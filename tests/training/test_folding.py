@@ -1,4 +1,4 @@
-"""A run goes on from its checkpoint with its linear matrices applied the other way."""
+"""Test resuming with another ``--kha-fold``."""
 
 import pytest
 
@@ -6,8 +6,7 @@ from tests.training.conftest import MODEL, TRAINING, losses, start
 
 
 @pytest.mark.whole
-def test_a_run_may_change_between_both_ways(tmp_path):
-    """In float32, so that only the order of sums differs."""
+def test_a_run_may_change_between_folding_and_not(tmp_path):
     common = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64", "--device", "cpu"]
     common += ["--kha-preset", "kha_linear"]
     direct, folded = tmp_path / "direct", tmp_path / "folded"

@@ -1,4 +1,4 @@
-"""The whole way of a pretrained model: upcycled, trained by Megatron, folded, stock again."""
+"""Test a pretrained model that is upcycled, trained with Megatron, folded and exported."""
 
 import re
 import shlex
@@ -39,7 +39,7 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
     assert run.codes == [0, 0], run.output[-4000:]
     assert "knocks query=linear key=linear value=linear in 2 of 2 layers" in run.output
     assert re.search(r"iteration +1/ +3 ", run.output)
-    again = start(words, 2)  # goes on with its own checkpoint, and not with the base
+    again = start(words, 2)
     assert again.codes == [0, 0], again.output[-4000:]
     assert re.findall(r"iteration +(\d)/ +3 ", again.output) == ["3"]
     trained = MegatronCheckpoint.open(tmp_path / "run")

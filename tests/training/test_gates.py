@@ -1,4 +1,4 @@
-"""Gates through the entry point: Megatron's own output gate by two names, and resuming."""
+"""Test resuming runs with Megatron's output gate."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.whole
 KHA = KHAConfig(value="mlp", gate=Gate(output="element"))
 
 
-def test_a_run_goes_on_by_the_other_name_of_its_gate(tmp_path):
+def test_a_run_resumes_with_the_other_flag_of_its_gate(tmp_path):
     words = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64", "--device", "cpu"]
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     first = start(
@@ -40,8 +40,7 @@ def test_a_run_goes_on_by_the_other_name_of_its_gate(tmp_path):
     assert saved.args["kha_gate"]["output"] == "element"
 
 
-def test_a_stock_gated_checkpoint_goes_on_as_ours(tmp_path):
-    """Megatron's own script and layers, which know nothing of KHA, and then our entry point."""
+def test_a_stock_gated_checkpoint_resumes_in_our_entry_point(tmp_path):
     words = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64"]
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     first = start(

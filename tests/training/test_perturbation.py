@@ -1,4 +1,4 @@
-"""``--kha-perturb-embedding``: what null runs start from."""
+"""Test ``--kha-perturb-embedding``."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kha_megatron.errors import ConfigError
 
 
 def perturbed(size, dtype="float32", *, seed=3, **layout):
-    """The first embedding and what became of it, as the first and the last stage hold them."""
+    """Return name, weight before and weight after of each changed parameter."""
     from megatron.core import parallel_state as ranks
 
     from kha_megatron.training.perturbation import perturb_embedding
@@ -38,7 +38,7 @@ def perturbed(size, dtype="float32", *, seed=3, **layout):
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def test_the_embedding_alone_moves_by_so_much(ranks):
+def test_only_the_embedding_is_perturbed(ranks):
     (((name, before, after),),) = ranks(perturbed, 1, 1e-6)
     assert name == EMBEDDING
     share = after / before - 1
@@ -56,7 +56,7 @@ def test_ranks_that_hold_the_same_weights_move_alike(ranks):
     assert not torch.allclose(one[2] / one[1], two[2] / two[1], rtol=1e-6)
 
 
-def test_what_rounding_swallows_is_refused(ranks):
+def test_a_perturbation_below_the_dtype_is_refused(ranks):
     (answer,) = ranks(perturbed, 1, 1e-6, "bfloat16")
     assert answer == (
         "--kha-perturb-embedding 1e-06 changes no weight in torch.bfloat16. Use at least 0.0078125."

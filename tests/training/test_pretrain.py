@@ -1,4 +1,4 @@
-"""Whole runs of ``python -m kha_megatron.training`` on the CPU, in Megatron's layouts."""
+"""Test runs of ``python -m kha_megatron.training`` on the CPU."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ def train(words, corpus, folder, ranks, without=()):
     assert set(run.codes) == {0}, run.output[-4000:]
     history = losses(folder / "tensorboard")
     assert sorted(history) == list(range(1, 9))
-    # 384 tokens guessed evenly are 5.95; a few iterations learn which are frequent
+    # a uniform guess among 384 tokens has 5.95
     assert 5.4 < history[1] < 6.6
     assert history[8] < history[1] - 0.7
     return run, MegatronCheckpoint.open(folder / "save")
 
 
 def moved(weights):
-    """Whether training changed every shared matrix: its gradient arrived in every layer."""
+    """Return for each layer whether training changed every shared matrix."""
     return [
         all(not torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in weight)
         for weight in weights.values()
@@ -123,7 +123,7 @@ def _describe(asked, built, layout):
 
     models.initialize(**layout)
     config = models.transformer_config(**layout)
-    # the last stage only is built wrongly: all must hear of it
+    # only the last stage is built wrongly, and all ranks must fail
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     kha = built if last else asked
     spec = kha_layer_spec(config, kha)

@@ -1,7 +1,6 @@
-"""A stock Megatron script with `--spec`, and what our entry point makes of its checkpoint.
+"""Test a stock Megatron script with ``--spec``, and resume its checkpoint in our entry point.
 
-The script is what Megatron-Core 0.19's ``pretrain_gpt.py`` does (it is not in the wheel), with the
-CPU runtime around it. It knows nothing of KHA but the name.
+The script does what Megatron-Core 0.19's ``pretrain_gpt.py`` does, which is not in the wheel.
 """
 
 import os
@@ -67,7 +66,8 @@ def stock(corpus, tmp_path_factory):
     return run, folder
 
 
-def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
+@pytest.mark.whole
+def test_a_spec_name_and_the_environment_configure_a_stock_script(stock):
     run, folder = stock
     assert run.output.count("kha_megatron: using layer spec kha (value=mlp)\n") == 1
     checkpoint = MegatronCheckpoint.open(folder / "save")
@@ -80,7 +80,6 @@ def test_a_name_and_the_environment_are_all_that_a_stock_script_needs(stock):
 
 @pytest.mark.whole
 def test_the_example_trains(tmp_path):
-    """Its words through the script; torchrun, which is not tested here, only says them."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
     torchrun.chmod(0o755)
@@ -101,8 +100,7 @@ def test_the_example_trains(tmp_path):
 
 
 @pytest.mark.whole
-def test_our_entry_point_goes_on_with_it_as_a_hybrid_model(stock, corpus, tmp_path):
-    """Megatron pairs a GPT checkpoint's layers, and Adam's state, with the pattern's."""
+def test_our_entry_point_resumes_it_as_a_hybrid_model(stock, corpus, tmp_path):
     _, folder = stock
     words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *PARALLEL, "--kha-preset", "kha_mlp"]
     words += ["--hybrid-layer-pattern", "*-" * LAYERS]

@@ -1,4 +1,4 @@
-"""``--kha-upcycle``: from a checkpoint without KHA to a run with it, once."""
+"""Test ``--kha-upcycle``."""
 
 import re
 import shutil
