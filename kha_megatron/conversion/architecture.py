@@ -1,7 +1,4 @@
-"""The model description that checkpoints of both sides are translated to and from.
-
-``megatron_arguments`` and ``hf_configs`` translate, and the table of tensors is written against it.
-"""
+"""Describe a model independently of Megatron's arguments and Hugging Face's ``config.json``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -17,11 +14,11 @@ from kha_megatron.model.rules import head_facts
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Scaled RoPE. The fields are those of ``rope_parameters`` in ``config.json``."""
+    """Scaled RoPE. The fields are named as in ``rope_parameters`` of ``config.json``."""
 
     rope_type: ClassVar[str]
     arguments: ClassVar[Mapping[str, str]]
-    """Megatron's argument for each field that has one."""
+    """Megatron's argument of a field."""
 
     factor: float
 
@@ -69,7 +66,7 @@ class Architecture(Model):
         ConfigError: The attention cannot have the requested head mechanisms.
     """
 
-    if TYPE_CHECKING:  # always set here, or read only if the model has such experts or latents
+    if TYPE_CHECKING:  # never None where they are read
         num_layers: int
         vocab_size: int
         padded_vocab_size: int
@@ -109,12 +106,10 @@ class Architecture(Model):
     def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the settings in which two models differ, each with this and the other value.
 
-        Head mechanisms are compared setting by setting. The two row counts of the embedding and
-        settings that only matter to training from scratch are left out.
+        Ignores the size of the vocabulary and settings that only affect training.
         """
         ours, theirs = self._settings(ignored), other._settings(ignored)
-        names = ours | theirs
-        found = {name: (ours.get(name), theirs.get(name)) for name in names}
+        found = {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
         return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
@@ -130,7 +125,7 @@ class Architecture(Model):
 
 
 _OF_TRAINING = ("start", "balance", "balance_scale", "anneal")
-"""Settings of head mechanisms that do not change what a trained model computes."""
+"""Settings of head mechanisms that only affect training."""
 
 ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
 """Megatron's and Hugging Face's name of each field."""
@@ -143,7 +138,7 @@ STYLE: dict[str, Any] = {
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
 }
-"""What all convertible models have in common."""
+"""Fields with the same value in all supported models."""
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Fields of MLA and GLA."""

@@ -1,4 +1,4 @@
-"""Mixture-of-experts fields of Hugging Face configurations, read and written."""
+"""Read and write the mixture-of-experts fields of Hugging Face configurations."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ _OFF = {
 
 
 class ExpertFields(NamedTuple):
-    """How one architecture names the experts of an :class:`Architecture`."""
+    """Fields of experts in one architecture."""
 
     fields: tuple[str, ...]
-    """Our fields that have a configuration field."""
+    """Our fields with a configuration field."""
     read: Callable[[PreTrainedConfig], dict[str, Any]]
     """Return our other fields, ``moe_layer_freq`` among them."""
     write: Callable[[Architecture], dict[str, Any]]
@@ -31,9 +31,9 @@ class ExpertFields(NamedTuple):
     number: str = "num_experts"
     """Configuration field for the number of experts."""
     always: Mapping[str, Any] = {}
-    """Our fields that the architecture fixes."""
+    """Our fields with a fixed value."""
     implied: Mapping[str, Any] = {}
-    """Configuration fields that may be there, with the only value that they may have."""
+    """Optional configuration fields with their only supported value."""
     dense: Callable[[Architecture], dict[str, Any]] = lambda model: {}
     """Return the configuration fields of a model without experts."""
 
@@ -96,27 +96,20 @@ def _write_qwen3(model: Architecture) -> dict[str, Any]:
 def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     dense = config.first_k_dense_replace
     freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
-    if any(freq):
-        _check_groups(config)
-    shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
-    return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
-
-
-def _check_groups(config: PreTrainedConfig) -> None:
-    """Refuse groups of experts that the two libraries rank differently."""
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
-    size, rest = divmod(config.n_routed_experts, groups)
-    if size < 2 or rest:
+    if any(freq) and (config.n_routed_experts % groups or config.n_routed_experts < 2 * groups):
         raise CheckpointError(
             f"config.json has n_group={groups} with n_routed_experts={config.n_routed_experts}. "
             "Expected groups of the same size with at least two experts each."
         )
-    if groups > 1 and per_token != 2 * config.topk_group:
+    if any(freq) and groups > 1 and per_token != 2 * config.topk_group:
         raise CheckpointError(
             f"config.json has n_group={groups} with topk_group={config.topk_group} and "
-            f"num_experts_per_tok={per_token}, which cannot be expressed: Megatron ranks a group "
-            "by its best num_experts_per_tok / topk_group experts, transformers by its best two."
+            f"num_experts_per_tok={per_token}, which is not supported: Megatron ranks a group by "
+            "its best num_experts_per_tok / topk_group experts, transformers by its best two."
         )
+    shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
+    return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
 
 
 def _write_deepseek(model: Architecture) -> dict[str, Any]:
@@ -152,14 +145,14 @@ QWEN3 = ExpertFields(
     ("num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     always=_SOFTMAX,
 )
-"""``qwen3_moe``: softmax scores, no shared expert, any layer may be dense."""
+"""``qwen3_moe``: softmax scores, no shared expert."""
 
 QWEN3_NEXT = QWEN3._replace(
     fields=(*_COMMON, "moe_shared_expert_intermediate_size"),
     always=_SOFTMAX | {"moe_shared_expert_gate": True},
     dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
 )
-"""``qwen3_next``: as ``qwen3_moe``, and always a shared expert with a gate of its own."""
+"""``qwen3_next``: as ``qwen3_moe``, with a gated shared expert."""
 
 DEEPSEEK = ExpertFields(
     (*_COMMON, *_SCALED),

@@ -1,8 +1,4 @@
-"""The Hugging Face architectures that can be converted, as one table.
-
-A row says what an architecture fixes, how it names what it leaves open, and how its files differ
-from the tensors that ``table`` describes.
-"""
+"""The supported Hugging Face architectures."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -32,25 +28,25 @@ class Family(NamedTuple):
 
     config: type[PreTrainedConfig]
     causal_lm: str | None
-    """Name of the class with an output layer; None if transformers has none."""
+    """Name of the class with a language model head; None if transformers has none."""
     always: Mapping[str, Any] = {}
-    """Our fields that the architecture fixes."""
+    """Our fields with a fixed value."""
     only: Mapping[str, Any] = {}
-    """Configuration fields for which Megatron has only this value."""
+    """Configuration fields for which Megatron supports only this value."""
     experts: ExpertFields | None = None
     latent: bool | None = False
-    """Whether its attention has a latent; None if it may have one."""
+    """Whether its attention has a latent. None: depends on the configuration."""
     partial_rope: bool = False
-    """Whether it can rotate only a part of each head."""
+    """Whether it supports partial rotary embeddings."""
     gate: Gate | None = None
-    """The gate on attention's output that it always has."""
+    """Attention output gate of all models."""
     switches: Mapping[str, Gate] = {}
     """Configuration fields that choose a gate."""
     files: FileFormat = STANDARD
     extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
     """Further configuration fields of a model."""
     rope: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Further ``rope_parameters``, which do not change what text computes."""
+    """Further ``rope_parameters``, which have no effect on text."""
 
 
 def _full_attention(model: Architecture) -> dict[str, Any]:
@@ -58,7 +54,7 @@ def _full_attention(model: Architecture) -> dict[str, Any]:
 
 
 def _sections(model: Architecture) -> dict[str, Any]:
-    """Return the sections for positions in images. All of them are the same for text."""
+    """Return the sections for positions in images. They have no effect on text."""
     pairs = int(model.kv_channels * model.rotary_percent) // 2
     sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]
     return {"mrope_section": sections, "mrope_interleaved": True}
@@ -70,7 +66,7 @@ _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
 _NO_BIAS = {"attention_bias": False}  # in these architectures, o_proj has the bias as well
 _QWEN3_NEXT_FILES = FileFormat(
-    ("mlp.shared_experts.", "mlp.shared_expert."), gate_beside="head", norms_minus_one=True
+    ("mlp.shared_experts.", "mlp.shared_expert."), gate_in_query="head", norms_minus_one=True
 )
 
 FAMILIES: dict[str, Family] = {
@@ -146,6 +142,6 @@ PUBLISHED = Family(
         "headwise_attn_output_gate": Gate(output="head"),
         "elementwise_attn_output_gate": OUTPUT_GATE,
     },
-    files=FileFormat(gate_beside="group"),
+    files=FileFormat(gate_in_query="group"),
 )
 """The layout of the published gated-attention models. It is only read."""

@@ -1,7 +1,6 @@
-"""Run Megatron's own model of a checkpoint on the CPU.
+"""Build, load and run a checkpoint with Megatron on the CPU.
 
-Megatron's builder and loader do the work in a separate process, because the CPU runtime changes
-the process that it is installed in.
+This uses a separate process, because the CPU runtime patches the process it is installed in.
 """
 
 import logging
@@ -18,20 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint, other_names
 from kha_megatron.checkpoint.torch_dist import Record
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import table
 from kha_megatron.conversion.megatron_arguments import rope_scaling_factor
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import check_version
 
 
 class Outputs(NamedTuple):
-    """The outputs of a model, in float32 on the CPU."""
+    """Outputs of a model, in float32 on the CPU."""
 
     logits: Tensor
-    """``[B, S, V]``, in Megatron including the padding of the vocabulary."""
+    """``[B, S, V]``. Megatron's include the padding of the vocabulary."""
     layers: list[Tensor]
     """The output of each decoder layer, ``[B, S, C]``."""
 
@@ -52,7 +50,7 @@ def run_megatron(
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent process has been killed."""
+    """Exit when the parent process is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -105,7 +103,7 @@ _UNSHARDED: dict[str, Any] = {
     "perform_initialization": False,
     "spec": None,
 }
-"""Arguments of one CPU process. They change logits by rounding at most."""
+"""Arguments of one CPU process. They affect logits only by rounding."""
 
 
 def _run_here(
@@ -178,7 +176,7 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
 
 
 def load(model: Any, checkpoint: MegatronCheckpoint) -> Any:
-    """Load a checkpoint with Megatron's loader. A tensor that the model lacks is an error."""
+    """Load a checkpoint with Megatron's loader."""
     from megatron.core import dist_checkpointing
 
     sharded = _as_stored(model.sharded_state_dict(), checkpoint)
@@ -188,18 +186,11 @@ def load(model: Any, checkpoint: MegatronCheckpoint) -> Any:
 
 
 def _as_stored(sharded: dict[str, Any], checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Request each tensor under the name that the checkpoint has.
-
-    Transformer Engine and local modules name some norms differently.
-    """
+    """Rename norms, which Transformer Engine and local modules name differently."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     held = checkpoint.keys()
     for entry in sharded.values():
-        if not isinstance(entry, ShardedTensor) or (key := entry.key) in held:
-            continue
-        for row in table.LAYER:
-            for name in (n for n in row.names if key.endswith(f".{n}")):
-                others = (key.removesuffix(name) + other for other in row.names)
-                entry.key = next((other for other in others if other in held), entry.key)
+        if isinstance(entry, ShardedTensor) and entry.key not in held:
+            entry.key = next((name for name in other_names(entry.key) if name in held), entry.key)
     return sharded

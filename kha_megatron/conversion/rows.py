@@ -1,7 +1,6 @@
-"""The form of a Megatron tensor, and the Hugging Face tensors that it holds.
+"""Split Megatron tensors into Hugging Face tensors and join them again.
 
-The blocks of ``join(split(x))``, one below the other, are ``x`` bit for bit. Everything here also
-works on meta tensors.
+Concatenating ``join(split(x))`` gives ``x`` bit for bit. All functions also accept meta tensors.
 
 Shapes: ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``C`` hidden size, ``F`` features
 inside an MLP, ``V`` vocabulary.
@@ -25,14 +24,14 @@ When = Callable[[Architecture, int], bool]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One tensor of a layer, of an expert or of the whole model.
+    """One Megatron tensor of a layer, of an expert or of the whole model.
 
-    The Hugging Face tensors of a row have one shape and lie one below the other in the Megatron
-    tensor: ``[2F, C]`` of ``("gate", "up")`` is all of the gate, then all of the up projection.
+    It is the concatenation of Hugging Face tensors of the same shape: ``[2F, C]`` with ``("gate",
+    "up")`` is all rows of the gate projection, then all rows of the up projection.
     """
 
     hf: str
-    """Hugging Face name, below ``model.layers.{i}.`` in a layer, with ``{}`` for each part."""
+    """Hugging Face name, below ``model.layers.{i}.`` in a layer. ``{}`` stands for each part."""
     names: tuple[str, ...]
     """Megatron names, below ``decoder.layers.{i}.`` in a layer. The first one is written."""
     shape: Shape
@@ -41,11 +40,10 @@ class Row:
     """Whether the layer (counted from 0) has this tensor."""
     parts: tuple[str, ...] = ("",)
     both: bool = False
-    """Write the tensor under all its names, because Megatron's two backends ask for different
-    ones."""
+    """Write the tensor under all names, because Megatron's two backends read different ones."""
     per_expert: bool = False
     trained: bool = True
-    """Whether it is a parameter that gradients move."""
+    """Whether it is updated by gradients."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
         """Return the names of the Hugging Face tensors, without the prefix of a layer."""
@@ -56,20 +54,20 @@ class Row:
         return list(tensor.chunk(len(self.hf_names(model))))
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return the Megatron tensor of the parts as blocks that lie one below the other."""
+        """Return blocks whose concatenation is the Megatron tensor."""
         return list(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyRow(Row):
-    """``[V padded, C]``. Hugging Face has no padding; it is written as zeros."""
+    """``[V padded, C]``. Hugging Face has no padding. Megatron's padding is written as zeros."""
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """Return the rows without padding."""
         return [tensor[: model.vocab_size]]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return the rows, and zeros below them."""
+        """Return the rows and the padding."""
         missing = model.padded_vocab_size - parts[0].shape[0]
         padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
         return [parts[0], *padding]
@@ -89,7 +87,7 @@ class QKVRow(Row):
         return [groups[:, part.rows].flatten(0, 1) for part in model.qkv.parts.values()]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return one block: the heads interleaved again, groups padded with zeros."""
+        """Return one block of groups, padded with zeros."""
         layout = model.qkv
         blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
         if padding := layout.padding.stop - layout.padding.start:
@@ -102,7 +100,7 @@ class QKVRow(Row):
 class LatentRow(Row):
     """``[H * rows, latent / c]``: up projections from ``c`` latent heads, one tensor for each.
 
-    MLA has one latent head, and no number in its tensor's name.
+    The tensor of MLA, which has one latent head, has no number in its name.
     """
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
@@ -115,9 +113,8 @@ class LatentRow(Row):
 class HeadRow(Row):
     """A parameter of a head mechanism.
 
-    Stacked matrices ``[n, D, D]`` (``x @ W``) are one ``nn.Linear`` each on the Hugging Face side,
-    so they are transposed there. A projection of the layer's input ``[heads, features, C]`` is one
-    ``nn.Linear``. Everything else is the same tensor on both sides.
+    In Hugging Face, each of the stacked matrices ``[n, D, D]`` (``x @ W``) is the transposed weight
+    of an ``nn.Linear``. A projection ``[heads, features, C]`` is the weight of one ``nn.Linear``.
     """
 
     tensor: HeadTensor | None = None
@@ -149,14 +146,14 @@ def head_row(tensor: HeadTensor) -> HeadRow:
 
 
 class TensorSlot(NamedTuple):
-    """The tensor of one row in one layer and expert: the unit that a conversion moves."""
+    """A row in one layer and expert: the unit of a conversion."""
 
     row: Row
     layer: int | None = None
     expert: int | None = None
 
     def hf_names(self, model: Architecture) -> list[str]:
-        """Return the full names of its Hugging Face tensors."""
+        """Return the full names of the slot's Hugging Face tensors."""
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
         if self.expert is not None:
             prefix += f"mlp.experts.{self.expert}."
@@ -165,24 +162,20 @@ class TensorSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class FileFormat:
-    """How the files of an architecture differ from the tensors that ``table`` names.
-
-    Reading and writing also work on meta tensors.
-    """
+    """How the files of an architecture differ from the Hugging Face tensors in ``table``."""
 
     renamed: tuple[str, str] | None = None
-    """A part of our tensor names and the architecture's own."""
-    gate_beside: Literal["head", "group"] | None = None
-    """Whether ``q_proj`` also holds the output gate: behind the rows of each query head, or behind
-    those of each group of query heads that shares a key/value head."""
+    """Part of our tensor names, and its replacement."""
+    gate_in_query: Literal["head", "group"] | None = None
+    """Whether ``q_proj`` also has the rows of the output gate: after each query head, or after each
+    group of query heads."""
     norms_minus_one: bool = False
-    """Whether norm weights are stored minus one. Weights below 1/2 lose digits by that in 16-bit
-    dtypes."""
+    """Whether norm weights are stored minus one, which rounds 16-bit weights below 1/2."""
 
     def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
         """Return the full names of a slot's tensors in the files."""
         names = slot.hf_names(model)
-        if self.gate_beside:
+        if self.gate_in_query:
             names = [name for name in names if _GATE not in name]
         return [name.replace(*self.renamed) for name in names] if self.renamed else names
 
@@ -209,15 +202,16 @@ class FileFormat:
         return [part + 1 for part in parts] if self._is_norm(names) else parts
 
     def _gate(self, names: Sequence[str]) -> int | None:
-        """Return the index of the gate that ``q_proj``, the first tensor, holds as well."""
-        found = [n for n, name in enumerate(names) if self.gate_beside and _GATE in name]
-        return found[0] if found else None
+        """Return the index of the gate that ``q_proj``, the first tensor, also holds."""
+        return next(
+            (n for n, name in enumerate(names) if self.gate_in_query and _GATE in name), None
+        )
 
     def _is_norm(self, names: Sequence[str]) -> bool:
         return self.norms_minus_one and names[0].endswith("norm.weight")
 
     def _blocks(self, model: Architecture) -> int:
-        per_head = self.gate_beside == "head"
+        per_head = self.gate_in_query == "head"
         return model.num_attention_heads if per_head else model.num_query_groups
 
 

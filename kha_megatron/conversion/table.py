@@ -1,7 +1,6 @@
-"""The table of tensors: which Megatron tensor holds which Hugging Face tensors.
+"""Map Megatron tensors to Hugging Face tensors.
 
-A new kind of attention or MLP is new rows. A tensor without a row, or a row without its tensor, is
-an error.
+To support a new kind of attention or MLP, add rows.
 """
 
 import re
@@ -26,10 +25,10 @@ _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
 def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
-    """Yield every slot of a model in the order of its layers."""
+    """Yield all slots of a model in the order of its layers."""
     first, *last = (TensorSlot(row) for row in MODEL if row.when(model, 0))
     yield first
-    rows = (*_INTO_HEADS, *map(head_row, model.head_tensors), *_BEHIND_HEADS)
+    rows = (*_BEFORE_HEADS, *map(head_row, model.head_tensors), *_AFTER_HEADS)
     for layer in range(model.num_layers):
         for row in rows:
             if not row.when(model, layer):
@@ -42,10 +41,7 @@ def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
 
 
 def _norm(name: str) -> tuple[str, ...]:
-    """Return all names of a norm, the one to write first.
-
-    Transformer Engine fuses some norms into the linear layer behind them.
-    """
+    """Return all names of a norm, which Transformer Engine may fuse into the next linear layer."""
     return (name, *other_names(name))
 
 
@@ -86,7 +82,7 @@ def _query_rows(model: Architecture) -> int:
     return model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
 
 
-_INTO_HEADS: tuple[Row, ...] = (
+_BEFORE_HEADS: tuple[Row, ...] = (
     Row(
         "input_layernorm.weight",
         _norm("self_attention.linear_qkv.layer_norm_weight"),
@@ -119,7 +115,7 @@ _INTO_HEADS: tuple[Row, ...] = (
     ),
 )
 """The input norm, and the projections of MHA, MQA, GQA and GTA. In GTA, the rotary half of a head
-comes first on both sides."""
+comes first in both formats."""
 
 _LATENT: tuple[Row, ...] = (
     Row(
@@ -170,8 +166,8 @@ _LATENT: tuple[Row, ...] = (
         _latent,
     ),
 )
-"""MLA and GLA. In each head, both sides have the part without position first, then the rotary part
-or the value, and both rotate neighbouring features."""
+"""MLA and GLA. In both formats, a head has the part without position first, then the rotary part or
+the value, and RoPE rotates adjacent features."""
 
 ATTENTION_OUTPUT = Row(
     "self_attn.o_proj.weight",
@@ -186,7 +182,7 @@ EXPERT_BIAS = Row(
     lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
     trained=False,
 )
-"""Updated from the experts' load, not by gradients. Always float32."""
+"""Always float32. Updated from the load of experts instead of gradients."""
 
 
 def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = False) -> list[Row]:
@@ -225,7 +221,7 @@ SHARED_EXPERT = (
     ),
 )
 
-_BEHIND_HEADS: tuple[Row, ...] = (
+_AFTER_HEADS: tuple[Row, ...] = (
     *(
         Row(
             f"self_attn.{head}_norm.weight",
@@ -262,9 +258,6 @@ _BEHIND_HEADS: tuple[Row, ...] = (
     *SHARED_EXPERT,
 )
 
-LAYER = (*_INTO_HEADS, *_BEHIND_HEADS)
-"""Rows of one decoder layer without head mechanisms. Experts are below ``mlp.experts.{e}.`` in
-Hugging Face and stacked as ``[E, ...]`` in Megatron."""
 
 OUTPUT_LAYER = VocabularyRow(
     "lm_head.weight",

@@ -1,12 +1,13 @@
-"""Compare two checkpoints of either side: tensors, settings, and logits for the same tokens.
+"""Compare two checkpoints: tensors, settings, and logits for the same tokens.
 
-Tensors are compared under their Hugging Face names. For the logits, Megatron loads and runs its own
-checkpoint and transformers its own directory, so the conversion itself is not trusted.
+Tensors are compared under their Hugging Face names. For the logits, Megatron loads a Megatron
+checkpoint and transformers a Hugging Face one, independently of the conversion code.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,7 @@ from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64
 TOLERANCE = 1e-4
-"""Largest difference of a float32 logit that rounding explains."""
+"""Largest difference of float32 logits due to rounding."""
 _MAY_DIFFER = (
     "max_position_embeddings",
     "ffn_hidden_size",
@@ -42,28 +43,28 @@ _MAY_DIFFER = (
     "init_method_std",
     "attention_dropout",
 )
-"""Settings that only matter to training, or that the shapes of tensors show."""
+"""Settings that only affect training, or that shapes of tensors determine."""
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Two checkpoints tensor by tensor."""
+    """Names of tensors that differ between two checkpoints."""
 
     tensors: int
-    """Tensors that both have."""
+    """Number of tensors that both have."""
     parameters: tuple[int, int]
     missing: list[str] = field(default_factory=list)
-    """Only the first has them."""
+    """Tensors of the first checkpoint only."""
     unexpected: list[str] = field(default_factory=list)
-    """Only the second has them."""
+    """Tensors of the second checkpoint only."""
     mismatched: list[str] = field(default_factory=list)
-    """Their shapes differ."""
+    """Tensors of different shapes."""
     different: list[str] = field(default_factory=list)
-    """Their values differ after rounding to the smaller dtype, or are finite in only one."""
+    """Tensors that differ after rounding to the smaller dtype, or are finite in only one."""
     not_finite: dict[str, int] = field(default_factory=dict)
-    """Tensors with NaN or infinities, and how many in both checkpoints together."""
+    """Number of NaN and infinite elements in both checkpoints together."""
     remark: str = "as they are"
-    """What was done to one of the checkpoints before."""
+    """Transformation of one checkpoint before the comparison."""
 
     @property
     def agrees(self) -> bool:
@@ -73,20 +74,20 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The logits of two models in float32, over all positions of the batch."""
+    """Difference of the float32 logits of two models over all positions of a batch."""
 
     max_difference: float
     mean_difference: float
     kl: float
     """Mean Kullback-Leibler divergence of the second model from the first, in nats."""
     argmax: float
-    """Share of positions where both prefer the same token."""
+    """Fraction of positions with the same most likely token."""
     tokens: int
     first_layer: int | None = None
-    """The first layer, from 0, whose output differs by more than ``TOLERANCE``."""
+    """First layer, from 0, whose output differs by more than ``TOLERANCE``."""
     limit: float | None = TOLERANCE
-    """Upper bound of ``max_difference``. None if weights were rounded for the comparison, or if one
-    model drops heads that the other has."""
+    """Upper bound of ``max_difference``. None if weights were rounded for the comparison, or if
+    only one model drops heads."""
 
     @property
     def agrees(self) -> bool:
@@ -96,7 +97,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a comparison."""
+    """Result of a comparison."""
 
     tensors: TensorComparison
     logits: Agreement | None = None
@@ -106,31 +107,31 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two are the same model."""
+        """Whether the two models are the same."""
         same = self.tensors.agrees and not self.settings
         return same and (self.logits is None or self.logits.agrees)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two open checkpoints in one form."""
+    """Two open checkpoints with the same mechanisms, vocabulary and optional tensors."""
 
     one: Source
     other: Source
     remark: str
     exact: bool
-    """Whether the logits must agree: no 16-bit weights were rounded to bring the two to one form,
-    and neither model drops heads that the other has."""
+    """Whether the logits must agree: no 16-bit weights were rounded for the comparison, and both or
+    neither of the models drop heads."""
 
     @classmethod
     def open(cls, one: Path, other: Path) -> "Pair":
-        """Open two checkpoints of either side.
+        """Open two checkpoints.
 
         Raises:
             CheckpointError: One is damaged, or its configuration and its tensors disagree.
         """
         pair = [open_source(path, comparing=True) for path in (one, other)]
-        # only one of them may know how much of its vocabulary is padding
+        # Megatron's vocabulary includes padding
         size = min(source.model.vocab_size for source in pair)
         pair = [s if is_hf_folder(s.path) else truncate_vocabulary(s, size) for s in pair]
         drops = [any(m.is_sparse for m in source.model.kha.mechanisms) for source in pair]
@@ -138,13 +139,13 @@ class Pair:
         rounded = remark.endswith("folded")
         if all(source.model.num_experts for source in pair):
             models = [source.model for source in pair]
-            bias = any(model.moe_router_enable_expert_bias for model in models)
-            shared = max(model.shared_width for model in models)
-            gate = any(model.moe_shared_expert_gate for model in models)
-            pair = [
-                add_zero_tensors(s, with_zero_tensors(s.model, bias=bias, shared=shared, gate=gate))
-                for s in pair
-            ]
+            zeros = partial(
+                with_zero_tensors,
+                bias=any(model.moe_router_enable_expert_bias for model in models),
+                shared=max(model.shared_width for model in models),
+                gate=any(model.moe_shared_expert_gate for model in models),
+            )
+            pair = [add_zero_tensors(source, zeros(source.model)) for source in pair]
         for files in [source.files for source in pair if source.files.norms_minus_one]:
             pair, rounded = [round_as_stored(source, files) for source in pair], True
         dtypes = {_dtype(source) for source in pair}
@@ -166,7 +167,7 @@ class Pair:
         """Compare tensors, settings and, if both models fit into memory, logits.
 
         Raises:
-            CheckpointError: A tensor is damaged, or a library cannot load its own model.
+            CheckpointError: A tensor is damaged, or a library cannot load its model.
         """
         tensors = compare_tensors(self, workers=workers)
         differing = self.one.model.differences(self.other.model, _MAY_DIFFER)
@@ -174,9 +175,13 @@ class Pair:
         compared = Verification(tensors, settings=settings)
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
             return compared
-        if own_code := [s.path for s in (self.one, self.other) if not _has_class(s)]:
-            announce(f"Logits are not compared: transformers has no class for {own_code[0]}.")
-            return compared
+        for checkpoint in (self.one.checkpoint, self.other.checkpoint):
+            is_hf = isinstance(checkpoint, HFCheckpoint)
+            if is_hf and family_of(checkpoint.config).causal_lm is None:
+                announce(
+                    f"Logits are not compared: transformers has no class for {checkpoint.path}."
+                )
+                return compared
         if not self.fits_in_memory:
             needed = self.needed_bytes / 10**9
             announce(f"Logits are not compared: both models need {needed:.1f} GB of free memory.")
@@ -184,19 +189,12 @@ class Pair:
         return replace(compared, logits=compare_logits(self))
 
 
-def _has_class(source: Source) -> bool:
-    checkpoint = source.checkpoint
-    if not isinstance(checkpoint, HFCheckpoint):
-        return True
-    return family_of(checkpoint.config).causal_lm is not None
-
-
 def _dtype(source: Source) -> torch.dtype:
     return next(source.entries())[1][0].dtype
 
 
 def _same_heads(pair: list[Source]) -> tuple[list[Source], str]:
-    """Fold or upcycle one of two models if only the other has more head mechanisms."""
+    """Fold the model with more head mechanisms, or upcycle the other one."""
     has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
     more = int(has[0] < has[1])
     less, order = 1 - more, ("first", "second")
@@ -211,58 +209,48 @@ def _same_heads(pair: list[Source]) -> tuple[list[Source], str]:
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
-    """Compare every tensor, some at a time."""
-    ours, theirs = _named(pair.one), _named(pair.other)
+    """Compare all tensors with several threads."""
+    ours, theirs = (
+        {e.name: (slot, n, e.shape) for slot, held in source.entries() for n, e in enumerate(held)}
+        for source in (pair.one, pair.other)
+    )
     both = ours.keys() & theirs.keys()
     mismatched = {name for name in both if ours[name][2] != theirs[name][2]}
     different: list[str] = []
-    also: dict[str, int] = {}
+    not_finite: dict[str, int] = {}
 
     def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-        names = slot.hf_names(pair.one.model)
-        todo = [n for n in names if n in both and n not in mismatched]
-        if not todo:
+        names = [n for n in slot.hf_names(pair.one.model) if n in both and n not in mismatched]
+        if not names:
             return
-        counterpart = pair.other.read(theirs[todo[0]][0])
-        for name in todo:
+        counterpart = pair.other.read(theirs[names[0]][0])
+        for name in names:
             one, other = parts[ours[name][1]], counterpart[theirs[name][1]]
             if count := count_not_finite(other):
-                also[name] = count
+                not_finite[name] = count
             if not _equal(one, other):
                 different.append(name)
 
     wrong = transfer(pair.one, put, workers=workers)
+    ours_trained, theirs_trained = (
+        sum(math.prod(shape) for slot, _, shape in named.values() if slot.row.trained)
+        for named in (ours, theirs)
+    )
     return TensorComparison(
         tensors=len(both),
-        parameters=(_parameters(ours), _parameters(theirs)),
+        parameters=(ours_trained, theirs_trained),
         missing=sorted(ours.keys() - theirs.keys()),
         unexpected=sorted(theirs.keys() - ours.keys()),
         mismatched=sorted(mismatched),
         different=sorted(different),
-        not_finite=dict(sorted((Counter(wrong) + Counter(also)).items())),
+        not_finite=dict(sorted((Counter(wrong) + Counter(not_finite)).items())),
         remark=pair.remark,
     )
 
 
-_Named = dict[str, tuple[TensorSlot, int, tuple[int, ...]]]
-
-
-def _named(source: Source) -> _Named:
-    """Return the slot, the index in it and the shape of every tensor."""
-    return {
-        entry.name: (slot, number, entry.shape)
-        for slot, held in source.entries()
-        for number, entry in enumerate(held)
-    }
-
-
-def _parameters(named: _Named) -> int:
-    return sum(math.prod(shape) for slot, _, shape in named.values() if slot.row.trained)
-
-
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal after rounding to the smaller dtype, NaN included."""
-    if count_not_finite(one) != count_not_finite(other):  # rounding may make infinities
+    """Return whether two tensors are equal after rounding to the smaller dtype. NaN equals NaN."""
+    if count_not_finite(one) != count_not_finite(other):  # rounding may create infinities
         return False
     if one.dtype != other.dtype:
         smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
@@ -273,11 +261,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def compare_logits(pair: Pair) -> Agreement:
-    """Run both models, each with its own library, on the same random tokens.
-
-    Raises:
-        CheckpointError: A library does not load its own model completely.
-    """
+    """Run both models, each with its own library, on the same random tokens."""
     models, paths = (pair.one.model, pair.other.model), (pair.one.path, pair.other.path)
     tokens = torch.randint(
         0,
@@ -291,15 +275,7 @@ def compare_logits(pair: Pair) -> Agreement:
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
-    """Return the mean next-token cross-entropy in nats, computed in float32.
-
-    Args:
-        path: A checkpoint of either side.
-        tokens: ``[B, S]`` token ids.
-
-    Raises:
-        CheckpointError: The library does not load its own model completely.
-    """
+    """Return the mean next-token cross-entropy of ``tokens``, ``[B, S]``, in nats."""
     logits = run_model(open_source(path, comparing=True).path, tokens, torch.float32).logits[:, :-1]
     return torch.nn.functional.cross_entropy(
         logits.double().flatten(0, 1), tokens[:, 1:].flatten()
@@ -307,15 +283,15 @@ def loss_of(path: Path, tokens: Tensor) -> float:
 
 
 def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
-    """Return the logits and the layers' outputs of a checkpoint of either side, in float32.
+    """Return the float32 logits and layer outputs of a checkpoint.
 
     Args:
-        path: The checkpoint.
+        path: A Megatron or Hugging Face checkpoint.
         tokens: ``[B, S]`` token ids.
-        rounded_to: The dtype that weights are rounded to first.
+        rounded_to: Dtype to round the weights to first.
 
     Raises:
-        CheckpointError: The library does not load its own model completely.
+        CheckpointError: transformers does not load its model completely.
     """
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
@@ -331,7 +307,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # what transformers lacks, or does not expect, raises many kinds
+    except Exception as error:  # transformers raises many exception types
         raise CheckpointError(
             f"transformers cannot load {path} ({type(error).__name__}): {in_one_line(error)}"
         ) from error
@@ -345,12 +321,12 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
 
 
 def compare(one: Outputs, other: Outputs) -> Agreement:
-    """Compare two runs over the entries of the vocabulary that both have."""
+    """Compare two runs on the common part of the vocabulary."""
     entries = min(one.logits.shape[-1], other.logits.shape[-1])
     ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
     difference = (ours - theirs).abs()
     log_ours, log_theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
-    apart = (
+    differing = (
         number
         for number, (a, b) in enumerate(zip(one.layers, other.layers, strict=False))
         if not (a - b).abs().max() < TOLERANCE
@@ -361,5 +337,5 @@ def compare(one: Outputs, other: Outputs) -> Agreement:
         kl=(log_ours.exp() * (log_ours - log_theirs)).sum(-1).mean().item(),
         argmax=(ours.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
         tokens=ours[..., 0].numel(),
-        first_layer=next(apart, None),
+        first_layer=next(differing, None),
     )

@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron really writes them, made by the ranks of ``tests.distributed``."""
+"""Save Megatron checkpoints on the ranks of ``tests.distributed``."""
 
 import queue
 import zlib
@@ -20,7 +20,7 @@ Parameters = dict[str, np.ndarray]
 
 
 def tokens() -> torch.Tensor:
-    """The token ids ``[2, 11]`` for which :func:`save_and_run` computes logits."""
+    """Return token ids ``[2, 11]``."""
     return torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
@@ -31,17 +31,10 @@ def save_gpt(
     config: dict[str, Any],
     args: dict[str, Any],
 ) -> Parameters:
-    """Save a GPTModel the way Megatron's training does; the knocked one unless ``kha`` is None.
-
-    Args:
-        folder: the ``--save`` folder.
-        kha: what is knocked, written into the arguments; None leaves them without a word of it.
-        layout: parallel sizes.
-        config: overrides of ``models.transformer_config``.
-        args: overrides of the saved arguments; those of the embeddings shape the model as well.
+    """Save a GPTModel as Megatron's training loop does. See :func:`save_and_run`.
 
     Returns:
-        This rank's parameters and buffers by their names in the model, in float32.
+        This rank's parameters and buffers by name, in float32.
     """
     return save_and_run(folder, kha, layout, config, args, run=False)[0]
 
@@ -55,20 +48,26 @@ def save_and_run(
     *,
     run: bool = True,
 ) -> tuple[Parameters, np.ndarray | None]:
-    """:func:`save_gpt`, and the logits ``[2, 11, padded vocabulary]`` of the model for the tokens.
+    """Save a GPTModel and compute its logits ``[2, 11, padded vocabulary]`` for :func:`tokens`.
 
-    They are computed by the sharded model in memory, before anything is read from the disk; None
-    on a pipeline stage that has none.
+    Args:
+        folder: The ``--save`` directory.
+        kha: Head mechanisms. None saves no ``kha_*`` arguments.
+        layout: Parallel sizes.
+        config: Overrides of ``models.transformer_config``.
+        args: Overrides of the saved arguments.
+        run: Compute the logits.
+
+    Returns:
+        The parameters and buffers of this rank, and the logits; None on earlier pipeline stages.
     """
-    # imported by the ranks only: the readers under test must do without Megatron
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from tests.distributed import models
 
-    # Megatron would start a manager process for this queue, which a daemonic rank may not; a
-    # synchronous save fills and empties it in the rank itself
+    # Megatron would start a manager process for this queue, which a daemonic rank may not do
     filesystem_async._results_queue = queue.Queue()
     models.initialize(**layout)
     transformer = models.transformer_config(**layout, **config)
@@ -117,7 +116,7 @@ def save_and_run(
 
 
 def _arguments(config: Any, kha: KHAConfig | None, args: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's command line would have said for this configuration, all of it."""
+    """Return the arguments that Megatron would save for a configuration."""
     from megatron.training.arguments import add_megatron_arguments
 
     from tests.distributed import models
@@ -144,20 +143,17 @@ def _arguments(config: Any, kha: KHAConfig | None, args: dict[str, Any]) -> dict
 
 @torch.no_grad()
 def _enliven(model: torch.nn.Module) -> None:
-    """Move every tensor from its initial value, so far that logits differ between tokens.
-
-    At their initial value norms, biases and experts are all alike: a swap would go unnoticed.
-    """
+    """Change all tensors, so that logits differ between tokens and a swap of tensors is noticed."""
     from megatron.core import parallel_state
 
     tied = model.share_embeddings_and_output_weights
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "knock_" in name or not tensor.is_floating_point() or "tokens_per_expert" in name:
             continue
-        if tied and name == "output_layer.weight":  # on the last stage: a copy of the first's
+        if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         seed = zlib.crc32(name.encode())
-        if ".experts." in name:  # by name: before 0.19, attributes tell experts only with EP > 1
+        if ".experts." in name:
             seed += 8 * parallel_state.get_expert_model_parallel_rank()
             seed += parallel_state.get_expert_tensor_parallel_rank()
         elif getattr(tensor, "tensor_model_parallel", False):
@@ -187,10 +183,7 @@ def _logits(model: torch.nn.Module) -> np.ndarray | None:
 
 
 def check_back(save: Path, back: Path) -> None:
-    """A checkpoint that went to another form and back has the bits that it had.
-
-    But for rows of ``linear_qkv`` that only fill it up, which no form keeps: they are zeros.
-    """
+    """Check that a round trip keeps all bits, except the padding of groups in ``linear_qkv``."""
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
     from kha_megatron.conversion.sources import open_source
 

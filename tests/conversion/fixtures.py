@@ -1,4 +1,4 @@
-"""Checkpoints that two real ranks wrote, for the tests of checkpoints, conversions and commands."""
+"""Checkpoints written by two ranks."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ KHA = KHAConfig(query="linear", key="gate", value="mlp")
 
 @pytest.fixture(scope="session")
 def dense(ranks, tmp_path_factory):
-    """Three homogeneous layers on TP=2: the save folder and each rank's parameters."""
+    """Return the save directory of three layers on TP=2, and the parameters of each rank."""
     folder = tmp_path_factory.mktemp("dense") / "save"
     layout = {"tensor_model_parallel_size": 2}
     args = {"rotary_base": 10000, "spec": None}
@@ -27,22 +27,19 @@ def dense(ranks, tmp_path_factory):
 
 @pytest.fixture
 def copy(dense, tmp_path):
-    """A copy of the dense save folder, to be damaged."""
+    """Return a copy of the dense save directory."""
     return shutil.copytree(dense[0], tmp_path / "save")
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """A tokenizer folder with fewer entries than the embedding has rows."""
+    """Return a tokenizer directory with fewer entries than the embedding has rows."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), VOCAB)
 
 
 @pytest.fixture(scope="session")
 def sparse(ranks, tmp_path_factory, tokenizer):
-    """TP=2 x EP=2, a dense layer among sparse ones, every routing option, a tokenizer.
-
-    The save folder and Megatron's logits for ``checkpoints.tokens()``.
-    """
+    """Return the save directory and logits of a sparse model on TP=2 x EP=2."""
     folder = tmp_path_factory.mktemp("sparse") / "save"
     layout = {
         "tensor_model_parallel_size": 2,
@@ -66,7 +63,7 @@ def sparse(ranks, tmp_path_factory, tokenizer):
 
 
 def write_tokenizer(folder, entries):
-    """A saved word-level tokenizer with that many entries, the last two of them special."""
+    """Save a word-level tokenizer. The last two entries are special tokens."""
     words = {f"w{i}": i for i in range(entries - 2)}
     words |= {"<end>": entries - 2, "<pad>": entries - 1}
     model = Tokenizer(WordLevel(words, unk_token="w0"))

@@ -1,4 +1,4 @@
-"""Megatron's own model of a checkpoint, run by the ranks of ``tests.distributed``."""
+"""Load and run a checkpoint on the ranks of ``tests.distributed``."""
 
 import queue
 from argparse import Namespace
@@ -19,17 +19,14 @@ def load_and_run(
     dtype: str = "float32",
     save_to: str | None = None,
 ) -> np.ndarray | None:
-    """Logits ``[B, S, padded vocabulary]`` of a checkpoint that these ranks load, sharded.
+    """Return the logits ``[B, S, padded vocabulary]`` of a checkpoint; None on earlier stages.
 
     Args:
-        folder: the ``--save`` folder.
-        ids: token ids ``[B, S]``.
-        layout: parallel sizes.
-        dtype: what the model computes in.
-        save_to: an iteration's folder, which is made, for what these ranks save of it.
-
-    Returns:
-        None on a pipeline stage that has none.
+        folder: The ``--save`` directory.
+        ids: Token ids ``[B, S]``.
+        layout: Parallel sizes.
+        dtype: Dtype of the model.
+        save_to: Iteration directory to save the model to.
     """
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -43,7 +40,6 @@ def load_and_run(
     model = build(checkpoint, layout | overrides)
     for parameter in model.parameters():  # as Megatron's Float16Module does
         parameter.data = parameter.data.to(getattr(torch, dtype))
-    # what the model asks for must be there; what it does not ask for is the other backend's
     loaded = dist_checkpointing.load(
         {"model": model.sharded_state_dict()},
         str(checkpoint.path),

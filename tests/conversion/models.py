@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' own classes, in ugly sizes."""
+"""Tiny random Hugging Face models."""
 
 import torch
 from transformers import (
@@ -171,11 +171,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 MINUS_ONE = ("qwen3_next", "qwen3_5_text")
-"""Architectures that store how far a norm's weight is from one."""
+"""Architectures that store norm weights minus one."""
 
 
 def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
-    """A model whose every tensor is drawn anew, so far from zero that logits differ by token."""
+    """Return a model with random tensors, so that logits differ between tokens."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -194,5 +194,5 @@ def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
 
 
 def tokens() -> torch.Tensor:
-    """The token ids ``[2, 11]``."""
+    """Return token ids ``[2, 11]``."""
     return torch.randint(0, 51, (2, 11), generator=torch.Generator().manual_seed(3))

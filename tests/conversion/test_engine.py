@@ -1,4 +1,4 @@
-"""Every tensor is moved once, none large is left for the end, and memory stays bounded."""
+"""Transfer every tensor once in bounded memory."""
 
 import threading
 import time
@@ -27,18 +27,17 @@ BESIDE = 256 * 2**20
 
 
 def read(slot, *, meta=False):
-    """Return meta tensors: an embedding and an output layer of 800 MB each, and smaller ones."""
+    """Return meta tensors, the largest of 800 MB."""
     return slot.row.split(torch.empty(slot.row.shape(MODEL), device="meta"), MODEL)
 
 
 def described():
-    """Return a source that has only shapes."""
     checkpoint = SimpleNamespace(verifying=nullcontext)
     return Source(checkpoint, MODEL, read)
 
 
 class Put:
-    """Notes what is moved when, and how much at a time; ``during(slot)`` is the time it takes."""
+    """Record the moved slots and the peak memory."""
 
     def __init__(self, fails_at=None, during=lambda slot: None):
         self.begun, self.held, self.most = [], 0, 0
@@ -63,7 +62,7 @@ def sizes():
 
 
 @pytest.mark.parametrize("workers", [1, 5])
-def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
+def test_all_slots_are_moved_once_in_bounded_memory(sizes, workers):
     put, done = Put(during=lambda slot: time.sleep(0.002 if sizes[slot] < 2**29 else 0.1)), []
     transfer(described(), put, workers=workers, on_bytes=done.append)
     assert len(put.begun) == len(sizes)
@@ -72,9 +71,9 @@ def test_everything_goes_once_and_memory_is_bounded(sizes, workers):
     assert put.most <= 2 * max(sizes.values()) + BESIDE
 
 
-def test_an_error_stops_the_rest(sizes):
+def test_an_error_stops_the_transfer(sizes):
     first = max(sizes, key=sizes.get)
-    put = Put(fails_at=first, during=lambda slot: time.sleep(0.05))  # time to hear of it
+    put = Put(fails_at=first, during=lambda slot: time.sleep(0.05))
     with pytest.raises(OSError, match="full"):
         transfer(described(), put, workers=2)
     assert len(put.begun) < len(sizes) / 2

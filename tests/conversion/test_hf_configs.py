@@ -1,4 +1,4 @@
-"""A ``config.json`` that Megatron cannot express is refused by the field's name, before writing."""
+"""Translate ``config.json`` to an architecture and back."""
 
 import json
 
@@ -65,15 +65,15 @@ def raw():
 
 
 @pytest.mark.parametrize(("name", "field"), CASES)
-def test_a_field_is_refused_by_its_name(raw, name, field):
-    to_arguments(from_hf_config(raw[name]))  # without the change it is fine
+def test_unsupported_fields_are_refused(raw, name, field):
+    to_arguments(from_hf_config(raw[name]))
     key = "rope_parameters" if field == "yarn" else field
     with pytest.raises(CheckpointError, match=NAMED.get(field, field)) as caught:
         to_arguments(from_hf_config(raw[name] | {key: REFUSED[name][field]}))
     assert "\n" not in str(caught.value)
 
 
-def test_windows_that_hide_nothing_are_harmless(raw):
+def test_windows_of_the_whole_sequence_are_accepted(raw):
     model = from_hf_config(raw["mistral"])
     assert from_hf_config(raw["mistral"] | {"sliding_window": 24}) == model
     assert from_hf_config(raw["qwen3"] | {"sliding_window": 8}) == from_hf_config(raw["qwen3"])
@@ -85,14 +85,14 @@ def test_windows_that_hide_nothing_are_harmless(raw):
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5])
-def test_a_head_that_cannot_be_turned_so_far_is_refused(raw, share):
+def test_impossible_rotary_factors_are_refused(raw, share):
     rope = raw["glm4_moe"]["rope_parameters"] | {"partial_rotary_factor": share}
     with pytest.raises(CheckpointError, match=f"partial_rotary_factor={float(share)}"):
         from_hf_config(raw["glm4_moe"] | {"rope_parameters": rope})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_descriptions_survive_both_translations(raw, name):
+def test_architectures_survive_both_translations(raw, name):
     model = from_hf_config(raw[name])
     assert from_arguments(to_arguments(model), model.kha, 51) == model
     family = CONFIGS[name].model_type
@@ -100,7 +100,7 @@ def test_descriptions_survive_both_translations(raw, name):
 
 
 SAME = {("llama", "mistral"), ("mistral", "llama")}
-"""Families that say the same in other words."""
+"""Equivalent architectures."""
 WITH_GATE = {
     (Gate(output="element"), False): ("qwen3_next", "qwen3_5_text"),
     (Gate(output="element"), True): ("qwen3_next",),
@@ -110,7 +110,7 @@ WITH_GATE = {
 
 @pytest.mark.parametrize("target", FAMILIES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_pair_is_exact_or_refused(raw, name, target):
+def test_every_pair_of_architectures_is_exact_or_refused(raw, name, target):
     model, family = from_hf_config(raw[name]), CONFIGS[name].model_type
     plain = not model.multi_latent_attention and model.kha == KHAConfig()
     gate, same = model.kha.gate, (family, target) in SAME

@@ -1,4 +1,4 @@
-"""A ``config.json`` from anywhere: it converts, or is refused in one line, soon."""
+"""Refuse hostile ``config.json`` files in one line."""
 
 import json
 import random
@@ -18,13 +18,13 @@ FAMILIES += ("qwen3_next", "qwen3_5_text")
 DEEP = '{"a":' * 99_999
 VALUES = (0, -1, 1, 3, 2**31, 2**63, 10**30, -(2**63), 0.5, float("nan"), float("inf"), 1e308)
 VALUES += (True, False, None, "", "x", "silu", "\0", [], [0], ["dense"], {}, {"rope_type": "yarn"})
-FUZZED = 20
+FUZZED = 12
 """Configurations of each family."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder and its ``config.json`` for each family."""
+    """Return a directory and its ``config.json`` for each family."""
     root = tmp_path_factory.mktemp("hostile")
     for name in FAMILIES:
         make(CONFIGS[name]).save_pretrained(root / name)
@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
 
 
 def refusal(call, *words):
-    """The one line of an error, None without one; anything but our own errors goes through."""
+    """Return the message of a KHAError, or None."""
     try:
         call(*words)
     except KHAError as error:
@@ -46,7 +46,7 @@ def refusal(call, *words):
 
 @pytest.mark.parametrize("value", [0, -1, 2**63])
 @pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "vocab_size"])
-def test_sizes_that_are_none(folders, size, value):
+def test_impossible_sizes_are_refused(folders, size, value):
     folder, text = folders["qwen3"]
     (folder / "config.json").write_text(json.dumps(json.loads(text) | {size: value}))
     try:
@@ -61,7 +61,6 @@ def test_sizes_that_are_none(folders, size, value):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fuzzed_configurations(folders, family, faults_table):
-    """Some fields at a time get values of any kind; a fixed seed, some seconds in all."""
     folder, text = folders[family]
     random_numbers = random.Random(f"{family} 14")
     plain, refused = json.loads(text), 0
@@ -79,15 +78,14 @@ def test_fuzzed_configurations(folders, family, faults_table):
     assert refusal(to_megatron.plan, folder) is None
 
 
-def test_a_model_that_transformers_does_not_load_is_no_fault_of_ours(folders, tmp_path):
-    """Its configuration asks for a package that is not here."""
+def test_a_model_that_transformers_cannot_load_is_refused(folders, tmp_path):
     copy = shutil.copytree(folders["qwen3"][0], tmp_path / "copy")
     config = json.loads(folders["qwen3"][1]) | {"attn_implementation": "flash_attention_2"}
     (copy / "config.json").write_text(json.dumps(config))
     assert "FlashAttention2" in refusal(run_model, copy, tokens(), torch.float32)
 
 
-def test_experts_of_several_dtypes_are_one_tensor_only_when_cast(folders, tmp_path):
+def test_experts_of_several_dtypes_need_a_cast(folders, tmp_path):
     folder, _ = folders["qwen3_moe"]
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
@@ -111,7 +109,7 @@ BAD = {
 
 @pytest.mark.parametrize("command", ["convert", "verify", "inspect"])
 @pytest.mark.parametrize("case", [*BAD, "NUL in a shard's name"])
-def test_the_commands_refuse_with_code_2_and_one_line(run, folders, tmp_path, command, case):
+def test_commands_exit_with_2_and_one_line(run, folders, tmp_path, command, case):
     plain, text = folders["kha"]
     folder = tmp_path / "model"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What an exported folder says of itself, and the companions that servers ask for."""
+"""Write model cards and tokenizers."""
 
 import json
 
@@ -14,7 +14,6 @@ from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """As ``data prepare`` trains them: no token to pad with."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -80,10 +79,9 @@ def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     assert "vllm serve" not in card
 
 
-def test_there_is_a_token_to_pad_with(tokenizer, tmp_path):
-    """In tokenizer and generation, and not in the model, whose embedding of it would not learn."""
-    companions = TokenizerFiles({"eos_token_id": 0, "pad_token_id": None}, "run", tokenizer)
-    companions.write(tmp_path)
+def test_a_padding_token_is_added(tokenizer, tmp_path):
+    files = TokenizerFiles({"eos_token_id": 0, "pad_token_id": None}, "run", tokenizer)
+    files.write(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "<end>"
     assert GenerationConfig.from_pretrained(tmp_path).pad_token_id == tokenizer.eos_token_id
-    assert companions.token_ids["pad_token_id"] is None
+    assert files.token_ids["pad_token_id"] is None

@@ -1,4 +1,4 @@
-"""Checkpoints of Transformer Engine, of one tensor for each expert, and of hybrid models."""
+"""Read checkpoints of Transformer Engine, local modules and HybridModel."""
 
 from argparse import Namespace
 
@@ -17,7 +17,7 @@ MLP = "mlp.linear_fc1.layer_norm_weight"
 
 
 def rewrite(save, target, rename, args=None):
-    """The same checkpoint with layers' tensors under other names: ``rename`` gives None to drop."""
+    """Copy a checkpoint with each tensor under the names that ``rename`` returns."""
     checkpoint = MegatronCheckpoint.open(save)
     target.mkdir(parents=True)
     with TorchDistWriter(target) as writer:
@@ -39,7 +39,7 @@ def _equal(one, other):
 
 @pytest.fixture(params=["kha, sparse", "deepseek_v3", "kha, gta"])
 def model(request, tmp_path):
-    """A model's configuration, its folder, and a Megatron checkpoint of it."""
+    """Return a configuration, and a directory with its model and Megatron checkpoint."""
     make(CONFIGS[request.param]).save_pretrained(tmp_path / "hf")
     to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     return CONFIGS[request.param], tmp_path
@@ -56,7 +56,7 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_either_backends_names_are_read(model, backend):
+def test_names_of_both_backends_are_read(model, backend):
     config, folder = model
     family, latent = config.model_type, getattr(config, "kv_lora_rank", None) is not None
     names = BACKENDS[backend] if latent else {}
@@ -81,7 +81,6 @@ def test_either_backends_names_are_read(model, backend):
 
 @pytest.mark.parametrize("name", ["kha, sparse", "qwen3, tied"])
 def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
-    """Its attention and its MLPs are layers of their own, its last norm has another name."""
     make(CONFIGS[name]).save_pretrained(tmp_path / "hf")
     to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     checkpoint = MegatronCheckpoint.open(tmp_path / "save")

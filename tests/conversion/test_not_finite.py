@@ -1,4 +1,4 @@
-"""Numbers that a dtype cannot hold, NaN and infinities: counted, refused, never rounded away."""
+"""Count NaN and infinities, and refuse overflow."""
 
 import json
 import math
@@ -19,7 +19,7 @@ LARGEST = 65504.0  # of float16; from 65520 on numbers are rounded to infinity
 
 
 def _make(folder, **tensors):
-    """A qwen3 in float32 whose first numbers of some tensors are these."""
+    """Save a float32 qwen3 with given first elements of some tensors."""
     make(CONFIGS["qwen3"]).save_pretrained(folder)
     held = load_file(folder / "model.safetensors")
     for name, values in tensors.items():
@@ -30,7 +30,7 @@ def _make(folder, **tensors):
 
 @pytest.fixture
 def large(tmp_path):
-    """Three numbers in two tensors that float16 has no place for, and one at its end."""
+    """Return a model with three numbers that overflow float16, and two that do not."""
     return _make(tmp_path / "large", **{UP: [65520.0, -1e38], KEY: [1e5, LARGEST, 65519.0]})
 
 
@@ -49,7 +49,7 @@ def test_an_overflow_is_counted_and_refused(large, side):
     SIDES[side].plan(large, dtype="bfloat16").write(large.parent / "out")  # holds them
 
 
-def test_verify_sees_infinities_that_rounding_would_make_again(large):
+def test_verify_compares_infinities_before_rounding(large):
     held = load_file(large / "model.safetensors")
     rounded = make(CONFIGS["qwen3"]).half()
     rounded.load_state_dict(held | {"lm_head.weight": held["lm_head.weight"]})
@@ -59,7 +59,7 @@ def test_verify_sees_infinities_that_rounding_would_make_again(large):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_what_is_not_finite_is_reported_by_every_conversion(tmp_path, side):
+def test_every_conversion_reports_nan_and_infinities(tmp_path, side):
     source = _make(tmp_path / "nan", **{UP: [math.nan, math.inf, -math.inf], KEY: [math.nan]})
     written = SIDES[side].plan(source, dtype="bfloat16").write(tmp_path / "out")
     assert written.not_finite == {UP: 3, KEY: 1}
@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_reported_by_every_conversion(tmp_path, side):
 
 
 def test_the_command_refuses_and_reports(run, large, capsys):
-    capsys.readouterr()  # what saving the model says
+    capsys.readouterr()
     words = ("convert", "to-hf", large, large.parent / "out", "--dtype", "float16", "--no-verify")
     code, _, stderr = run(*words)
     assert (code, stderr.splitlines()[:-1]) == (2, [])

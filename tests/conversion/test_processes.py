@@ -1,4 +1,4 @@
-"""The process in which ``verify`` runs Megatron ends with the command, however that ends."""
+"""End the process that runs Megatron when its parent is killed."""
 
 import os
 import signal

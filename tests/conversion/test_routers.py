@@ -1,4 +1,4 @@
-"""Both libraries' routers choose the same experts with the same weights, ties included."""
+"""Compare the routers of Megatron and transformers."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ SMALL = {
 
 
 def megatron_routing(logits, bias, args):
-    """Dense weights ``[tokens, experts]`` of Megatron's router, zero where it does not send."""
+    """Return the dense weights ``[tokens, experts]`` of Megatron's router."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     with torch.enable_grad():  # as in training; without, its top-k is unsorted
@@ -61,7 +61,7 @@ def megatron_routing(logits, bias, args):
 
 
 def _dense(router, logits, bias):
-    """The same of a transformers router that is given its logits: hidden states times identity."""
+    """Return the dense weights of a transformers router with an identity weight."""
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS))
         if hasattr(router, "e_score_correction_bias"):

@@ -1,4 +1,4 @@
-"""What ``to-megatron`` writes is what Megatron's own model loads and computes, and goes back."""
+"""Convert Hugging Face models to Megatron and back."""
 
 import json
 
@@ -33,11 +33,11 @@ QUICK = {
     "kha, gta, sparse": "TP2",
     "kha, gla, sparse": "EP2",
 }
-"""The models that ``make test`` takes, each under one layout."""
+"""Models of ``make test``, each under one layout."""
 
 
 def runs():
-    """Yield every model under every layout of two ranks."""
+    """Yield every model under every layout."""
     for name, config in CONFIGS.items():
         sparse = any(getattr(config, n, 0) for n in ("num_experts", "n_routed_experts"))
         for layout in LAYOUTS if sparse else ("1 rank", "TP2", "PP2"):
@@ -50,7 +50,7 @@ FAMILY = [name for name in CONFIGS if name.startswith(("kha, gta", "kha, mla", "
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """``name`` to its folder, and the logits of transformers' own class; made when asked for."""
+    """Return a function from a name to the model's directory and its logits."""
     made = {}
 
     def get(name):
@@ -67,7 +67,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(models, tmp_path_factory):
-    """``name`` to the Megatron checkpoint made of it."""
+    """Return a function from a name to its Megatron checkpoint."""
     made = {}
 
     def get(name):
@@ -81,7 +81,7 @@ def converted(models, tmp_path_factory):
 
 
 def back(save, name, folder):
-    """A Megatron checkpoint as a folder of the architecture that it was made from."""
+    """Convert a Megatron checkpoint back."""
     planned = to_hf.plan(save, architecture=CONFIGS[name].model_type)
     planned.write(folder / "hf", workers=3)
     return folder / "hf"
@@ -95,7 +95,6 @@ def assert_same_tensors(one, other):
 
 @pytest.mark.parametrize(("name", "layout"), list(runs()))
 def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, layout):
-    """And what its ranks save converts back into the model that it came from."""
     folder, expected = models(name)
     world = 1 if layout == "1 rank" else 2
     saved = tmp_path / "iter_0000001"
@@ -107,8 +106,7 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_it_says_to_train_with_names_the_attention(models, name):
-    """Our entry point looks at these before Megatron takes the rest from the checkpoint."""
+def test_training_flags_describe_the_attention(models, name):
     planned = to_megatron.plan(models(name)[0], divisible_by=8)
     words = " ".join(command_line(planned.args, "folder"))
     if "gta" in name:
@@ -120,13 +118,13 @@ def test_what_it_says_to_train_with_names_the_attention(models, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_tensor_and_setting_comes_back(models, converted, tmp_path, name):
+def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name):
     folder = models(name)[0]
     assert_same_tensors(folder, back(converted(name), name, tmp_path))
     one, other = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "hf"))
     rope = one["rope_parameters"]
-    for said in [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]:
-        said.setdefault("partial_rotary_factor", 1.0)  # ours say what is the default
+    for settings in [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]:
+        settings.setdefault("partial_rotary_factor", 1.0)
     assert from_hf_config(one) == from_hf_config(other)
     for config in (one, other):
         for name in ("auto_map", "kha_gate", "kha_moh"):  # settings may be left to their defaults
@@ -134,7 +132,7 @@ def test_every_tensor_and_setting_comes_back(models, converted, tmp_path, name):
     assert one == other
 
 
-def test_a_rope_that_only_our_entry_point_trains_is_said(tmp_path, capsys):
+def test_a_notice_about_rope_scaling(tmp_path, capsys):
     make(CONFIGS["llama, llama3 rope"]).save_pretrained(tmp_path / "hf")
     to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     told = capsys.readouterr().err

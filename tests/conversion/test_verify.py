@@ -1,4 +1,4 @@
-"""``verify`` sees every change of a written model, and trusts nothing of the conversion."""
+"""Verify conversions and notice mutations."""
 
 import json
 import math
@@ -20,13 +20,12 @@ EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
 
 
 def verify(one, other, **options):
-    """Of two folders."""
     return Pair.open(one, other).verify(**options)
 
 
 @pytest.fixture(scope="module")
 def converted(sparse, tmp_path_factory):
-    """The checkpoint and the folder made of it."""
+    """Return a checkpoint and its converted directory."""
     folder = tmp_path_factory.mktemp("converted") / "hf"
     to_hf.plan(sparse[0]).write(folder)
     return sparse[0], folder
@@ -34,7 +33,7 @@ def converted(sparse, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(converted):
-    """A good verification, and what its one run of Megatron computed."""
+    """Return a verification, and the outputs of its only run of Megatron."""
     kept = []
     original = megatron_model.run_megatron
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +88,6 @@ def _swap_gate_and_up(tensors):
 
 
 def _roll_heads(name):
-    """Give each head the weights of its neighbour."""
     return lambda tensors: tensors.update({name: tensors[name].roll(6, dims=0)})
 
 
@@ -106,7 +104,7 @@ MUTATIONS = {
 
 def _mutated(folder, tmp_path, mutate):
     copy = shutil.copytree(folder, tmp_path / "mutated")
-    (copy / "manifest.json").unlink()  # it would tell before anything is compared
+    (copy / "manifest.json").unlink()
     tensors = load_file(copy / "model.safetensors")
     mutate(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
@@ -115,12 +113,12 @@ def _mutated(folder, tmp_path, mutate):
 
 @pytest.fixture
 def rerun(theirs, monkeypatch):
-    """``verify`` without running Megatron again."""
+    """Verify without running Megatron again."""
     monkeypatch.setattr(megatron_model, "run_megatron", lambda *args, **options: theirs[1])
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_changed_model_is_noticed(converted, theirs, rerun, tmp_path, mutation):
+def test_mutations_are_noticed(converted, theirs, rerun, tmp_path, mutation):
     checkpoint, folder = converted
     changed = verify(checkpoint, _mutated(folder, tmp_path, MUTATIONS[mutation]))
     assert not changed.agrees
@@ -132,7 +130,7 @@ def test_a_changed_model_is_noticed(converted, theirs, rerun, tmp_path, mutation
     assert changed.logits.first_layer == layer
 
 
-def test_folded_and_upcycled_models_are_recognised(tmp_path):
+def test_folded_and_upcycled_models_agree(tmp_path):
     make(KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")).save_pretrained(
         tmp_path / "kha"
     )
@@ -150,7 +148,7 @@ def test_folded_and_upcycled_models_are_recognised(tmp_path):
     assert found.tensors.unexpected
 
 
-def test_compare_is_what_it_says():
+def test_compare():
     theirs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
     ours = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]]))
     agreement = compare(Outputs(theirs, []), Outputs(ours, []))
@@ -178,7 +176,7 @@ MOH = {"kha_moh": {"shared": 1, "active": 2, "balance": 0.01}}
         ("initializer_range", 0.5, []),
     ],
 )
-def test_what_no_tensor_tells_is_compared_without_logits(run, tmp_path, name, changes, settings):
+def test_settings_are_compared_without_logits(run, tmp_path, name, changes, settings):
     make(KHAModelConfig(**KHA_MOE, **MOH)).save_pretrained(tmp_path / "one")
     copy = shutil.copytree(tmp_path / "one", tmp_path / "other")
     config = json.loads((copy / "config.json").read_text())
