@@ -101,6 +101,12 @@ CASES = {
         TIED,
     ),
 }
+WHOLE = (
+    "plain Megatron",
+    "TP2, softmax before the choice",
+    "EP2, gated shared expert, sigmoid top-1",
+    "TP2, GLA of 4, tied embeddings",
+)
 
 
 def _load(folder):
@@ -125,7 +131,9 @@ def _assert_same_logits(folder, logits):
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
+)
 def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     kha, layout, config, args = CASES[case]
     world = int(np.prod([n for name, n in layout.items() if n > 1]))

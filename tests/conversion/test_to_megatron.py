@@ -28,8 +28,6 @@ QUICK = {
     "deepseek_v3": "TP2",
     "qwen3_next": "TP2",
     "kha": "PP2",
-    "kha, gates": "TP2",
-    "kha, sparse": "EP2",
     "kha, gta, sparse": "TP2",
     "kha, gla, sparse": "EP2",
 }

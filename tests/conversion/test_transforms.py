@@ -179,7 +179,9 @@ def test_unfoldable_heads_are_refused(tmp_path, changes, message):
         to_hf.plan(tmp_path / "kha", fold=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.whole), torch.bfloat16]
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -212,7 +214,9 @@ def test_upcycled_models_keep_every_bit(tmp_path, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.whole)]
+)
 def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
