@@ -176,11 +176,9 @@ class Pair:
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
             return compared
         for checkpoint in (self.one.checkpoint, self.other.checkpoint):
-            is_hf = isinstance(checkpoint, HFCheckpoint)
-            if is_hf and family_of(checkpoint.config).causal_lm is None:
-                announce(
-                    f"Logits are not compared: transformers has no class for {checkpoint.path}."
-                )
+            if isinstance(checkpoint, HFCheckpoint) and not family_of(checkpoint.config).causal_lm:
+                path = checkpoint.path
+                announce(f"Logits are not compared: transformers has no class for {path}.")
                 return compared
         if not self.fits_in_memory:
             needed = self.needed_bytes / 10**9
