@@ -1,7 +1,7 @@
-"""Whole runs of the training entry point, forked from a process that has imported Megatron once.
+"""Run the training entry point in processes forked from one that has imported Megatron.
 
-A run is what ``python -m kha_megatron.training`` does, in processes of its own (Megatron's
-``pretrain`` keeps global state) that a test may kill; only the import is shared.
+Each run has its own processes, because Megatron's ``pretrain`` keeps global state and tests may
+kill them.
 """
 
 import argparse
@@ -26,8 +26,7 @@ import psutil
 from tests.ports import free_port
 
 GRACE = 60.0
-"""Seconds that ranks live on after one has ended badly, which a launcher would kill as well, and
-processes that ranks have started after all ranks. A busy machine may take as long to end them."""
+"""Seconds until ranks are killed after one has failed, and child processes after all ranks."""
 
 _IMPORTED_ONCE = (
     "kha_megatron.training.pretrain",
@@ -38,33 +37,33 @@ _IMPORTED_ONCE = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: exit codes (negative: killed by a signal), and what its ranks printed."""
+    """Exit codes of a run (negative: killed by a signal) and the output of its ranks."""
 
     codes: list[int]
     output: str
     overdue: list[int]
-    """Ranks that still ran when the grace was over."""
+    """Ranks that were still running after the grace period."""
     helpers: bool = False
-    """Whether a process that a rank started outlived all of them by the grace."""
+    """True if a child process outlived all ranks by the grace period."""
 
     @property
     def errors(self) -> list[str]:
-        """The lines by which the entry point refuses."""
+        """Lines with an error of the entry point."""
         return [line for line in self.output.splitlines() if line.startswith("error:")]
 
     @property
     def remarks(self) -> list[str]:
-        """What the entry point said of itself."""
+        """Lines that the entry point logged."""
         return [line for line in self.output.splitlines() if line.startswith("kha_megatron: ")]
 
     @property
     def knocks(self) -> str:
-        """What the ranks together said to have knocked."""
+        """The logged description of the knocked layers."""
         return "\n".join(re.findall(r"^kha_megatron: (knocks .*)$", self.output, re.MULTILINE))
 
 
 class Entry:
-    """``entry(words, ranks)`` runs the entry point; its server lives as long as the process.
+    """Run the entry point with ``entry(words, ranks)``; the server lives as long as this process.
 
     Args:
         install: function that installs the CPU runtime, if not ``kha_megatron.mcore.cpu.install``.
@@ -85,14 +84,13 @@ class Entry:
         timeout: float = 300,
         grace: float = GRACE,
     ) -> Ended:
-        """Run on ``ranks`` processes, in the environment that the caller has now.
+        """Run on ``ranks`` processes in the caller's environment.
 
         Args:
             program: Python source to run instead of the entry point.
             before: called with the rank in each process, before anything else.
-            kill_after: called in the server when the run has started; all ranks are killed that
-                many seconds after it returns.
-            grace: less where ranks are known to wait for one that was killed.
+            kill_after: called in the server when the run has started; returns the seconds after
+                which all ranks are killed.
         """
         if self._connection is None:
             self._start()
@@ -171,7 +169,7 @@ def _run(
 
 
 def _lives(group: int) -> bool:
-    """Whether a process of the group runs; in some containers nobody buries those that ended."""
+    """Return True if a process of the group runs. Some containers do not reap zombies."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -209,7 +207,7 @@ def _rank(
     place: dict[str, str],
     log: int,
 ) -> None:
-    """The life of a rank; never returns."""
+    """Run a rank; never returns."""
     code: Any = 1
     try:
         os.dup2(log, 1)
@@ -243,4 +241,4 @@ def _rank(
 
 
 run = Entry()
-"""The one whose server all tests share."""
+"""The entry point whose server all tests share."""

@@ -44,9 +44,7 @@ class Layout:
     world_size: int | None = None
     """Number of ranks; None if unknown."""
     tp: int = flag(1, "--tensor-model-parallel-size")
-    """Tensor-parallel size."""
     pp: int = flag(1, "--pipeline-model-parallel-size")
-    """Pipeline-parallel size."""
     vpp: int | None = flag(
         None,
         "--num-virtual-stages-per-pipeline-rank",
@@ -58,11 +56,9 @@ class Layout:
     )
     """Megatron's other option for ``vpp``, which is computed from it."""
     cp: int = flag(1, "--context-parallel-size")
-    """Context-parallel size."""
     ep: int = flag(1, "--expert-model-parallel-size")
-    """Expert-parallel size."""
     etp: int | None = flag(None, "--expert-tensor-parallel-size")
-    """Expert-tensor-parallel size; None for ``tp``."""
+    """None for ``tp``."""
     sequence_parallel: bool = flag(False)
     overlap_p2p: bool = flag(True, "--no-overlap-p2p-communication", argument="overlap_p2p_comm")
     microbatch_group: int | None = flag(

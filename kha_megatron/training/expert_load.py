@@ -18,9 +18,7 @@ _NAMES = ("violation", "least", "bias-range")
 
 
 def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None:
-    """Write the loads of one batch at the interval of Megatron's TensorBoard log.
-
-    Call on every rank after every batch. Costs one small all-reduce over the pipeline.
+    """Write the loads of one batch at the interval of Megatron's TensorBoard log, on every rank.
 
     Args:
         layers: numbers of this rank's MoE layers, from 1.

@@ -1,8 +1,4 @@
-"""Perturb the initial weights for null runs (``kha-megatron compare --null``).
-
-Runs that differ only by rounding drift apart. Their distance shows which differences between two
-mechanisms are noise.
-"""
+"""Perturb the initial weights for null runs (``kha-megatron compare --null``)."""
 
 from typing import Any
 

@@ -34,8 +34,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 def repair_tracker(args: Namespace) -> None:
     """Point the tracker file to the last complete checkpoint. Call on every rank at the start.
 
-    Applies only if the run saves into the directory it loads. Rank 0 writes the tracker file and
-    the other ranks wait until they see it.
+    Applies only if ``--save`` is ``--load``. Rank 0 writes, and the other ranks wait to see it.
 
     Raises:
         CheckpointError: the other ranks do not see what rank 0 wrote.

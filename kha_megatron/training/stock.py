@@ -1,7 +1,4 @@
-"""Functions that a patched Megatron calls (``patches/``) for KHA in its own scripts and reports.
-
-The reports follow Megatron's conventions and ignore context parallelism.
-"""
+"""Functions that a patched Megatron calls (``patches/``) in its own scripts and reports."""
 
 import argparse
 from dataclasses import replace
@@ -80,10 +77,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
-    """Return the extra FLOPs of KHA per token in one attention layer.
-
-    Counts only the causal half of the query-key pairs, as Megatron does.
-    """
+    """Return the extra FLOPs of KHA per token in one causal attention layer."""
     kha, sizes = _kha(args), _sizes(args)
     return kha.flops(sizes) + args.seq_length * kha.pair_flops(sizes) // 2
 
