@@ -171,8 +171,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
     """``SelfAttention`` with KHA. Same inputs and outputs (``[s, b, h]``).
 
     Raises:
-        ConfigError: the sizes cannot be divided over the ranks, or ``config`` has an option that is
-            not supported with ``kha``.
+        ConfigError: ``kha`` does not support ``config``.
     """
 
     def __init__(

@@ -15,12 +15,7 @@ from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 
 def model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """Return the configuration of a GPTModel, or of a HybridModel if the arguments have a pattern.
-
-    Args:
-        args: Megatron's parsed arguments.
-        kha: configuration of KHA; ``KHAConfig()`` for a model without KHA.
-    """
+    """Return the configuration of a GPTModel, or of a HybridModel if ``args`` have a pattern."""
     transformer = core_transformer_config_from_args(args)
     if args.hybrid_layer_pattern:
         config = hybrid_config_from_args(args, config=transformer)

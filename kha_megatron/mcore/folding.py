@@ -54,12 +54,6 @@ _LINEARS = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParal
 class Folding:
     """Fold the linear matrices of one attention into its ``linear_qkv``, where possible.
 
-    Args:
-        attention: Megatron's attention module.
-        kha: the knocked projections, and whether to fold them.
-        layout: the rows of ``linear_qkv`` over all ranks.
-        knockings: the matrices of each knocked projection.
-
     Raises:
         ConfigError: ``fold="always"``, but this layer cannot be folded.
     """

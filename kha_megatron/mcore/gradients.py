@@ -15,10 +15,7 @@ def around_finalization(
     """Run a context manager around the sum of gradients over ranks, in every step.
 
     Wraps ``config.finalize_model_grads_func``, which Megatron's schedules call after backward.
-
-    Args:
-        models: the virtual pipeline stages of this rank.
-        around: called with the wrapped models and the process groups of the schedule, if any.
+    ``around`` is called with the wrapped models and the process groups of the schedule, if any.
     """
     config = get_model_config(models[0])
     finalize = config.finalize_model_grads_func or finalize_model_grads

@@ -34,10 +34,8 @@ with megatron_imports():
 class KHAHybridStack(HybridStack):
     """``HybridStack`` with KHA in its attention layers, for both backends.
 
-    Takes the arguments of ``HybridStack`` except ``submodules``.
-
-    Args:
-        kha: configuration, or the name of a spec (see ``kha_megatron.mcore.settings``).
+    Takes the arguments of ``HybridStack`` except ``submodules``. ``kha`` is a configuration, or the
+    name of a spec (see ``kha_megatron.mcore.settings``).
     """
 
     def __init__(

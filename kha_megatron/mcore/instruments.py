@@ -66,8 +66,6 @@ def watch_heads(
 
     Args:
         models: the virtual pipeline stages of this rank, not yet wrapped for data parallelism.
-        kha: configuration of KHA.
-        interval: 1 or more.
         iteration: returns the current iteration, from 1; the same on every rank.
         write: called on every rank with the same values by name, and the iteration.
 

@@ -42,8 +42,6 @@ class HeadWeight(MegatronModule):
     wait for parameters.
 
     Args:
-        config: the model's configuration.
-        tensor: description of the parameter.
         layer_number: global, from 1, so that a random start does not depend on the layout.
         init_seed: seed of a random start, together with layer and name.
         tp_group: ranks over which the heads are sharded.

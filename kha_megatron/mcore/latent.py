@@ -118,10 +118,6 @@ class _KnockedLatentAttention(KnockedAttention):
 
     ``knock_query`` and ``knock_key`` are ``[1, qk_head_dim, qk_head_dim]``, ``knock_value`` is
     ``[1, v_head_dim, v_head_dim]``.
-
-    Args:
-        kha: configuration. With ``attention="gla"``, the spec has the submodules of
-            :func:`grouped`.
     """
 
     config: MLATransformerConfig

@@ -16,12 +16,7 @@ from kha_megatron.model.qkv import QKVLayout
 
 
 class QKVSplit:
-    """Split the output of ``linear_qkv`` on a rank of ``tp_group``.
-
-    Args:
-        layout: the rows over all ranks.
-        tp_group: the ranks that shard them.
-    """
+    """Split the output of ``linear_qkv`` on a rank of ``tp_group``; ``layout`` is for all."""
 
     def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
         self.layout, self.tp_group = layout, tp_group

@@ -88,10 +88,7 @@ def publish(
 
     It is stored in the arguments of Megatron's training loop, which writes them to checkpoints.
 
-    Args:
-        groups: process groups of the model.
-        multi_latent: whether the model has multi-latent attention.
-        logs: whether the first rank of this pipeline stage logs.
+    ``logs``: whether the first rank of this pipeline stage logs.
 
     Raises:
         ConfigError: another rank has a different configuration.

@@ -128,7 +128,6 @@ def kha_layer_spec(
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` of Megatron's training package.
             ``transformer_impl`` chooses Transformer Engine or local modules, ``num_moe_experts``
             and ``moe_layer_freq`` the MoE layers.
-        kha: configuration of KHA.
         vp_stage: virtual pipeline stage, if any.
         pp_rank: pipeline stage; None takes it from Megatron's ``parallel_state``.
     """
@@ -214,11 +213,7 @@ class KHATransformerLayer(BaseTransformerLayer):
 
 
 def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
-    """Return ``HybridModel(hybrid_stack_spec=...)`` with KHA.
-
-    Args:
-        kha: configuration of KHA, or the name of a spec, resolved when the model is built.
-    """
+    """Return ``HybridModel(hybrid_stack_spec=...)`` with KHA or the named spec."""
     # the path is resolved later, so that a GPTModel does not import Megatron's hybrid layers
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
     return ModuleSpec(module=stack, params={"kha": kha})

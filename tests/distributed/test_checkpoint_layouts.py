@@ -1,10 +1,8 @@
-"""A checkpoint saved under one layout goes on under another: same state, same outputs, same step.
+"""A checkpoint loads under another layout with the same state, outputs and next step.
 
-Saved and loaded as ``megatron.training.checkpointing`` does, with the state of Adam. What is
-loaded is compared bit for bit, by saving it again and reading both folders. Outputs and the next
-step are compared within ``TOLERANCE``: everything is float32, where another layout only reorders
-sums of a few dozen terms. Adam divides each gradient by its own size, so that the rounding of tiny
-gradients grows: ``STEP_TOLERANCE`` of the length of the step.
+Loaded state is compared bit for bit, by saving it again. Outputs are compared within ``TOLERANCE``:
+another layout reorders sums of a few dozen terms in float32. Adam amplifies the rounding of tiny
+gradients: ``STEP_TOLERANCE`` of the length of the step.
 """
 
 import functools
@@ -136,7 +134,6 @@ def trained(run, tmp_path_factory):
     [
         pytest.param((2, {TP: 2}), FOUR, False, False, id="TP2 to TP4", marks=WHOLE),
         pytest.param((2, {PP: 2}), ONE, False, False, id="PP2 to PP1", marks=WHOLE),
-        pytest.param((2, {EP: 2}), (4, {EP: 4}), True, False, id="EP2 to EP4", marks=WHOLE),
         pytest.param(
             TWO_REPLICAS, ONE, False, True, id="DP2 to DP1, distributed optimizer", marks=WHOLE
         ),
@@ -144,11 +141,11 @@ def trained(run, tmp_path_factory):
             (4, {TP: 2}), (2, {PP: 2}), False, True, id="TP2 x DP2 to PP2, distributed optimizer"
         ),
         pytest.param(
-            (4, {EP: 4}), (4, {EP: 2}), True, True, id="EP4 to EP2 x DP2, distributed optimizer"
+            (4, {EP: 4}), (4, {EP: 2}), True, True, id="EP4 to EP2 x DP2, ZeRO", marks=WHOLE
         ),
     ],
 )
-def test_another_layout_goes_on_alike(run, trained, tmp_path, before, after, experts, zero):
+def test_another_layout_continues_alike(run, trained, tmp_path, before, after, experts, zero):
     source, expected = trained(before, experts, zero)
     model = EXPERTS if experts else DENSE
     results = run(load_and_go_on, after[0], str(source), str(tmp_path), after[1], model, zero)
@@ -164,7 +161,7 @@ def test_another_layout_goes_on_alike(run, trained, tmp_path, before, after, exp
         pytest.param("gates", FOUR, id="gates, TP4 over 2 key/value heads"),
     ],
 )
-def test_another_layout_of_another_attention_goes_on_alike(
+def test_another_layout_of_other_attentions_continues_alike(
     run, family_trained, tmp_path, kind, after
 ):
     source, expected = family_trained(kind)
@@ -237,7 +234,7 @@ def test_shared_matrices_are_stored_once(trained):
             assert starts == [(layer, 0, 0, 0) for layer in range(DENSE["num_layers"])]
 
 
-def test_experts_of_many_ranks_on_one(run, trained, tmp_path):
+def test_expert_weights_load_on_one_rank(run, trained, tmp_path):
     """Megatron has a separate optimizer for experts with expert parallelism, and none without.
 
     Its state does not go from one to the other, which is refused; the weights do.
@@ -249,7 +246,7 @@ def test_experts_of_many_ranks_on_one(run, trained, tmp_path):
     assert error(output, summary(expected)[0]) < TOLERANCE
 
 
-def test_upcycling_goes_through_another_layout(run, tmp_path):
+def test_upcycling_under_another_layout(run, tmp_path):
     """The matrices that the checkpoint lacks stay the identity, and are in the next one."""
     expected = run(train_and_save, 2, str(tmp_path), {TP: 2}, DENSE, False, KHAConfig())
     with pytest.raises(RankError, match=r"Unexpected keys .*self_attention\.knock_value\.weight"):

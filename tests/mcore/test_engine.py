@@ -166,37 +166,3 @@ def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, k
     for scaling, found in answers.items():
         assert any("knock_" in name for name in found.ours)
         assert not beyond(found, scaling)
-
-
-RECOMPUTING = {
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "selective": {"recompute_granularity": "selective"},
-}
-
-
-def differences():
-    """What is not bit for bit as in a model of the same weights that recomputes nothing."""
-    from tests.distributed.models import initialize
-    from tests.gpu import models
-
-    initialize()
-    build = functools.partial(
-        models.build, KHAS["mlp"], "transformer_engine", torch.bfloat16, moe=False
-    )
-    plain = build(**SCALINGS["tensorwise"])
-    want = models.outcome(plain)
-    found = {}
-    for name, options in RECOMPUTING.items():
-        model = build(**SCALINGS["tensorwise"], **options)
-        models.copy_weights(plain, model)
-        got = models.outcome(model)
-        found[name] = [key for key, value in want.items() if not torch.equal(value, got[key])]
-    return found
-
-
-def test_recomputing_changes_no_bit(ranks_with_engine):
-    assert ranks_with_engine(differences, 1)[0] == {"full": [], "selective": []}

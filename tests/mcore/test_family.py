@@ -60,13 +60,13 @@ def test_mla_without_a_query_latent_equals_the_oracle(ranks):
     check(ranks, MLA[1], True, 4, q_lora_rank=None, qk_layernorm=False)
 
 
-@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kha", GLA, ids=str)
 def test_gla_equals_the_oracle(ranks, kha, qk_norm):
     check(ranks, kha, True, 5 + 2 * qk_norm, qk_layernorm=qk_norm)
 
 
-@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kha", GTA, ids=str)
 def test_gta_equals_the_oracle(ranks, kha, qk_norm):
     check(ranks, kha, False, 3 + 2 * qk_norm, qk_layernorm=qk_norm)
