@@ -5,12 +5,12 @@ import os
 
 def interpret() -> None:
     """Enable the interpreter in this process, which must not have imported Triton yet."""
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks once, when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     mend()
 
 
 def mend() -> None:
-    """Patch Triton's interpreter: numpy 2.4 refuses an index of it, and it patches too often."""
+    """Patch Triton's interpreter for numpy 2.4, and speed up its own patching."""
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 

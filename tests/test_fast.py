@@ -9,7 +9,7 @@ _TESTS = {
     "architecture/test_rooms.py": (
         "test_import_needs_only_the_standard_library",
         "test_every_room_is_listed",
-        "test_no_import_goes_in_a_circle",
+        "test_imports_have_no_cycle",
         "test_presets_build",
         "test_versions_are_read_in_compat_only",
     ),
@@ -69,14 +69,14 @@ _TESTS = {
     "docs/test_commands.py": ("test_commands_parse",),
     "faults/test_damage.py": ("test_a_flipped_bit_is_detected_before_the_file_is_read",),
     "faults/test_recovery.py": ("test_the_tracker_file_is_repaired",),
-    "heads/test_gate.py": ("test_saved_elements_are_those_of_the_function",),
+    "heads/test_gate.py": ("test_activations_count_what_autograd_saves",),
     "heads/test_knocking.py": (
         "test_equals_the_oracle_with_every_gradient",
         "test_folding_equals_knocking",
-        "test_flops_and_saved_elements_are_those_of_the_op",
+        "test_flops_and_activations_match_torch",
         "test_starts_as_the_identity_bit_for_bit",
     ),
-    "heads/test_routing.py": ("test_a_router_of_zeros_with_all_heads_changes_nothing",),
+    "heads/test_routing.py": ("test_zero_router_with_all_heads_is_the_identity",),
     "hf/test_attention.py": (
         "test_output_and_gradients_equal_the_oracle",
         "test_linear_folds_into_a_stock_qwen3",

@@ -1,4 +1,4 @@
-"""The rooms of the design: who may import whom, and what `import kha_megatron` may need."""
+"""Check the imports between rooms and what `import kha_megatron` needs."""
 
 import ast
 import graphlib
@@ -15,7 +15,7 @@ from kha_megatron.config import PRESETS
 PACKAGE = Path(kha_megatron.__file__).parent
 EVERYONE = {"config", "errors", "heads", "announcements"}
 KNOWS_NO_MODEL = {"checkpoint": {"errors", "announcements"}}
-"""Files on disk are what they are, whatever the heads of a model do."""
+"""Rooms that must not import the descriptions of a model."""
 FREE = {
     "heads",
     *("model", "checkpoint", "mcore", "data", "training", "hf"),
@@ -60,7 +60,7 @@ OUTSIDE = {
 
 
 def imports(path):
-    """Absolute names that a module imports, wherever in the file."""
+    """Yield the absolute names that a module imports, anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -72,7 +72,7 @@ def imports(path):
 
 
 def room_of(name):
-    """``mcore`` for ``kha_megatron.mcore.specs``; "" for names of the package itself."""
+    """Return ``mcore`` for ``kha_megatron.mcore.specs``; "" for names of the package itself."""
     part = name.split(".")[1] if "." in name else ""
     return part if part in ARROWS else ""
 
@@ -89,7 +89,7 @@ def test_arrows(path):
         if top == "kha_megatron":
             target = room_of(name)
             allowed = {"", room} | (KNOWS_NO_MODEL.get(room) or EVERYONE) | ARROWS[room]
-            if room == "checkpoint":  # folders on disk, whatever is in them
+            if room == "checkpoint":
                 allowed -= {"config", "heads"}
             assert target in allowed, f"{room or 'package'} must not import {target}"
         elif room in OUTSIDE:
@@ -98,7 +98,7 @@ def test_arrows(path):
 
 
 def module_graph():
-    """For each module the modules of the package that it imports, wherever in the file."""
+    """Return for each module the modules of the package that it imports."""
     names = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in MODULES}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
     graph = {}
@@ -114,7 +114,7 @@ def module_graph():
     return graph
 
 
-def test_no_import_goes_in_a_circle():
+def test_imports_have_no_cycle():
     graph = module_graph()
     assert set(graphlib.TopologicalSorter(graph).static_order()) == graph.keys()
 
@@ -155,8 +155,8 @@ main()
 
 
 @pytest.mark.whole
-def test_a_server_needs_no_megatron(tmp_path):
-    """Models, conversion and the command line import without it; what needs it names the remedy."""
+def test_export_and_conversion_import_without_megatron(tmp_path):
+    """Commands that need Megatron raise an error with the command that installs it."""
     words = ["data", "prepare", "--from", PACKAGE / "heads", "--out", tmp_path / "data"]
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_MEGATRON, *words], capture_output=True, text=True
@@ -183,7 +183,7 @@ MAY_READ = {
 
 
 def version_reads(source):
-    """Words by which a source text learns what version something is, but for our own."""
+    """Return the names in a source text that read a version, except our own."""
     words = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -219,7 +219,7 @@ def test_versions_are_read_in_compat_only():
         "from kha_megatron.mcore import compat\ncompat.installed_version()",
     ],
 )
-def test_a_version_if_anywhere_else_is_found(mutation):
+def test_version_reads_elsewhere_are_detected(mutation):
     source = (PACKAGE / "mcore" / "attention.py").read_text()
     assert not version_reads(source)
     assert version_reads(f"{source}\n{mutation}")
@@ -238,7 +238,7 @@ def defaulted_options(source):
     return calls
 
 
-def test_options_of_megatrons_config_have_no_default():
+def test_config_options_are_read_without_default():
     """A default would hide that a supported Megatron-Core lacks the option."""
     for path in (PACKAGE / "mcore").rglob("*.py"):
         if path.name != "compat.py":

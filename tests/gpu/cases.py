@@ -1,7 +1,7 @@
-"""Short trainings on a GPU: their flags, what they need, and what they must equal.
+"""Short GPU trainings: flags, requirements, and the reference that their losses must follow.
 
-All start from the same weights and read the same text in the same order, so that two loss curves
-differ only by arithmetic. ``test_losses.py`` runs them in this order until its time is spent.
+All start from the same weights and read the same data, so that loss curves differ only by rounding.
+``test_losses.py`` runs them in this order within its time limit.
 """
 
 import math
@@ -50,7 +50,7 @@ TINY = _flags("""
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --kv-channels 16 --seq-length 32
     --max-position-embeddings 32 --train-iters 4 --micro-batch-size 2 --global-batch-size 4
 """)
-"""What a dense run on the CPU replaces."""
+"""Sizes of a dense run on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ NEEDS = {
     "flash-attn": "flash-attn in a version that Transformer Engine accepts",
     "apex": "NVIDIA's apex with fused_weight_gradient_mlp_cuda",
 }
-"""What a machine may lack."""
+"""Optional requirements of a machine."""
 
 
 def _fp8(recipe: str, more: str = "") -> Arguments:
@@ -193,11 +193,11 @@ CASES: tuple[Case, ...] = (
         bound=OTHER_START,  # drawn in another dtype
     ),
 )
-"""In the order of their importance."""
+"""In order of importance."""
 
 
 def missing(case: Case, has: Mapping[str, bool]) -> str | None:
-    """What the machine lacks for ``case``, in words; None if it can run."""
+    """Return what the machine lacks for ``case``, or None if it can run."""
     lacking = [NEEDS[name] for name in case.needs if not has.get(name)]
     return f"needs {lacking[0]}" if lacking else None
 
@@ -205,12 +205,12 @@ def missing(case: Case, has: Mapping[str, bool]) -> str | None:
 def faults(
     case: Case, losses: Sequence[float], reference: Sequence[float] | None, steps: int
 ) -> list[str]:
-    """What is wrong with a finished run; empty if nothing is.
+    """Return the faults of a finished run.
 
     Args:
-        losses: of each step.
-        reference: the same of the case that it must follow; None if there is none.
-        steps: how many there must be.
+        losses: loss of each step.
+        reference: losses of the case that it must follow, if any.
+        steps: expected number of steps.
     """
     if len(losses) < steps:
         return [f"{len(losses)} losses of {steps}"]
@@ -232,10 +232,10 @@ def faults(
 
 
 def end(losses: Sequence[float]) -> float:
-    """Mean of the last quarter."""
+    """Return the mean of the last quarter."""
     return fmean(losses[-max(1, len(losses) // 4) :])
 
 
 def distance(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
-    """How far two runs are apart, at the first step and in the mean of the last quarter."""
+    """Return the distance of two runs at the first step and in the mean of the last quarter."""
     return abs(losses[0] - reference[0]), abs(end(losses) - end(reference))

@@ -1,4 +1,4 @@
-"""Ranks that compute on a GPU."""
+"""Fixtures for ranks on a GPU."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def gpu_rank():
 
 @pytest.fixture(scope="session")
 def gpu_engine(engine) -> None:
-    """Skips where Transformer Engine is not there whole, as it must be for a GPU."""
+    """Skip if Transformer Engine's compiled extension is not installed."""
     if compat.lacks_te_extension():
         pytest.skip(
             "NOT TESTED: Transformer Engine's extension is not installed "

@@ -1,4 +1,4 @@
-"""``make gpu-check``: its dry run, and what it reports when something fails."""
+"""Test ``make gpu-check``: its dry run and its report of failures."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_kernels_are_tested_first():
     ("words", "why"),
     [(["--only", "speed"], "--only speed: choose from"), (["--output", "."], "is not empty")],
 )
-def test_refuses_what_it_cannot_do(monkeypatch, capsys, words, why):
+def test_invalid_choices_raise_an_error(monkeypatch, capsys, words, why):
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *words)
     assert why in capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_failures_details_and_skips_are_reported(tmp_path, monkeypatch, hangs):
         assert found["1 of its tests", "skipped"] == "needs a thing"
 
 
-def test_the_bundle_leaves_out_what_the_machine_has():
+def test_bundle_excludes_packages_of_the_gpu_machine():
     script = (TOOLS / "gpu_bundle.sh").read_text()
     (left_out,) = re.findall(r"grep -vE '(.*?)' \"\$work/all.txt\"", script)
     pinned = (TOOLS.parent / "constraints.txt").read_text().splitlines()

@@ -1,7 +1,7 @@
-"""Short trainings in bf16 and FP8 from the same start, their losses compared: ``make gpu-check``.
+"""Compare the losses of short trainings in bf16 and FP8 (``make gpu-check``).
 
-Several run at a time, in the order of ``cases.py``. ``KHA_GPU_SECONDS`` is how long all of them may
-take; what is not reached by then is skipped and named.
+Several run at a time, in the order of ``cases.py``. Those that do not start within
+``KHA_GPU_SECONDS`` are skipped.
 """
 
 import importlib.util
@@ -27,15 +27,15 @@ from tests.ports import free_port
 BY_NAME = {case.name: case for case in CASES}
 JOBS = max(1, min(4, (os.cpu_count() or 1) // 4))
 LEAST_SECONDS = 25
-"""A training that has less is not started: importing Megatron and CUDA take most of it."""
+"""A training is not started with less time: imports alone take most of it."""
 CASE_SECONDS = 150
-"""Of one training: beyond it, it hangs."""
+"""Time limit of one training."""
 STARTED = time.monotonic()
 
 
 @pytest.fixture(scope="module")
 def has() -> dict[str, bool]:
-    """What this machine has, by the keys of ``cases.NEEDS``."""
+    """Return which of ``cases.NEEDS`` this machine has."""
     import torch
 
     if not torch.cuda.is_available():
@@ -60,10 +60,10 @@ def train(
     device: str = "cuda",
     seconds: float = CASE_SECONDS,
 ) -> list[float]:
-    """The losses of each step of a case, trained as the launcher would, in one process.
+    """Train a case in one process and return the loss of each step.
 
     Raises:
-        RuntimeError: it failed, with the last lines that it printed.
+        RuntimeError: the training failed.
     """
     log = folder / f"{case.name}.log"
     words = {"--tensorboard-dir": (str(folder / case.name),)}
@@ -179,7 +179,7 @@ def refused():
     return found
 
 
-def test_megatron_takes_the_arguments_of_every_case(ranks):
+def test_megatron_accepts_the_arguments_of_every_case(ranks):
     found = ranks(refused, 1)[0]
     assert {name: why for name, why in found.items() if why} == {}
     assert found.keys() == BY_NAME.keys()

@@ -41,7 +41,7 @@ def test_formulas():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_stay_so(bad):
+def test_nan_and_inf_propagate(bad):
     weight = torch.eye(D)[None].clone()
     weight[0, 2, 2] = bad
     (result,) = diagnose(weight, "linear")

@@ -1,4 +1,4 @@
-"""What a gate keeps for the backward pass, counted on the function itself."""
+"""Compare the activation counts of gates with what autograd saves."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_siz
     ],
     ids=str,
 )
-def test_saved_elements_are_those_of_the_function(gate, shape, score, activation, form):
+def test_activations_count_what_autograd_saves(gate, shape, score, activation, form):
     """In bfloat16, where a score of float32 is two elements."""
     tokens = 4
     x = torch.randn(tokens, *shape, dtype=torch.bfloat16, requires_grad=True)

@@ -49,7 +49,7 @@ def test_starts_as_the_identity_bit_for_bit(variant, dtype):
     assert torch.equal(knock(x, weight, variant), x)
 
 
-def test_random_start_is_reproducible_and_independent_of_the_global_state():
+def test_random_start_is_reproducible_and_ignores_the_global_state():
     starts = starts_of("mlp", "random")
     first = initial_weight(torch.empty(3, 5, 5), starts, std=0.5, seed=3)
     torch.manual_seed(99)
@@ -80,7 +80,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_folding_makes_no_larger_tensor_than_it_gives():
+def test_folding_allocates_no_tensor_larger_than_its_result():
     projection = torch.randn(16 * HEAD_DIM, 130).bfloat16()
     weight, mixing = weight_of("linear", torch.bfloat16), torch.randn(16, HEAD_DIM).bfloat16()
     with Largest() as made:
@@ -147,7 +147,7 @@ def test_folding_into_latent_attention_is_exact():
 
 
 @pytest.mark.parametrize("variant", MATRICES)
-def test_flops_and_saved_elements_are_those_of_the_op(variant):
+def test_flops_and_activations_match_torch(variant):
     """What ``KHAConfig`` says of one knocked tensor, counted on the op itself."""
     tokens, heads, head_dim = 5, 3, 7
     kha = KHAConfig(query=variant)

@@ -1,4 +1,4 @@
-"""Routing on plain tensors: where it is exact, and where numbers could fail."""
+"""Test the routing of mixture-of-head attention: exactness and numerical edge cases."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ HEADS = 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_router_of_zeros_with_all_heads_changes_nothing(dtype):
+def test_zero_router_with_all_heads_is_the_identity(dtype):
     moh = MixtureOfHeads(shared=4, active=4, start="zeros")
     output = torch.randn(3, 7, HEADS, 6).to(dtype)
     scores = {"moh_router": torch.zeros(3, 7, HEADS + 2, dtype=dtype), "output": output}
@@ -19,7 +19,7 @@ def test_a_router_of_zeros_with_all_heads_changes_nothing(dtype):
 
 
 @pytest.mark.parametrize("router", ["learned", "query_norm"])
-def test_quantised_weights_are_0_and_1_and_learn_as_the_real_ones(router):
+def test_quantised_weights_are_binary_with_straight_through_gradients(router):
     """Equation 10: the gradient of a weight is handed to its score, chosen or not."""
     moh = MixtureOfHeads(shared=3, active=2, router=router, quantized=True, scale="paper")
     scores = torch.randn(7, HEADS + 2 * (router == "learned"), requires_grad=True)
@@ -40,7 +40,7 @@ def test_quantised_weights_are_0_and_1_and_learn_as_the_real_ones(router):
     assert probabilities.shape == (7, 5)
 
 
-def test_norms_that_are_all_alike_are_no_zero_over_zero():
+def test_equal_norms_give_finite_weights_and_gradients():
     moh = MixtureOfHeads(shared=3, active=2, router="query_norm")
     scores = torch.full((7, HEADS), 2.0, requires_grad=True)
     weights, _, _ = route(scores, moh)
@@ -76,7 +76,7 @@ def test_half_precision_is_routed_in_float32():
 
 @pytest.mark.parametrize("router", ["learned", "query_norm"])
 @pytest.mark.parametrize("choice", [{}, {"quantized": True}, {"scale": "paper"}], ids=str)
-def test_what_is_kept_for_the_backward_pass(router, choice):
+def test_activations_bound_what_autograd_saves(router, choice):
     """In bfloat16, in elements of 16 bits: never more than is said, and at most an eighth less."""
     tokens, heads, dim = 5, 16, 64
     moh = MixtureOfHeads(share=0.75, router=router, **choice)

@@ -1,4 +1,4 @@
-"""What is tested of the kernels, on any device: in Triton's interpreter on the CPU, and on a GPU.
+"""Tests of the kernels for any device: Triton's interpreter on the CPU, or a GPU.
 
 Shape legend: ``R`` rows (every head of every token), ``D`` head dim. Everything is compared with
 ``heads.knock.knock`` in float64, which ``tests/heads`` compares with the oracle.

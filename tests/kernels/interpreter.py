@@ -1,7 +1,6 @@
 """A process in which Triton interprets its kernels on the CPU.
 
-Triton looks at ``TRITON_INTERPRET`` once, when it is imported, and in the test process something
-else may have imported it already.
+Triton reads ``TRITON_INTERPRET`` when it is imported, which may already have happened here.
 """
 
 import multiprocessing
@@ -19,7 +18,7 @@ INTERPRETING = {"TRITON_INTERPRET": "1", "KHA_KERNELS": "triton", "CUDA_VISIBLE_
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
-    """Forks of one process that has imported torch and Triton, and nothing of ours."""
+    """Return a context that forks a process with torch and Triton, but without our package."""
     context = multiprocessing.get_context("forkserver")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in INTERPRETING.items():
@@ -30,17 +29,17 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 class Interpreter:
-    """Runs functions in one such process: ``interpreter(case, *args) -> its result``.
+    """Run functions in one such process: ``interpreter(case, *args) -> its result``.
 
     Args:
-        package: a folder with another ``kha_megatron`` to import instead.
+        package: directory with another ``kha_megatron`` to import instead.
     """
 
     def __init__(self, package: Path | None = None) -> None:
         self.pool = ProcessPoolExecutor(1, _context(), initializer=_start, initargs=(package,))
 
     def __call__(self, case, *args, **kwargs):
-        """Errors are raised here, with the process's own traceback as their cause."""
+        """Call ``case`` in the process and return its result or raise its error."""
         return self.pool.submit(_seeded, case, *args, **kwargs).result(timeout=500)
 
     def close(self) -> None:
@@ -51,7 +50,7 @@ class Interpreter:
 def _seeded(case, *args, **kwargs):
     import torch
 
-    torch.manual_seed(0)  # whatever ran before it
+    torch.manual_seed(0)
     return case(*args, **kwargs)
 
 
@@ -62,6 +61,6 @@ def _start(package: Path | None) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # torch.empty gives NaN: whatever a kernel forgets to write, or reads too much of, is seen
+    # fill torch.empty with NaN, so that unwritten outputs and reads out of bounds are detected
     torch.use_deterministic_algorithms(True)
     mend()

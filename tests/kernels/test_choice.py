@@ -62,7 +62,7 @@ def test_uses_torch_on_the_cpu_and_logs_it_once(capsys, monkeypatch, choice, why
         ("cuda", "Expected KHA_KERNELS to be auto, torch or triton, got cuda"),
     ],
 )
-def test_refuses_what_it_cannot_do(monkeypatch, choice, message):
+def test_invalid_choices_raise_an_error(monkeypatch, choice, message):
     monkeypatch.setenv("KHA_KERNELS", choice)
     with pytest.raises(ConfigError, match=message):
         knock(*inputs(), "gate")
@@ -107,7 +107,7 @@ def test_compiles_with_gradients_in_torch():
     torch.testing.assert_close(got, want)
 
 
-def test_autocast_casts_in_a_compiled_knock_too():
+def test_autocast_applies_to_a_compiled_knock():
     x, weight = torch.randn(5, 16, dtype=torch.bfloat16), torch.randn(3, 16, 16, requires_grad=True)
     compiled = torch.compile(knock, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):

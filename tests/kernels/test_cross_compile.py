@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper within its bounds; no Hopper is needed."""
+"""Compile every kernel for Hopper, without a GPU, and check its resources."""
 
 import sys
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_every_launch_stays_within_its_bounds(dtype):
 
 @compiles
 @pytest.mark.whole
-def test_the_page_is_the_output_of_its_program():
+def test_roofline_page_is_up_to_date():
     page = roofline.page(compile_all(roofline.all_launches()))
     again = "run python tools/roofline.py > benchmarks/roofline.md"
     assert (Path(roofline.__file__).parents[1] / "benchmarks/roofline.md").read_text() == page, (
@@ -52,14 +52,14 @@ def test_the_page_is_the_output_of_its_program():
 
 
 @compiles
-def test_a_spilling_tiling_is_found(monkeypatch):
+def test_spilling_tiling_is_detected(monkeypatch):
     spilling = tilings.Tiling(128, 128, 8, 1)
     monkeypatch.setitem(tilings.TILINGS, ("backward_input", "mlp", 128), spilling)
     launch = Launch("backward_input", "mlp", 128, torch.bfloat16, False)
     assert "bytes spilled, bound 0" in complaints(launch, compile_launch(launch))[0]
 
 
-def test_too_much_shared_memory_is_found():
+def test_too_much_shared_memory_is_detected():
     launch = Launch("forward", "mlp", 128, torch.bfloat16, True)
     report = Report(200, 0, 227 * 1024, 256, {"HGMMA": 24})
     assert complaints(launch, report) == []
@@ -67,7 +67,7 @@ def test_too_much_shared_memory_is_found():
 
 
 @pytest.mark.parametrize("variant", MATRICES)
-def test_the_roofline_counts_what_torch_counts(variant):
+def test_roofline_flops_match_torch(variant):
     heads = roofline.Heads(tokens=7, groups=3, dim=64)
     forward, d_input, d_weight = roofline.knocks(heads, variant)
     x = torch.randn(7, 3, 64, dtype=torch.bfloat16, requires_grad=True)

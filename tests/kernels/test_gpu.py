@@ -50,7 +50,7 @@ def test_equals_float64_with_every_gradient(device, variant, dtype, head_dim):
 
 @pytest.mark.gpu
 @variants
-def test_takes_rows_of_any_strides(device, variant):
+def test_rows_may_have_any_strides(device, variant):
     found = cases.errors_by_layout(variant, device)
     assert all(error < TOLERANCE[torch.float16] for error in found.values()), found
 

@@ -50,7 +50,7 @@ def test_starts_as_the_identity_bit_for_bit(interpreter, variant, dtype):
 
 
 @one_variant
-def test_takes_rows_of_any_strides(interpreter, variant):
+def test_rows_may_have_any_strides(interpreter, variant):
     found = interpreter(cases.errors_by_layout, variant)
     assert all(error < TOLERANCE[torch.float16] for error in found.values()), found
 

@@ -67,7 +67,7 @@ def test_the_first_call_compares_under_every_mode(interpreter):
     assert comparisons >= 4
 
 
-def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch, capsys):
+def test_no_comparison_during_cuda_graph_capture(monkeypatch, capsys):
     case = KnockCase.of(torch.randn(7, 64, device="meta"), "gate")
     object.__setattr__(case, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
