@@ -29,11 +29,15 @@ def tensors():
 
 
 @pytest.fixture
-def single(tmp_path, tensors):
-    folder = tmp_path / "single"
+def hashed(tmp_path, tensors):
+    folder = tmp_path / "hashed"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(tensors, folder / "model.safetensors")
+    entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    writer = HFWriter(folder, entries, max_shard_bytes=10**9)
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close({})
     return folder
 
 
@@ -52,7 +56,7 @@ def sharded(tmp_path, tensors):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["single", "sharded"])
+@pytest.mark.parametrize("kind", ["hashed", "sharded"])
 def test_matrices_are_transposed_and_stacked(request, tensors, kind):
     checkpoint = HFCheckpoint.open(request.getfixturevalue(kind))
     assert list(checkpoint.keys()) == sorted(tensors)
@@ -166,23 +170,10 @@ def test_links_into_the_blobs_of_the_hub_cache_are_followed(sharded, tmp_path, t
         ({"kha_value": "swish"}, ConfigError, "got 'swish'"),
     ],
 )
-def test_a_config_that_contradicts_the_tensors_is_refused(single, change, error, message):
-    (single / "config.json").write_text(json.dumps(CONFIG | change))
+def test_a_config_that_contradicts_the_tensors_is_refused(hashed, change, error, message):
+    (hashed / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(error, match=message):
-        knock_weights(HFCheckpoint.open(single))
-
-
-@pytest.fixture
-def hashed(tmp_path, tensors):
-    folder = tmp_path / "hashed"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    writer = HFWriter(folder, entries, max_shard_bytes=10**9)
-    for name, tensor in tensors.items():
-        writer.write(name, tensor)
-    writer.close({})
-    return folder
+        knock_weights(HFCheckpoint.open(hashed))
 
 
 def test_a_flipped_bit_is_detected(hashed, tensors):
