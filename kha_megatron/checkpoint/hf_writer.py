@@ -1,8 +1,7 @@
 """Write safetensors shards tensor by tensor, in any order, from several threads.
 
-Names, dtypes and shapes are known before a conversion starts. All headers are written first, then
-each tensor is written to its place. The files equal those of ``safetensors.torch.save_file`` byte
-for byte.
+All headers are written first. The files equal those of ``safetensors.torch.save_file`` byte for
+byte.
 """
 
 import hashlib

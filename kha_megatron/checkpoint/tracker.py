@@ -60,11 +60,11 @@ class Selection(NamedTuple):
 
 
 def select_checkpoint(folder: Path) -> Selection:
-    """Choose the checkpoint of a ``--save`` directory.
+    """Select the checkpoint to load from a ``--save`` directory.
 
     Follow the tracker file if it names a complete checkpoint, unless a higher iteration was
     completed after that one: then the job was killed before it wrote the tracker file. Otherwise
-    choose the highest complete iteration. A release counts as iteration 0.
+    select the highest complete iteration. A release counts as iteration 0.
     """
     file = folder / TRACKER
     tracker = file.read_text(errors="replace").strip() if file.is_file() else None
@@ -161,7 +161,7 @@ def tracker_word(path: Path) -> str:
 def is_complete(path: Path) -> bool:
     """Return whether a torch_dist checkpoint was completed, even if it was damaged later.
 
-    Megatron writes the mark not atomically, and the hashes after the mark.
+    Megatron does not write the mark atomically. It writes the hashes after the mark.
     """
     if (path / INTEGRITY).is_file():
         return True
