@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich import progress
 
 from kha_megatron.announcements import announce
 from kha_megatron.cli import console
@@ -41,7 +34,7 @@ Source = Annotated[
 ]
 Out = Annotated[Path, typer.Argument(help="Output directory. Must be new or empty.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")
+    str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")
 ]
 AllowOverflow = Annotated[
     bool,
@@ -285,17 +278,19 @@ def _write(
     if verify:
         check_version()
     plan.check_target(out, overwrite=overwrite)
-    columns = (
-        TextColumn("converting"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
     log = console.log
-    with Progress(*columns, console=log, transient=True, disable=not log.is_terminal) as progress:
-        task = progress.add_task("", total=plan.size)
-        written = plan.write(out, workers=workers, on_bytes=partial(progress.advance, task))
+    with progress.Progress(
+        progress.TextColumn("converting"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=log,
+        transient=True,
+        disable=not log.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=plan.size)
+        written = plan.write(out, workers=workers, on_bytes=partial(bar.advance, task))
     tokenizer, rows = plan.source.tokenizer, plan.source.model.vocab_size
     entries = len(tokenizer.loaded) if tokenizer.loaded is not None else rows
     if tokenizer.origin is None:

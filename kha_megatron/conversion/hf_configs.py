@@ -87,10 +87,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f"config.json has model_type={name!r}. Expected one of {', '.join(FAMILIES)}."
         )
-    if name == "qwen3" and raw.keys() & PUBLISHED.switches.keys():
-        gates = (gate for field, gate in PUBLISHED.switches.items() if raw.get(field))
-        return PUBLISHED._replace(gate=next(gates, None))
-    return FAMILIES[name]
+    is_published = name == "qwen3" and raw.keys() & PUBLISHED.switches.keys()
+    return PUBLISHED if is_published else FAMILIES[name]
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
@@ -192,7 +190,9 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
         raise _unsupported("num_key_value_heads", groups, f"not a divisor of {heads} heads")
-    kha = read_kha(config) if isinstance(config, KHAModelConfig) else KHAConfig(gate=family.gate)
+    chosen = (gate for name, gate in family.switches.items() if getattr(config, name))
+    gate = family.gate or next(chosen, None)
+    kha = read_kha(config) if isinstance(config, KHAModelConfig) else KHAConfig(gate=gate)
     return Architecture(
         **STYLE,
         **fields,
