@@ -45,16 +45,16 @@ _TESTS = {
     ),
     "compare/test_spikes.py": ("test_exact_numbers_of_a_flat_loss",),
     "compare/test_statistics.py": ("test_quantiles_of_students_t_match_printed_tables",),
-    "conversion/test_to_hf.py": ("test_logits_are_those_of_the_sharded_model",),
+    "conversion/test_to_hf.py": ("test_logits_equal_those_of_the_sharded_model",),
     "conversion/test_to_megatron.py": (
-        "test_every_tensor_and_setting_comes_back",
+        "test_round_trips_keep_tensors_and_settings",
         "test_megatron_computes_the_same",
     ),
     "conversion/test_transforms.py": (
-        "test_a_folded_model_is_stock_and_computes_the_same",
-        "test_upcycled_logits_are_those_of_the_stock_class",
+        "test_folded_models_are_stock_and_compute_the_same",
+        "test_upcycled_models_keep_every_bit",
     ),
-    "conversion/test_verify.py": ("test_a_changed_model_is_noticed",),
+    "conversion/test_verify.py": ("test_mutations_are_noticed",),
     "data/test_prepare.py": (
         "test_text_comes_back_from_the_dataset",
         "test_verify_detects_damage",
