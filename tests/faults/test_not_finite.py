@@ -169,10 +169,10 @@ def nan_backward(chunks):
 
 KNOCK = "decoder.layers.2.self_attention.knock_value"
 FAULTS = {
-    nan_parameter: f"NaN in 1 of 108 elements of parameter {KNOCK}.weight on {{}}:",
+    nan_parameter: f"NaN in 1 of 108 elements of parameter {KNOCK}.weight on {{}}.",
     inf_parameter: "Inf in 1 of 36 elements of parameter "
     "decoder.layers.2.self_attention.knock_key.weight on {}.",
-    nan_activation: f"NaN in the output of {KNOCK} on {{}}:",
+    nan_activation: f"NaN in the output of {KNOCK} on {{}}.",
     nan_gradient: "NaN in 1 of {size} elements of the gradient of "
     "decoder.layers.1.self_attention.linear_proj.weight{note} on {}.",
     nan_backward: "the gradient of decoder.layers.2.",
