@@ -120,8 +120,9 @@ def transformer_engine_model(moe, named):
 
 
 @pytest.mark.te
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("moe", "named"), [(False, True), pytest.param(True, False, marks=pytest.mark.whole)]
+)
 def test_transformer_engine_spec_constructs(ranks_with_engine, moe, named):
     found = ranks_with_engine(transformer_engine_model, 2, moe, named)[0]
     assert found["linear_qkv"] == "TELayerNormColumnParallelLinear"
