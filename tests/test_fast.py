@@ -82,11 +82,11 @@ _TESTS = {
         "test_linear_folds_into_a_stock_qwen3",
     ),
     "hf/test_experts.py": ("test_router_equals_megatrons",),
-    "hf/test_generation.py": ("test_the_cache_holds_knocked_values_and_a_step_knocks_one_token",),
     "hf/test_initial_state.py": ("test_new_matrices_are_an_exact_no_op",),
     "hf/test_modelling_files.py": ("test_exported_code_gives_the_same_model",),
     "hf/test_saving.py": ("test_round_trip_is_exact",),
     "hf/test_tensor_parallel.py": ("test_gradients_equal_one_process",),
+    "hf/test_uses.py": ("test_the_cache_holds_knocked_values_and_a_step_knocks_one_token",),
     "kernels/test_interpreted.py": ("test_equals_float64_with_every_gradient",),
     "mcore/test_attention.py": (
         "test_initial_value_is_identity_bit_for_bit",

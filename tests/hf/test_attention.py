@@ -17,7 +17,6 @@ from tests.hf.conftest import (
     LATENT,
     LINEAR,
     SIZES,
-    TOKENS,
     check_layer_against_oracle,
     every_projection,
     knock_matrices,
@@ -55,9 +54,7 @@ def oracle(layer, hidden, kha, **gates):
 @pytest.mark.parametrize("kha", CASES, ids=lambda kha: "-".join(f"{p}_{kha[p]}" for p in kha))
 def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
     config = make_config(kha, use_qk_norm=use_qk_norm)
-    # transformers' RMSNorm computes in float32.
-    tolerance = 2e-6 if use_qk_norm else 1e-12
-    check_layer_against_oracle(config, lambda *given: oracle(*given, kha), tolerance)
+    check_layer_against_oracle(config, lambda *given: oracle(*given, kha))
 
 
 def test_linear_folds_into_a_stock_qwen3():
@@ -154,14 +151,3 @@ def test_backends_agree_with_unequal_widths_of_keys_and_values(name, backend, mo
         found = model(ids, use_cache=False).logits
     assert len(calls) == (3 if "flash" in backend else 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_partial_rotary_and_biases_reach_the_attention():
-    model = make_model(attention_bias=True, rope_parameters={"partial_rotary_factor": 0.4})
-    cos, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(TOKENS)[None])
-    assert cos.shape[-1] == 4
-    attention, ids = model.model.layers[0].self_attn, tokens()
-    assert attention.o_proj.bias is None
-    before = model(ids).logits
-    attention.v_proj.bias.data += 1
-    assert not torch.equal(before, model(ids).logits)

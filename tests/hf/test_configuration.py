@@ -2,13 +2,10 @@
 
 import pytest
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.hf import read_kha
-from tests.hf.conftest import LATENT, MOE, make_config, make_model
+from tests.hf.conftest import LATENT, MOE, ROUTED, make_config, make_model
 
 GTA = {"kha_attention": "gta", "head_dim": 12}
 GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
-ROUTED = {"shared": 2, "active": 2}
 
 
 @pytest.mark.parametrize(
@@ -39,12 +36,6 @@ ROUTED = {"shared": 2, "active": 2}
 def test_contradictory_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make_model(**settings)
-
-
-def test_kha_fields_become_a_kha_config():
-    config = make_config({"query": "linear", "value": "mlp"}, kha_init="random")
-    assert read_kha(config) == KHAConfig(query="linear", value="mlp", init="random")
-    assert read_kha(make_config()) == KHAConfig()
 
 
 def test_latent_configurations_have_a_query_width_for_older_transformers():

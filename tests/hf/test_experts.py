@@ -71,14 +71,6 @@ def test_autocast_does_not_change_the_routing(score):
         assert torch.equal(one, other)
 
 
-def test_correction_bias_affects_the_choice_but_not_the_weight():
-    router = build_router(num_experts_per_tok=1, norm_topk_prob=False, routed_scaling_factor=1.0)
-    router.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0]))
-    logits, weights, experts = router(torch.randn(TOKENS, SIZES["hidden_size"]))
-    assert (experts == 3).all()
-    assert torch.equal(weights, logits.sigmoid()[:, 3:4])
-
-
 @pytest.mark.parametrize(("shared", "gate"), [(0, False), (9, False), (9, True)])
 def test_layer_equals_a_loop_over_tokens(shared, gate):
     config = make_config(

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAForCausalLM
@@ -42,17 +40,6 @@ def test_a_baseline_checkpoint_loads_into_a_kha_model(tmp_path):
     knock = model.layers[1].self_attn.v_knock
     assert torch.equal(knock.up_proj.weight, torch.eye(10))
     assert not knock.gate_proj.weight.any()
-
-
-def test_from_config_keeps_the_initial_matrices():
-    config = make_config({"query": "linear", "value": "mlp"})
-    attention = AutoModelForCausalLM.from_config(config).model.layers[2].self_attn
-    eye = torch.eye(10)
-    assert torch.equal(attention.q_knock.proj.weight, eye)
-    assert torch.equal(attention.v_knock.up_proj.weight, eye)
-    assert torch.equal(attention.v_knock.down_proj.weight, eye)
-    assert torch.equal(attention.v_knock.gate_proj.weight, torch.zeros(10, 10))
-    assert isinstance(attention.k_knock, nn.Identity)
 
 
 def test_random_init_draws_every_matrix():

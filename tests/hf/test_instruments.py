@@ -8,8 +8,6 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 from kha_megatron.hf.instruments import measure
 from tests.hf.conftest import FAMILY, SIZES, make_config, tokens
 
-STOCK = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"head_dim": 10}
-FULL = {"layer_types": ["full_attention"] * 3}
 MODELS = {
     "kha": lambda: make_config({"value": "mlp"}),
     "gates": lambda: make_config(kha_gate={"output": "head", "value": "element"}),
@@ -17,9 +15,12 @@ MODELS = {
     "collaborative": lambda: make_config(kha_collaborative={"dim": 14}),
     "mla": lambda: make_config(FAMILY["mla"][0], **FAMILY["mla"][1]),
     "gta": lambda: make_config(FAMILY["gta"][0], **FAMILY["gta"][1]),
-    "qwen3": lambda: Qwen3Config(**STOCK),
+    "qwen3": lambda: Qwen3Config(**SIZES),
     "qwen3_next": lambda: Qwen3NextConfig(
-        **STOCK, **FULL, mlp_only_layers=[0, 1, 2], partial_rotary_factor=1.0
+        **SIZES,
+        layer_types=["full_attention"] * 3,
+        mlp_only_layers=[0, 1, 2],
+        partial_rotary_factor=1.0,
     ),
 }
 
@@ -51,23 +52,17 @@ def test_sinks_and_peaks_equal_those_of_eager_attention(name):
         assert figures.median == pytest.approx(hidden.abs().median().item(), rel=1e-4)
 
 
-def inputs_of(model):
-    """Return a list to which every layer's attention appends its input."""
+@pytest.mark.parametrize("name", ["gates", "qwen3_next"])
+def test_gates_of_kha_and_stock_models_are_measured(name):
+    model = build(name)
+    for parameter in model.parameters():  # Wide enough that some gates are closed.
+        parameter.data *= 3
     seen = []
     for layer in model.get_decoder().layers:
         layer.self_attn.register_forward_pre_hook(
             lambda _m, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]),
             with_kwargs=True,
         )
-    return seen
-
-
-@pytest.mark.parametrize("name", ["gates", "qwen3_next"])
-def test_gates_of_kha_and_stock_models_are_measured(name):
-    model = build(name)
-    for parameter in model.parameters():  # Wide enough that some gates are closed.
-        parameter.data *= 3
-    seen = inputs_of(model)
     found = measure(model, tokens(1, 9))
     for figures, layer, hidden in zip(found, model.get_decoder().layers, seen, strict=True):
         attention = layer.self_attn
@@ -90,15 +85,3 @@ def test_the_load_of_heads_is_measured():
         assert load[:2] == [1, 1]
         assert sum(load) == pytest.approx(4)
         assert 0 < figures.figures["moh-entropy"] <= 1
-
-
-def test_measuring_leaves_no_hooks():
-    model = build("gates")
-    ids = tokens(1, 9)
-    with torch.no_grad():
-        before = model(ids).logits
-    measure(model, ids)
-    assert not model.model.layers[0]._forward_hooks
-    assert not model.model.layers[0].self_attn.listeners
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, before)

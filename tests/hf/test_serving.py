@@ -4,10 +4,6 @@ They pass their own attention function with packed sequences, replace linear lay
 split layers into pipeline stages. ``tests/serving`` runs vLLM itself.
 """
 
-import ast
-import inspect
-import textwrap
-
 import pytest
 import torch
 from torch import nn
@@ -15,8 +11,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from kha_megatron.hf import KHAModel, KHAModelConfig
-from kha_megatron.hf.attention_kha import KHAHeadsAttention
-from kha_megatron.hf.modeling_kha import HeadSharedLinear, KHAAttention, KHAKnock, vllm_obstacle
+from kha_megatron.hf.modeling_kha import vllm_obstacle
 from tests.hf.conftest import MIXED, MOE, TOKENS, make_model, tokens
 from tests.hf.test_uses import MODELS, model_of
 
@@ -58,16 +53,6 @@ def test_a_packed_row_equals_separate_sequences(name):
     if name == "dense":
         assert calls[0][0].is_causal
         assert calls[0][1:] == ((1, 6, 7, 10), (1, 3, 7, 10), (1, 3, 7, 10), 10**-0.5)
-
-
-def test_servers_find_the_attributes_that_they_look_up():
-    model = make_model(MIXED, **MOE)
-    for part in (model, model.model):
-        assert part._supports_attention_backend
-        assert part.supports_tp_plan
-        assert part.supports_pp_plan
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    assert all(hasattr(model.config, name) for name in (*names, "head_dim", "num_key_value_heads"))
 
 
 class OtherLinear(nn.Module):
@@ -166,37 +151,3 @@ def test_models_that_vllm_cannot_compute_are_refused(settings, served, by_backen
     if not by_backend:
         with torch.device("meta"), pytest.raises(ValueError, match="vLLM"):
             KHAModel(config)
-
-
-@pytest.mark.parametrize("attention", [KHAAttention, KHAHeadsAttention])
-def test_vllm_finds_the_attention_call_in_the_source_of_forward(attention):
-    source = ast.parse(textwrap.dedent(inspect.getsource(attention.forward)))
-    looked_up = [
-        target.id
-        for node in ast.walk(source)
-        if isinstance(node, ast.Assign) and "ALL_ATTENTION_FUNCTIONS" in ast.unparse(node.value)
-        for target in node.targets
-    ]
-    calls = [
-        node
-        for node in ast.walk(source)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in looked_up
-    ]
-    assert len(calls) == 1
-    assert [k.arg for k in calls[0].keywords if k.arg == "scaling"]
-
-
-def test_vllm_does_not_merge_the_matrices_of_a_knock():
-    """vLLM merges linear layers with the same input and splits the result over its ranks.
-
-    It looks for ``act(gate(x)) * up(x)`` with a module ``act``, and for projections in separate
-    statements. A knock has neither.
-    """
-    knock = KHAKnock("mlp", 10)
-    assert all(isinstance(child, HeadSharedLinear) for child in knock.children())
-    source = ast.parse(textwrap.dedent(inspect.getsource(KHAKnock.forward)))
-    assert not [node for node in ast.walk(source) if isinstance(node, ast.Assign | ast.AnnAssign)]
-    for node in ast.walk(source):
-        if isinstance(node, ast.Return):
-            assert isinstance(node.value, ast.Call | ast.BinOp)
-            assert not isinstance(node.value, ast.Tuple)
