@@ -55,27 +55,20 @@ def test_held_out_evaluates_whole_batches_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "error", "match"),
+    ("words", "settings", "match"),
     [
-        ("--save=x", {}, ConfigError, "--save is set by --output and --seeds"),
-        ("--kha-init random", {}, ConfigError, "--kha-init is set by --variants"),
-        ("--eval-iters 3", {"held_out": 1}, ConfigError, "--eval-iters is set by --held-out"),
+        ("--save=x", {}, "--save is set by --output and --seeds"),
+        ("--kha-init random", {}, "--kha-init is set by --variants"),
+        ("--eval-iters 3", {"held_out": 1}, "--eval-iters is set by --held-out"),
         (
             "--decrease-batch-size-if-needed",
             {"held_out": 1},
-            ConfigError,
             "Add `-- --global-batch-size N`",
-        ),
-        (
-            "--multi-latent-attention",
-            {"variants": "baseline,kha_mlp"},
-            ConfigError,
-            "supports only linear KHA",
         ),
     ],
 )
-def test_bad_input_is_refused(words, settings, error, match, tmp_path):
-    with pytest.raises(error, match=match):
+def test_bad_input_is_refused(words, settings, match, tmp_path):
+    with pytest.raises(ConfigError, match=match):
         planned(tmp_path / "out", [*MOCK, *words.split()], **settings)
     assert list(tmp_path.iterdir()) == []
 

@@ -71,15 +71,11 @@ def counted(layout, overrides, microbatches, step, kha):
     from tests.distributed import models
 
     (chunk,), config, model, stage = built(layout, kha, **overrides)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=step
-    )
+    sharded = {"use_distributed_optimizer": step}
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **sharded)
     ddp = DistributedDataParallel(config, ddp_config, chunk)
-    optimizer = None
     if step:
-        settings = OptimizerConfig(
-            optimizer="adam", lr=0.1, use_distributed_optimizer=True, clip_grad=0.0
-        )
+        settings = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=0.0, **sharded)
         optimizer = get_megatron_optimizer(settings, [ddp])
     tokens, positions, mask = models.batch()
     ddp.zero_grad_buffer()
@@ -89,7 +85,7 @@ def counted(layout, overrides, microbatches, step, kha):
             with torch.enable_grad():
                 ddp(tokens, positions, mask, labels=tokens).mean().backward()
         finalize_model_grads([ddp])
-        if optimizer is not None:
+        if step:
             optimizer.step()
     vars(ddp).clear()
     return counter.sent, model, stage

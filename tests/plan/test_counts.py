@@ -60,20 +60,6 @@ def test_every_printed_count_is_ours():
     assert checked == 2 * 13 + 12 + 2 * 2 + 2 * 18  # Tables 2, 3 (active only), 4 and 5
 
 
-@pytest.mark.parametrize(
-    ("number", "paper", "printed"),
-    [
-        (14_650_674_944, "14.6B", ("14.6B", "cut")),
-        (880_275_456, "880M", ("880M", "rounded")),
-        (880_275_456, "0.8B", ("0.8B", "cut")),
-        (971_721_216, "970M", ("972M", "+0.18% of the paper's")),
-        (613_994_496, "0.61B", ("0.61B", "rounded")),
-    ],
-)
-def test_digits(number, paper, printed):
-    assert as_printed(number, paper) == printed
-
-
 def ran(kha, experts):
     """FLOPs that torch counts in a forward and in a forward with backward of a real model."""
     import torch

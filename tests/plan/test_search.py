@@ -74,10 +74,7 @@ def test_fp8_layouts_keep_their_multiples():
     setup = setup_of(get_recipe("moe-a1b-6.1b").run, precision="fp8")
     etps = {plan.layout.expert_tp for plan in plan_layouts(setup, 64, 80 * GB, {})}
     assert etps == {1, 2, 4, 8}  # 384 features on 8 ranks are 48, a multiple of 16
-    with pytest.raises(
-        ConfigError,
-        match=r"of 256 \(16 .* ranks x 16 for FP8\), got 384",
-    ):
+    with pytest.raises(ConfigError, match=r"of 256 \(16 .* ranks x 16 for FP8\), got 384"):
         plan_layouts(setup, 128, 80 * GB, {"tp": 16, "etp": 16})
 
 
