@@ -31,11 +31,7 @@ def save_gpt(
     config: dict[str, Any],
     args: dict[str, Any],
 ) -> Parameters:
-    """Save a GPTModel as Megatron's training loop does. See :func:`save_and_run`.
-
-    Returns:
-        This rank's parameters and buffers by name, in float32.
-    """
+    """Call :func:`save_and_run` without a run; return the parameters and buffers in float32."""
     return save_and_run(folder, kha, layout, config, args, run=False)[0]
 
 
@@ -86,7 +82,7 @@ def save_and_run(
     for parameter in model.parameters():  # as Megatron's Float16Module does
         parameter.data = parameter.data.to(transformer.params_dtype)
     _enliven(model)
-    logits = _logits(model) if run else None
+    logits = compute_logits(model, tokens()) if run else None
     state = {
         "model": model.sharded_state_dict(),
         "optimizer": {
@@ -164,19 +160,18 @@ def _enliven(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def _logits(model: torch.nn.Module) -> np.ndarray | None:
+def compute_logits(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray | None:
+    """Return the logits ``[B, S, padded vocabulary]`` of a pipeline; None on earlier stages."""
     from megatron.core import parallel_state
 
-    ids = tokens()
     batch, length = ids.shape
-    first, last = model.pre_process, model.post_process
-    if not first:
+    if not model.pre_process:
         hidden = torch.empty(length, batch, model.config.hidden_size)
         torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
     output = model(ids, torch.arange(length).expand_as(ids), mask)
-    if not last:
+    if not model.post_process:
         torch.distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
         return None
     return output.float().numpy()

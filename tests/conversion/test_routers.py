@@ -26,12 +26,8 @@ CASES = {
     "sigmoid, groups": SIGMOID
     | {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     "softmax, groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
-    "softmax before the choice, groups": {
-        "moe_router_topk": 2,
-        "normalised": False,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-    },
+    "softmax before the choice, groups": {"normalised": False, "moe_router_topk": 2}
+    | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
 }
 """Fields of the architecture besides those of :data:`SMALL`."""
 SMALL = {

@@ -20,17 +20,11 @@ KHAS = {
 }
 
 
-@pytest.fixture(scope="module", params=KHAS)
-def trained(request, ranks, tmp_path_factory):
-    """Return a checkpoint of two ranks, its mechanisms and its logits."""
-    folder = tmp_path_factory.mktemp("trained") / "save"
-    kha, layout = KHAS[request.param], {"tensor_model_parallel_size": 2}
+@pytest.mark.parametrize("case", KHAS)
+def test_round_trip(ranks, tmp_path, case):
+    folder, kha, layout = tmp_path / "save", KHAS[case], {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(folder), kha, layout, {"num_layers": 2}, {})
-    return folder, kha, torch.from_numpy(parts[-1][1])
-
-
-def test_round_trip(trained, tmp_path):
-    folder, kha, expected = trained
+    expected = torch.from_numpy(parts[-1][1])
     assert to_hf.plan(folder).write(tmp_path / "hf").architecture == "kha"
     model, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, output_loading_info=True, attn_implementation="eager"

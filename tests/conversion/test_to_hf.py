@@ -12,9 +12,9 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import sources, to_hf
 from kha_megatron.conversion.sources import DTYPES
-from kha_megatron.errors import CheckpointError, ConfigError, OutputError
+from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAForCausalLM
-from tests.conversion.checkpoints import ITERATION, VOCAB, save_and_run, tokens
+from tests.conversion.checkpoints import VOCAB, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -121,16 +121,6 @@ def _tensors(folder):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def _assert_same_logits(folder, logits):
-    with torch.no_grad():
-        ours = _load(folder)(tokens()).logits
-    theirs = torch.from_numpy(logits)[..., : ours.shape[-1]]
-    assert theirs.std(dim=(0, 1)).mean() > 0.3
-    assert len(theirs.argmax(-1).unique()) > 3
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
 )
@@ -142,7 +132,12 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     planned = to_hf.plan(tmp_path / "save")
     read = []
     written = planned.write(tmp_path / "hf", on_bytes=read.append)
-    _assert_same_logits(tmp_path / "hf", logits)
+    with torch.no_grad():
+        ours = _load(tmp_path / "hf")(tokens()).logits
+    theirs = torch.from_numpy(logits)[..., : ours.shape[-1]]
+    assert theirs.std(dim=(0, 1)).mean() > 0.3
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
     stored = _tensors(tmp_path / "hf")
     assert (written.tensors, written.shards, written.dtype) == (len(stored), 1, "float32")
@@ -156,45 +151,23 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     assert ("lm_head.weight" in stored) == (not tied)
 
 
-@pytest.fixture(scope="module")
-def bf16(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bf16") / "save"
+def test_dtype_casts_everything_but_expert_biases(ranks, tmp_path):
     config = SIGMOID | {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-    ranks(save_and_run, 1, str(folder), KHAConfig(value="mlp"), {}, config, {}, run=False)
-    return folder
-
-
-@pytest.mark.parametrize("dtype", [None, "float16"])
-def test_dtype_casts_everything_but_expert_biases(bf16, tmp_path, dtype):
-    original = tmp_path / "original"
-    to_hf.plan(bf16).write(original)
-    kept = _tensors(original)
-    written = to_hf.plan(bf16, dtype=dtype).write(tmp_path / "hf")
-    expected = DTYPES[dtype or "bfloat16"]
-    assert written.dtype == str(expected).removeprefix("torch.")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == written.dtype
-    for name, tensor in _tensors(tmp_path / "hf").items():
-        is_bias = name.endswith("e_score_correction_bias")
-        assert tensor.dtype == (torch.float32 if is_bias else expected), name
-        assert torch.equal(tensor, kept[name].to(tensor.dtype)), name
-    assert kept["model.layers.1.mlp.gate.e_score_correction_bias"].abs().max() > 0.1
-
-
-def test_small_shards_have_an_index_and_load_to_the_same(sparse, tmp_path):
-    folder, logits = sparse
-    limit = 9000
-    written = to_hf.plan(folder, max_shard_bytes=limit).write(tmp_path / "hf")
-    files = sorted(file.name for file in (tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) == written.shards > 3
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == written.size
-    for name in files:
-        held = load_file(tmp_path / "hf" / name)
-        assert set(held) == {key for key, file in index["weight_map"].items() if file == name}
-        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= limit
-    _assert_same_logits(tmp_path / "hf", logits)
-    assert not [file for file in (tmp_path / "hf").iterdir() if file.name.startswith("shard")]
+    kha, save = KHAConfig(value="mlp"), tmp_path / "save"
+    ranks(save_and_run, 1, str(save), kha, {}, config, {}, run=False)
+    original = None
+    for dtype in ("bfloat16", "float16"):
+        folder = tmp_path / dtype
+        written = to_hf.plan(save, dtype=None if dtype == "bfloat16" else dtype).write(folder)
+        assert written.dtype == dtype
+        assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+        tensors = _tensors(folder)
+        original = original or tensors
+        for name, tensor in tensors.items():
+            is_bias = name.endswith("e_score_correction_bias")
+            assert tensor.dtype == (torch.float32 if is_bias else DTYPES[dtype]), name
+            assert torch.equal(tensor, original[name].to(tensor.dtype)), name
+    assert original["model.layers.1.mlp.gate.e_score_correction_bias"].abs().max() > 0.1
 
 
 def test_tokenizer_and_special_tokens_are_copied(sparse, tokenizer, tmp_path):
@@ -209,40 +182,29 @@ def test_tokenizer_and_special_tokens_are_copied(sparse, tokenizer, tmp_path):
 
 
 def test_trained_rows_are_not_taken_for_padding(sparse, tmp_path):
-    small = write_tokenizer(tmp_path / "small", 47)
-    assert to_hf.plan(sparse[0], tokenizer=small).config.vocab_size == 56
-    fitting = write_tokenizer(tmp_path / "fitting", 49)
-    assert to_hf.plan(sparse[0], tokenizer=fitting).config.vocab_size == 49
+    for entries, rows in ((47, 56), (49, 49)):
+        folder = write_tokenizer(tmp_path / str(entries), entries)
+        assert to_hf.plan(sparse[0], tokenizer=folder).config.vocab_size == rows
 
 
-def test_invalid_options_are_refused(sparse, tmp_path):
-    with pytest.raises(ConfigError, match=r"Unknown dtype 'int8'.*float32, bfloat16"):
-        to_hf.plan(sparse[0], dtype="int8")
-    big = write_tokenizer(tmp_path / "big", 57)
-    with pytest.raises(CheckpointError, match=r"big has 57 entries, but .* 56 rows.*--tok"):
-        to_hf.plan(sparse[0], tokenizer=big)
-    with pytest.raises(ConfigError, match=r"nowhere.*--tokenizer"):
-        to_hf.plan(sparse[0], tokenizer=tmp_path / "nowhere")
-
-
-def _plan_with(sparse, monkeypatch, edit, **args):
+def _plan_with(folder, monkeypatch, edit, **args):
     """Plan the conversion of a checkpoint whose index and arguments were edited."""
-    checkpoint = MegatronCheckpoint.open(sparse[0])
+    checkpoint = MegatronCheckpoint.open(folder)
     edit(checkpoint._folder.tensors)
     checkpoint.__dict__["args"] = checkpoint.args | args
     monkeypatch.setattr(sources.MegatronCheckpoint, "open", lambda path: checkpoint)
-    return to_hf.plan(sparse[0])
+    return to_hf.plan(folder)
 
 
-NAMES = "decoder.layers."
+LAYERS = "decoder.layers."
 
 
 @pytest.mark.parametrize(
     "extra",
     [
-        NAMES + "1.self_attention.new.weight",
-        NAMES + "3.mlp.router.weight",  # one layer too many
-        NAMES + "0.mlp.router.weight",  # this layer is dense
+        LAYERS + "1.self_attention.new.weight",
+        LAYERS + "3.mlp.router.weight",  # one layer too many
+        LAYERS + "0.mlp.router.weight",  # this layer is dense
     ],
 )
 def test_unexpected_tensors_are_refused(sparse, monkeypatch, extra):
@@ -250,50 +212,25 @@ def test_unexpected_tensors_are_refused(sparse, monkeypatch, extra):
         tensors[extra] = tensors["decoder.final_layernorm.weight"]
 
     with pytest.raises(CheckpointError, match=f"has 1 other tensors than .*requires: {extra}"):
-        _plan_with(sparse, monkeypatch, add)
+        _plan_with(sparse[0], monkeypatch, add)
 
 
 @pytest.mark.parametrize(
-    "lost",
-    ["embedding.word_embeddings.weight", NAMES + "1.mlp.router.expert_bias"],
+    "lost", ["embedding.word_embeddings.weight", LAYERS + "1.mlp.router.expert_bias"]
 )
 def test_missing_tensors_are_refused(sparse, monkeypatch, lost):
     with pytest.raises(CheckpointError, match=f"(lacks|has no) .*{lost}"):
-        _plan_with(sparse, monkeypatch, lambda tensors: tensors.pop(lost))
+        _plan_with(sparse[0], monkeypatch, lambda tensors: tensors.pop(lost))
 
 
-def test_arguments_and_tensors_must_agree(dense, sparse, monkeypatch):
-    for folder, edit, message in (
-        (sparse, {"num_layers": 2, "moe_layer_freq": [0, 1]}, "requires: decoder.layers.2"),
-        (sparse, {"qk_layernorm": False}, r"requires: .*self_attention.k_layernorm"),
-        (sparse, {"add_qkv_bias": True}, "lacks 3 tensors .*linear_qkv.bias"),
-        (dense, {"num_layers": 2}, "requires: decoder.layers.2"),
-        (dense, {"num_layers": 4}, r"lacks .*layers\.3"),
-    ):
-        with pytest.raises(CheckpointError, match=message), monkeypatch.context() as patch:
-            _plan_with(folder, patch, lambda tensors: None, **edit)
-
-
-def test_a_damaged_shard_leaves_nothing(sparse, tmp_path, monkeypatch):
-    planned = to_hf.plan(sparse[0])
-    target = tmp_path / "hf"
-    planned.write(target)
-    before = {file.name: file.read_bytes() for file in target.iterdir()}
-
-    def broken(self, key, index=()):
-        raise CheckpointError(f"{key} is damaged")
-
-    monkeypatch.setattr(MegatronCheckpoint, "tensor", broken)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        planned.write(target)
-    monkeypatch.undo()
-
-    def full(self, name, tensor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(to_hf.HFWriter, "write", full)
-    with pytest.raises(OutputError, match=r"Cannot write .*hf: No space left on device"):
-        planned.write(target)
-    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert planned.source.path.name == f"iter_{ITERATION:07d}"
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "requires: decoder.layers.2"),
+        ({"qk_layernorm": False}, r"requires: .*self_attention.k_layernorm"),
+        ({"add_qkv_bias": True}, "lacks 3 tensors .*linear_qkv.bias"),
+    ],
+)
+def test_arguments_that_contradict_the_tensors_are_refused(sparse, monkeypatch, edit, message):
+    with pytest.raises(CheckpointError, match=message):
+        _plan_with(sparse[0], monkeypatch, lambda tensors: None, **edit)

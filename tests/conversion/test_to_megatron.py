@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.megatron_arguments import command_line
 from kha_megatron.conversion.verify import Pair
 from tests.conversion.megatron import load_and_run
-from tests.conversion.models import CONFIGS, make, tokens
+from tests.conversion.models import CONFIGS, assert_same_tensors, make, tokens
 
 LAYOUTS = {
     "1 rank": {},
@@ -83,12 +82,6 @@ def back(save, name, folder):
     planned = to_hf.plan(save, architecture=CONFIGS[name].model_type)
     planned.write(folder / "hf", workers=3)
     return folder / "hf"
-
-
-def assert_same_tensors(one, other):
-    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(runs()))

@@ -62,43 +62,28 @@ def test_a_good_conversion_agrees(theirs):
     assert [tuple(layer.shape) for layer in run.layers] == [(2, 12, 40)] * 3
 
 
-def _swap(tensors, one, other):
-    tensors[one], tensors[other] = tensors[other], tensors[one]
+def _swap(*pairs):
+    def mutate(tensors):
+        for one, other in pairs:
+            tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return mutate
 
 
-def _swap_experts(tensors):
-    for matrix in ("gate", "up", "down"):
-        _swap(tensors, EXPERT.format(0, matrix), EXPERT.format(3, matrix))
+def _change(name, function):
+    return lambda tensors: tensors.update({name: function(tensors[name]).contiguous()})
 
 
-def _transpose(name):
-    return lambda tensors: tensors.update({name: tensors[name].T.contiguous()})
-
-
-def _scale(name, factor):
-    return lambda tensors: tensors.update({name: tensors[name] * factor})
-
-
-def _swap_gate_and_up(tensors):
-    _swap(
-        tensors,
-        LAYER + "mlp.shared_experts.gate_proj.weight",
-        LAYER + "mlp.shared_experts.up_proj.weight",
-    )
-
-
-def _roll_heads(name):
-    return lambda tensors: tensors.update({name: tensors[name].roll(6, dims=0)})
-
-
+MATRICES = ("gate", "up", "down")
+SHARED = LAYER + "mlp.shared_experts.{}_proj.weight"
 MUTATIONS = {
-    "two experts swapped": _swap_experts,
-    "gate and up swapped": _swap_gate_and_up,
-    "linear transposed": _transpose(LAYER + "self_attn.q_knock.proj.weight"),
-    "mlp up transposed": _transpose(LAYER + "self_attn.v_knock.up_proj.weight"),
-    "expert bias lost": _scale(LAYER + "mlp.gate.e_score_correction_bias", 0.0),
-    "key heads permuted": _roll_heads(LAYER + "self_attn.k_proj.weight"),
-    "query heads permuted": _roll_heads(LAYER + "self_attn.q_proj.weight"),
+    "two experts swapped": _swap(*((EXPERT.format(0, m), EXPERT.format(3, m)) for m in MATRICES)),
+    "gate and up swapped": _swap((SHARED.format("gate"), SHARED.format("up"))),
+    "linear transposed": _change(LAYER + "self_attn.q_knock.proj.weight", torch.t),
+    "mlp up transposed": _change(LAYER + "self_attn.v_knock.up_proj.weight", torch.t),
+    "expert bias lost": _change(LAYER + "mlp.gate.e_score_correction_bias", torch.zeros_like),
+    "key heads permuted": _change(LAYER + "self_attn.k_proj.weight", lambda w: w.roll(6, dims=0)),
+    "query heads permuted": _change(LAYER + "self_attn.q_proj.weight", lambda w: w.roll(6, dims=0)),
 }
 
 
@@ -131,18 +116,15 @@ def test_mutations_are_noticed(converted, theirs, rerun, tmp_path, mutation):
 
 
 def test_folded_and_upcycled_models_agree(tmp_path):
-    make(KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")).save_pretrained(
-        tmp_path / "kha"
-    )
+    linear = KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")
+    make(linear).save_pretrained(tmp_path / "kha")
     to_hf.plan(tmp_path / "kha", fold=True).write(tmp_path / "qwen3")
-    found = verify(tmp_path / "kha", tmp_path / "qwen3")
-    assert found.agrees
-    assert found.tensors.remark == "the first folded"
+    assert verify(tmp_path / "kha", tmp_path / "qwen3").agrees
     to_hf.plan(tmp_path / "qwen3", upcycle=KHAConfig(value="mlp")).write(tmp_path / "upcycled")
     found = verify(tmp_path / "qwen3", tmp_path / "upcycled")
     assert found.agrees
     assert (found.tensors.remark, found.logits.max_difference) == ("the first upcycled", 0.0)
-    found = verify(tmp_path / "kha", tmp_path / "upcycled")  # linear is no mlp
+    found = verify(tmp_path / "kha", tmp_path / "upcycled")  # a linear layer is no MLP
     assert not found.agrees
     assert found.tensors.missing
     assert found.tensors.unexpected
