@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
+
+from tests.processes import is_alive, wait_until
 
 COMMAND = """
 import os, sys, time
@@ -28,26 +29,11 @@ def test_the_process_that_runs_megatron_ends_with_its_parent(tmp_path):
     script.write_text(COMMAND)
     command = subprocess.Popen([sys.executable, script, pid])
     try:
-        until(pid.exists)
+        wait_until(pid.exists)
         command.send_signal(signal.SIGKILL)
-        until(lambda: not alive(int(pid.read_text())))
+        wait_until(lambda: not is_alive(int(pid.read_text())))
     finally:
         command.kill()
         command.wait()
-        if pid.exists() and alive(int(pid.read_text())):
+        if pid.exists() and is_alive(int(pid.read_text())):
             os.kill(int(pid.read_text()), signal.SIGKILL)
-
-
-def until(condition, seconds: float = 200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.recipes import get_recipe, launch, prepare
 from kha_megatron.recipes.launching import dry_run
+from tests.processes import is_alive, wait_until
 
 ODD = ["a b", "$HOME", "it's", "~", "([0]*1+[1]*3)", "-1e-3", "", "a\nb", "*", '"', "\\"]
 
@@ -72,7 +71,7 @@ def test_ranks_receive_every_argument_unchanged(
         assert list(vars(parser.parse_known_args(facts["argv"])[0]).values()) == ODD
         assert (facts["omp"], facts["world"]) == ("5", "2")
         assert (facts["cwd"], facts["python"]) == (os.getcwd(), sys.executable)
-        assert not _alive(facts["helper"])
+        assert not is_alive(facts["helper"])
 
 
 SLEEP = """
@@ -108,34 +107,20 @@ def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_ho
     )
     pids: list[int] = []
     try:
-        _wait_until(lambda: all(file.exists() for file in files) or driver.poll() is not None)
+        wait_until(lambda: all(file.exists() for file in files) or driver.poll() is not None)
         pids = [int(pid) for file in files for pid in file.read_text().split()]
         assert len(pids) == 4
-        assert all(map(_alive, pids))
+        assert all(map(is_alive, pids))
         driver.send_signal(number)
         output, _ = driver.communicate(timeout=180)
         assert output == ("interrupted\n" if number == signal.SIGTERM else "")
         if number == signal.SIGKILL:  # the guard ends the ranks a moment later
-            _wait_until(lambda: not any(map(_alive, pids)))
-        assert not any(map(_alive, pids))
+            wait_until(lambda: not any(map(is_alive, pids)))
+        assert not any(map(is_alive, pids))
     finally:
         driver.kill()
-        for pid in filter(_alive, pids):
+        for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
-
-
-def _wait_until(condition, seconds: float = 200.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -15,16 +15,14 @@ QUICKSTART = get_recipe("quickstart").updated(num_attention_heads=8, num_query_g
 
 
 def refused(error: type[KHAError], match: str, words: str = "", **options) -> None:
-    with pytest.raises(error, match=match) as caught:
+    with pytest.raises(error, match=match):
         prepare(QUICKSTART, overrides=words.split(), **options)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("words", "ranks", "match"),
     [
         ("--tensor-model-parallel-size 3", 3, "8 query heads .* 3"),
-        ("--tensor-model-parallel-size two", 2, "got two"),
         ("--kha-preset kha_mpl", 2, "Unknown KHA preset 'kha_mpl'"),
         ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
         ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
@@ -48,11 +46,6 @@ def test_arguments_replace_those_of_the_recipe():
     given = {"--kha-preset": ("kha_linear",), "--device": ("cuda",), "--num-layers": ("7",)}
     assert merged.items() >= given.items()
     assert "--save" not in merged
-
-
-def test_unknown_recipe_is_refused_with_a_suggestion():
-    with pytest.raises(ConfigError, match="unknown recipe 'quikstart': did you mean quickstart"):
-        get_recipe("quikstart")
 
 
 @pytest.mark.parametrize(
@@ -121,10 +114,12 @@ def test_users_own_load_and_save_may_be_the_same_directory(trained, data, monkey
     assert command[command.index("--load") + 1] == "checkpoints"
 
 
-def test_torn_checkpoint_is_refused(trained, data):
+def test_resume_without_a_complete_checkpoint_is_refused(trained, data, tmp_path):
+    refused(ConfigError, "Expected --output with --resume", data=data, resume=True)
     for last in ("metadata.json", "integrity.json"):
         (trained / "checkpoints/iter_0000007" / last).unlink()
-    refused(CheckpointError, "no complete checkpoint", data=data, output=trained, resume=True)
+    for output in (trained, tmp_path / "new"):
+        refused(CheckpointError, "no complete checkpoint", data=data, output=output, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +133,6 @@ def test_checkpoint_with_other_heads_is_refused(trained, data, words, match):
     options = {"data": data, "output": trained, "resume": True}
     refused(CheckpointError, match, words, **options)
     prepare(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
-
-
-def test_resume_without_checkpoint_is_refused(tmp_path, data):
-    refused(CheckpointError, "no complete checkpoint", data=data, output=tmp_path, resume=True)
-    refused(ConfigError, "Expected --output with --resume", data=data, resume=True)
 
 
 def test_paths_are_absolute(data, monkeypatch):

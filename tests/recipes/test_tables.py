@@ -1,7 +1,5 @@
 """Recipes of the papers' tables: head mechanisms, sizes and training arguments."""
 
-import re
-
 import pytest
 
 from kha_megatron.config import KHAConfig
@@ -146,15 +144,6 @@ def test_second_stage_of_llama3():
     moh = run.kha.moh
     assert (moh.shared, moh.active, moh.router, moh.quantized) == (16, 8, "query_norm", True)
     assert run.vocab_size == 160896
-
-
-def test_printed_losses():
-    loss = {recipe.name: recipe.paper.get("loss") for recipe in TABLES}
-    assert loss["table2/mlp-v"] - loss["table2/baseline"] == pytest.approx(-0.024, abs=1e-9)
-    assert loss["table3/mqa-mlp"] - loss["table3/mqa-baseline"] == pytest.approx(-0.013)
-    assert loss["table5/moe-a1.6b-14.6b-mlp"] == 1.737
-    without = [name for name, value in loss.items() if value is None]
-    assert all(re.match("table2/gate-(q|k|qkv)$|table4|attention/gla", name) for name in without)
 
 
 @pytest.mark.parametrize("name", ["table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"])
