@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
@@ -96,6 +97,14 @@ def gpt_model(
     if perturbed:
         perturb(model)
     return model
+
+
+def attention(
+    config: TransformerConfig, kha: KHAConfig, layer_number: int = 1, **options: Any
+) -> Any:
+    """The attention of one layer, as the layer spec of a GPTModel builds it."""
+    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
+    return build_module(spec, config=config, layer_number=layer_number, **options)
 
 
 @torch.no_grad()

@@ -5,9 +5,7 @@ Sizes are ugly on purpose: 7 tokens, 6 query heads, 3 tied states, no two widths
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.spec_utils import build_module
 
-from kha_megatron.mcore.specs import kha_layer_spec
 from tests import oracle as reference
 from tests.distributed import models
 
@@ -26,8 +24,7 @@ def config_of(kha, latent, **overrides):
 
 def attention_layer(config, kha):
     """One layer's attention in float64, away from where it starts."""
-    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-    layer = build_module(spec, config=config, layer_number=1).double()
+    layer = models.attention(config, kha).double()
     models.perturb(layer)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

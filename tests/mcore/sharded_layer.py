@@ -36,9 +36,7 @@ def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 def build(kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]) -> tuple[Any, Any]:
     """This rank's layer in float64, filled, and the rotary embedding of a model."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.transformer.spec_utils import build_module
 
-    from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
     from tests.distributed.pieces import fill
 
@@ -50,8 +48,7 @@ def build(kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any])
         params_dtype=torch.float64,
         **sizes,
     )
-    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-    layer = build_module(spec, config=config, layer_number=1).double()
+    layer = models.attention(config, kha).double()
     fill([layer])
     rotary = RotaryEmbedding(config.kv_channels, 1.0, rotary_base=BASE, use_cpu_initialization=True)
     return layer, rotary(tokens).double()
@@ -59,21 +56,27 @@ def build(kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any])
 
 def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs for seven tokens at once, and from Megatron's static cache in pieces."""
-    from megatron.core.inference.contexts import StaticInferenceContext
-
     layer, rotary = build(kha, tp, False, 7, sizes)
     layer.eval()
     hidden, _ = draw(7)
-    with torch.no_grad():
-        whole, _ = layer(hidden, None, rotary_pos_emb=rotary)
-        context = StaticInferenceContext(BATCH, 7)
-        steps = []
-        for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
-            context.sequence_len_offset = start
-            step, _ = layer(
-                hidden[start:end], None, inference_context=context, rotary_pos_emb=rotary
-            )
-            steps.append(step)
+    return decode(layer, hidden, None, rotary_pos_emb=rotary)
+
+
+@torch.no_grad()
+def decode(
+    layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs for seven tokens ``[7, b, h]`` at once, and from Megatron's static cache."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    whole, _ = layer(hidden, mask, **options)
+    context = StaticInferenceContext(hidden.shape[1], 7)
+    steps = []
+    for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
+        context.sequence_len_offset = start
+        part = None if mask is None else mask[..., start:end, :end]
+        step, _ = layer(hidden[start:end], part, inference_context=context, **options)
+        steps.append(step)
     return whole, torch.cat(steps)
 
 

@@ -1,4 +1,4 @@
-"""Attention with KHA compared with stock Megatron, and unsupported configurations."""
+"""Attention with KHA compared with stock Megatron."""
 
 import pytest
 import torch
@@ -11,10 +11,6 @@ HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
 
 def attention_layer(models, kha, built_with=None, **overrides):
     """One layer's attention, from the layer spec that a GPTModel would be built with."""
-    from megatron.core.transformer.spec_utils import build_module
-
-    from kha_megatron.mcore.specs import kha_layer_spec
-
     config = models.transformer_config(
         num_attention_heads=HEADS,
         num_query_groups=overrides.pop("num_query_groups", GROUPS),
@@ -22,8 +18,7 @@ def attention_layer(models, kha, built_with=None, **overrides):
         hidden_size=HIDDEN,
         **overrides,
     )
-    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-    return build_module(spec, config=config, layer_number=1, **built_with or {})
+    return models.attention(config, kha, **built_with or {})
 
 
 def identity_outputs(kha, dtype, overrides):
@@ -74,44 +69,6 @@ def test_identity_in_moe_and_with_output_gate(ranks, overrides):
     assert torch.equal(stock, knocked)
 
 
-def refused(kha, overrides):
-    """The message with which the layer spec refuses a configuration."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    from kha_megatron.errors import KHAError
-    from kha_megatron.mcore.specs import kha_layer_spec
-    from tests.distributed import models
-
-    models.initialize()
-    config = models.transformer_config()
-    if overrides.get("multi_latent_attention"):
-        config = MLATransformerConfig(
-            num_layers=1, hidden_size=16, num_attention_heads=2, transformer_impl="local"
-        )
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    try:
-        kha_layer_spec(config, kha)
-    except KHAError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"fused_single_qkv_rope": True}, ["fused_single_qkv_rope", "Remove"]),
-        ({"multi_latent_attention": True}, ["value=mlp", "linear"]),
-    ],
-)
-def test_unsupported_options_raise(ranks, overrides, words):
-    message = ranks(refused, 1, KHAConfig(value="mlp"), overrides)[0]
-    assert message is not None
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-
-
 def random_start():
     """Matrices of a random start, for two layers, under this rank's own random state."""
     import torch.distributed as dist
@@ -120,12 +77,7 @@ def random_start():
 
     models.initialize(seed=100 + dist.get_rank(), tensor_model_parallel_size=2)
     config = models.transformer_config(tensor_model_parallel_size=2)
-    kha = KHAConfig(value="mlp", init="random")
-    from megatron.core.models.gpt import GPTModel
-
-    from kha_megatron.mcore.specs import kha_layer_spec
-
-    model = GPTModel(config, kha_layer_spec(config, kha), models.VOCAB, models.SEQUENCE)
+    model = models.gpt_model(config, KHAConfig(value="mlp", init="random"), perturbed=False)
     return [layer.self_attention.knock_value.weight.detach() for layer in model.decoder.layers]
 
 

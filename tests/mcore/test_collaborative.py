@@ -3,8 +3,6 @@
 Tolerance: results travel in float32, and Megatron's rotary frequencies are float32 too.
 """
 
-import re
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from kha_megatron.heads.collaborative import fold_mixing
 from kha_megatron.heads.initial import initial_weight
 from tests import oracle
 from tests.mcore import sharded_layer
-from tests.mcore.test_talking import ALL, SOME, refusal, replaced
+from tests.mcore.test_talking import ALL, SOME, replaced
 
 TOLERANCE = 1e-6
 DIM, HEAD_DIM = 10, 8
@@ -121,20 +119,6 @@ def test_each_head_begins_with_features_of_its_own(heads, dim):
     assert weight.count_nonzero(1).min() >= dim // heads
     # logits of dim features and dim ** -0.5 are then those of dim / heads features at their own
     torch.testing.assert_close(weight.square().mean(1), torch.ones(heads))
-
-
-@pytest.mark.parametrize(
-    ("dim", "overrides", "words"),
-    [
-        (6, {}, "dim of at least 8 .*start=blocks, got 6.*start=ones"),
-        (10, {"add_qkv_bias": True}, r"no biases. Remove --add-qkv-bias"),
-        (10, {"multi_latent_attention": True}, "Use MHA, MQA or GQA"),
-    ],
-    ids=["blocks", "bias", "mla"],
-)
-def test_a_layer_refuses(ranks, dim, overrides, words):
-    kha = KHAConfig(collaborative=CollaborativeHeads(dim=dim))
-    assert re.search(words, ranks(refusal, 1, kha, {"kv_channels": HEAD_DIM} | overrides, 7)[0])
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import subprocess
 import sys
 import textwrap
 
-import torch
-
 
 def _every_way_to_name_the_device():
     import torch
@@ -147,10 +145,3 @@ def test_installation_refuses_before_it_changes_anything_and_happens_once():
     assert "3 CUDA device(s) were found. Use --device cuda" in on_a_gpu_machine
     assert "must be called before the first `import megatron`" in too_late
     assert done.stderr.count("Megatron-Core runs on the CPU with gloo") == 1
-
-
-def test_pytest_itself_runs_without_it():
-    from kha_megatron.mcore import cpu
-
-    assert not cpu.is_installed()
-    assert torch.ones(1).type() == "torch.FloatTensor"

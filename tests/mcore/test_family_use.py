@@ -7,6 +7,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
+from tests.mcore.sharded_layer import decode
 from tests.mcore.test_family import GLA, GTA, MLA
 
 EVERYWHERE = Gate(output="head", value="element", key="shared", query="element", dense="element")
@@ -14,7 +15,6 @@ EVERYWHERE = Gate(output="head", value="element", key="shared", query="element",
 
 def decoded(kha, latent):
     """An attention's outputs for the whole sequence at once, and token by token from a cache."""
-    from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from tests.distributed import models
@@ -23,23 +23,12 @@ def decoded(kha, latent):
     models.initialize()
     layer = family.attention_layer(family.config_of(kha, latent), kha).float().eval()
     hidden, mask = family.inputs()
-    hidden = hidden.detach().float()
     rotary = {}
     if not latent:
         rotary["rotary_pos_emb"] = RotaryEmbedding(
             family.HEAD_DIM, 0.5, rotary_base=family.BASE, use_cpu_initialization=True
         )(family.TOKENS)
-    with torch.no_grad():
-        whole, _ = layer(hidden, mask, **rotary)
-        context = StaticInferenceContext(family.BATCH, family.TOKENS)
-        steps = []
-        for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
-            context.sequence_len_offset = start
-            step, _ = layer(
-                hidden[start:end], mask[..., start:end, :end], inference_context=context, **rotary
-            )
-            steps.append(step)
-    return whole, torch.cat(steps)
+    return decode(layer, hidden.detach().float(), mask, **rotary)
 
 
 @pytest.mark.parametrize(
@@ -87,38 +76,6 @@ def absorbed():
 def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
     trained, folded = ranks(absorbed, 1)[0]
     torch.testing.assert_close(folded, trained, rtol=1e-12, atol=1e-12)
-
-
-REFUSED = [
-    (KHAConfig(value="gate"), True, {}, ["value=gate", "linear"]),
-    (GLA[0], True, {"cache_mla_latents": True}, ["cache_mla_latents", "Remove"]),
-    (GLA[0], True, {"normalization": "LayerNorm"}, ["LayerNorm", "Use RMSNorm"]),
-    (GTA[0], False, {"attention_output_gate": True}, ["attention_output_gate", "Remove"]),
-]
-
-
-def refusals():
-    """Return the message with which the layer spec refuses each configuration."""
-    from kha_megatron.errors import KHAError
-    from kha_megatron.mcore.specs import kha_layer_spec
-    from tests.distributed import models
-    from tests.mcore import family
-
-    models.initialize()
-    messages = []
-    for kha, latent, overrides, _ in REFUSED:
-        config = family.config_of(kha, latent)
-        for name, value in overrides.items():
-            setattr(config, name, value)
-        with pytest.raises(KHAError) as caught:
-            kha_layer_spec(config, kha)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_configurations_that_the_attention_does_not_support_are_refused(ranks):
-    for message, (*_, words) in zip(ranks(refusals, 1)[0], REFUSED, strict=True):
-        assert all(word in message for word in words), message
 
 
 def wrong_rotary_embedding():

@@ -60,10 +60,6 @@ def test_the_identity_folds_bit_for_bit(dtype):
 
 def layer(models, kha, **overrides):
     """One attention of its layer spec, with weights that do not depend on ``kha.fold``."""
-    from megatron.core.transformer.spec_utils import build_module
-
-    from kha_megatron.mcore.specs import kha_layer_spec
-
     settings = {
         "num_attention_heads": HEADS,
         "num_query_groups": GROUPS,
@@ -71,9 +67,8 @@ def layer(models, kha, **overrides):
         "hidden_size": HIDDEN,
     }
     config = models.transformer_config(**settings | overrides)
-    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
     torch.manual_seed(3)
-    built = build_module(spec, config=config, layer_number=1)
+    built = models.attention(config, kha)
     models.perturb(built)
     with torch.no_grad():
         for name, parameter in built.named_parameters():

@@ -1,4 +1,4 @@
-"""Gated attention against the float64 oracle, on one rank and on several, and its refusals.
+"""Gated attention against the float64 oracle, on one rank and on several.
 
 Each comparison is of the output, the gradient of the input and that of every weight, in float64;
 1e-6 is the rounding of Megatron's rotary frequencies, which are float32.
@@ -17,7 +17,6 @@ from kha_megatron.model.qkv import QKVLayout
 from tests import oracle
 from tests.distributed.pieces import as_array, assemble, fill, pieces
 from tests.mcore import test_family
-from tests.mcore.test_attention import refused
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 8, 2, 6, 28, 12, 2
 BOUND = 1e-6
@@ -61,9 +60,7 @@ def passes(khas, size=1, sp=False, mutate=None, **overrides):
     """Of this rank, for each configuration: output and input gradient of all tokens that it has,
     and the pieces of weights and gradients."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.transformer.spec_utils import build_module
 
-    from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 
     if mutate is not None:
@@ -89,8 +86,7 @@ def passes(khas, size=1, sp=False, mutate=None, **overrides):
 
     found = []
     for kha in khas:
-        spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-        layer = build_module(spec, config=config, layer_number=1).double()
+        layer = models.attention(config, kha).double()
         fill([layer])
         hidden, upstream = inputs()
         hidden = mine(hidden).requires_grad_()
@@ -294,32 +290,3 @@ def test_folding_needs_gates_with_rows_of_whole_heads(ranks):
         "gates have rows between the heads of queries, keys and values",
         None,
     ]
-
-
-@pytest.mark.parametrize(
-    ("kha", "overrides", "words"),
-    [
-        (OUTPUT, {"qk_clip": True}, ["qk_clip", "gate(output=element)", "Remove --qk-clip"]),
-        (
-            KHAConfig(gate=Gate(query="head")),
-            {"qk_layernorm": True},
-            ["gate.query=head has no effect", "Use gate.query=element", "--qk-layernorm"],
-        ),
-        (
-            KHAConfig(gate=Gate(output="head")),
-            {"attention_output_gate": True},
-            ["--attention-output-gate", "does not support gate(output=head)", "Remove one"],
-        ),
-        (
-            KHAConfig(gate=Gate(output="element", value="head")),
-            {"multi_latent_attention": True},
-            ["Multi-latent attention supports only gate.output"],
-        ),
-    ],
-)
-def test_unsupported_options_raise(ranks, kha, overrides, words):
-    message = ranks(refused, 1, kha, overrides)[0]
-    assert message is not None
-    assert "\n" not in message
-    for word in words:
-        assert word in message

@@ -8,20 +8,10 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import MATRICES
-from tests.distributed.cases import GTA, LATENT, MLA, TIED
-from tests.distributed.parallelism import MICROBATCHES, Case, Layout
+from tests.distributed.cases import FULL, GTA, LATENT, MIXED, MLA, OVERLAP, TIED, ZERO, case
+from tests.distributed.parallelism import MICROBATCHES
 
-MIXED = KHAConfig(query="linear", key="gate", value="mlp")
-ZERO = {"use_distributed_optimizer": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOLERANCE = 1e-5  # float32 sums in another order, as in tests/distributed/test_parallelism.py
-
-
-def case(kha=MIXED, **fields):
-    names = Layout.__dataclass_fields__
-    layout = Layout(**{name: value for name, value in fields.items() if name in names})
-    rest = {name: value for name, value in fields.items() if name not in names}
-    return Case(layout=layout, khas=(kha,), **rest)
 
 
 def _start(case):
@@ -156,18 +146,18 @@ def _sinks(query, key):
 
 
 CASES = [
-    case(tp=2, sp=True, dp=2, ddp=ZERO | {"overlap_grad_reduce": True}),
-    case(replace(MIXED, init="random"), pp=2, vpp=2, layers=4),
-    case(KHAConfig(gate=Gate(output="element", value="head")), tp=2, groups=2),
+    case(tp=2, sp=True, dp=2, ddp=ZERO | OVERLAP),
+    case(khas=(replace(MIXED, init="random"),), pp=2, vpp=2, layers=4),
+    case(khas=(KHAConfig(gate=Gate(output="element", value="head")),), tp=2, groups=2),
 ]
 WHOLE = [
     case(cp=2, tp=2, per_token_loss=True),
     case(tp=2, savings=FULL),
     case(dp=2, fsdp="torch"),
-    case(KHAConfig(gate=Gate(output="shared", dense="element")), tp=2, sp=True, dp=2),
-    case(replace(MIXED, value="linear"), tp=2, fold="always"),
-    case(MLA, tp=2, sp=True, config=LATENT),
-    case(GTA, tp=4, groups=2, config=TIED),
+    case(khas=(KHAConfig(gate=Gate(output="shared", dense="element")),), tp=2, sp=True, dp=2),
+    case(khas=(replace(MIXED, value="linear"),), tp=2, fold="always"),
+    case(khas=(MLA,), tp=2, sp=True, config=LATENT),
+    case(khas=(GTA,), tp=4, groups=2, config=TIED),
 ]
 
 

@@ -1,7 +1,9 @@
-"""The local core attention, fused on a CPU, against Megatron's own, which it replaces there."""
+"""The local core attention against Megatron's own, and the mask that context parallelism cuts."""
 
 import numpy as np
 import pytest
+
+from tests.versions import on_this_cp_rank
 
 TOKENS, QUERY_HEADS, FEATURES = 7, 6, 10
 
@@ -12,7 +14,7 @@ def core_attention(kind, groups, **options):
 
     from tests.distributed import models
 
-    models.initialize()
+    models.initialize(context_parallel_size=options.get("context_parallel_size", 1))
     config = models.transformer_config(
         num_attention_heads=QUERY_HEADS,
         num_query_groups=groups,
@@ -84,3 +86,37 @@ def test_what_is_not_plain_stays_megatrons(ranks):
             np.testing.assert_array_equal(b, a)
     ((_, fused),) = ranks(attended, 1, 3, {"attention_dropout": 0.5})
     assert fused == [False, False]
+
+
+def attended_over_ranks(cp):
+    """Outputs ``[s / cp, b, h]`` of this rank, with a mask of two documents, and their places."""
+    import torch
+    from megatron.core import parallel_state
+
+    from kha_megatron.mcore.local_modules import GatheredDotProductAttention
+
+    attention = core_attention(GatheredDotProductAttention, 3, context_parallel_size=cp)
+    tokens = 12
+    generator = torch.Generator().manual_seed(5)
+    batch = {
+        name: torch.randn(2, tokens, heads, FEATURES, generator=generator)
+        for name, heads in (("query", QUERY_HEADS), ("key", 3), ("value", 3))
+    }
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    hidden[7:, :7] = True
+    batch["attention_mask"] = hidden.expand(2, 1, -1, -1).contiguous()
+    batch |= {"places": torch.arange(tokens).expand(2, -1).contiguous(), "cu_seqlens": None}
+    batch = on_this_cp_rank(batch, parallel_state.get_context_parallel_group())
+    q, k, v = (batch[name].transpose(0, 1).contiguous() for name in ("query", "key", "value"))
+    output = attention(q, k, v, batch["attention_mask"])
+    return output.numpy(), batch["places"][0].numpy()
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(3, marks=pytest.mark.whole)])
+def test_context_parallel_ranks_use_the_mask_of_their_own_queries(ranks, cp):
+    ((whole, _),) = ranks(attended_over_ranks, 1, 1)
+    got = np.full_like(whole, np.nan)
+    for output, places in ranks(attended_over_ranks, cp, cp):
+        got[places] = output
+    # the same sums in another order of the matrix product
+    np.testing.assert_allclose(got, whole, atol=1e-6)

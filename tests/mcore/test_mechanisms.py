@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadTensor, Mechanism
+from kha_megatron.heads import HeadTensor, Mechanism
 from tests.mcore.test_attention import BATCH, GROUPS, HEAD_DIM, HEADS, HIDDEN, TOKENS
 
 TP_HEADS, TP_GROUPS = 8, 2
@@ -82,9 +81,6 @@ BOTH = Scaled(value="mlp", scale=Scale(), shared=Shared())
 
 
 def _layer(kha, ranks, heads, groups):
-    from megatron.core.transformer.spec_utils import build_module
-
-    from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=ranks)
@@ -96,8 +92,7 @@ def _layer(kha, ranks, heads, groups):
         tensor_model_parallel_size=ranks,
         params_dtype=torch.float64,
     )
-    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-    layer = build_module(spec, config=config, layer_number=1).double()
+    layer = models.attention(config, kha).double()
     models.perturb(layer)
     return layer
 
@@ -173,22 +168,3 @@ def test_factors_are_cut_with_their_heads_or_whole_where_ranks_share_one(ranks, 
             (of_shared, shared),
         ):
             np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_what_is_no_grouped_query_attention_refuses_it():
-    for facts in (HeadFacts(multi_latent=True), HeadFacts(attention="gta")):
-        assert "Use MHA, MQA or GQA" in Scale().unsupported_reason(facts)
-    with pytest.raises(ConfigError, match=r"shared does not support gta"):
-        Scaled(attention="gta", shared=Shared())
-
-
-def test_its_settings_go_the_ways_of_the_others():
-    assert BOTH.to_dict()["scale"] == {}
-    assert Scaled.from_dict(BOTH.to_dict()) == BOTH
-    entries = {f"kha_{name}": value for name, value in BOTH.to_dict().items()}
-    assert Scaled.from_entries(entries) == BOTH
-    assert Scaled.from_entries({"kha_scale": {}}) == Scaled(scale=Scale())
-    assert BOTH.to_options()["heads"] == ("scale", "shared")
-    assert str(BOTH) == "value=mlp scale shared"
-    with pytest.raises(ConfigError, match=r"Unknown setting size of scale"):
-        Scaled.from_dict({"scale": {"size": 3}})

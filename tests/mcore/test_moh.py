@@ -43,9 +43,6 @@ GATED = KHAConfig(moh=NORMS, gate=Gate(query="head", value="element", output="sh
 
 
 def layer_of(kha, number=2, tp=1, **overrides):
-    from megatron.core.transformer.spec_utils import build_module
-
-    from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
     from tests.distributed.pieces import fill
 
@@ -60,8 +57,7 @@ def layer_of(kha, number=2, tp=1, **overrides):
         params_dtype=torch.float64,
         **overrides,
     )
-    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
-    layer = build_module(spec, config=config, layer_number=number).double()
+    layer = models.attention(config, kha, number).double()
     fill([layer])
     return layer
 

@@ -56,30 +56,6 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
-def refusal(name, value, kha):
-    from kha_megatron.errors import ConfigError
-    from kha_megatron.mcore.specs import kha_layer_spec
-    from tests.distributed import models
-
-    models.initialize()
-    config = models.transformer_config()
-    setattr(config, name, value)
-    with pytest.raises(ConfigError) as caught:
-        kha_layer_spec(config, kha)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "preset", "words"),
-    [
-        ("heterogeneous_block_specs", True, "moh_50", "Use moh.balance=0"),
-        ("transformer_impl", "inference_optimized", "kha_mlp", "is not supported with KHA"),
-    ],
-)
-def test_unsupported_layers_raise(ranks, name, value, preset, words):
-    assert words in ranks(refusal, 1, name, value, KHAConfig.from_preset(preset))[0]
-
-
 def transformer_engine_model(moe, named):
     """Construct and describe the Transformer Engine form."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

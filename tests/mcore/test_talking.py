@@ -3,7 +3,6 @@
 Tolerance: results travel in float32, and Megatron's rotary frequencies are float32 too.
 """
 
-import re
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -181,49 +180,19 @@ def test_without_the_sum_over_ranks_that_ask_keys_learn_from_a_part(ranks):
     assert "output" not in found
 
 
-def refusal(kha, overrides, tokens):
-    """What a layer says of its configuration, or of so many tokens."""
-    try:
-        sharded_layer.on_rank(kha, 1, False, tokens, overrides)
-    except ConfigError as error:
-        return str(error)
-    return None
+def refusals_of_a_layer():
+    layer, _ = sharded_layer.build(BOTH, 1, False, 7, {})
+    short = KHAConfig(talking=TalkingHeads(max_tokens=6))
+    with pytest.raises(ConfigError, match=r"max_tokens=6 tokens, got 7.*talking.max_tokens=7"):
+        sharded_layer.on_rank(short, 1, False, 7, {})
+    with pytest.raises(ConfigError, match="do not support packed sequences"):
+        layer.core_attention(None, None, None, None, packed_seq_params=object())
+    with pytest.raises(ConfigError, match=r"does not support dynamic batching.* static batching"):
+        layer.flash_decode_and_prefill(None, None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("talking", "overrides", "words"),
-    [
-        ({"max_tokens": 6}, {}, "talking.max_tokens=6 tokens, got 7.*talking.max_tokens=7"),
-        ({}, {"window_size": (3, 0)}, "window_size=.*Remove --window-size"),
-        ({}, {"softmax_type": "learnable"}, "softmax_type=learnable.*Remove --softmax-type"),
-    ],
-    ids=["tokens", "window", "sink"],
-)
-def test_a_layer_refuses(ranks, talking, overrides, words):
-    kha = KHAConfig(talking=TalkingHeads(**talking))
-    assert re.search(words, ranks(refusal, 1, kha, overrides, 7)[0])
-
-
-def other_engines(kha):
-    """What a layer says to packed sequences and to dynamic batching."""
-    layer, _ = sharded_layer.build(kha, 1, False, 7, {})
-    said = []
-    for attend, options in (
-        (layer.core_attention, {"packed_seq_params": object()}),
-        (layer.flash_decode_and_prefill, {}),
-    ):
-        try:
-            attend(None, None, None, None, **options)
-        except ConfigError as error:
-            said.append(str(error))
-    return said
-
-
-def test_packed_sequences_and_dynamic_batches_are_refused(ranks):
-    packed, dynamic = ranks(other_engines, 1, BOTH)[0]
-    assert "do not support packed sequences" in packed
-    assert "talking does not support dynamic batching" in dynamic
-    assert "static batching" in dynamic
+def test_long_or_packed_sequences_and_dynamic_batches_are_refused(ranks):
+    ranks(refusals_of_a_layer, 1)
 
 
 def test_longer_sequences_are_refused_before_anything_is_built():

@@ -1,0 +1,81 @@
+"""Configurations that KHA does not support are refused before training."""
+
+import re
+
+import pytest
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
+
+LATENT = {"multi_latent_attention": True}
+VALUE = KHAConfig(value="mlp")
+GLA = KHAConfig(attention="gla", latent_heads=2)
+OUTPUT = KHAConfig(gate=Gate(output="element"))
+SHARED = KHAConfig(collaborative=CollaborativeHeads(dim=10))
+TALKING = KHAConfig(talking=TalkingHeads())
+
+
+def refusal(kha, overrides):
+    """Return the message with which a layer refuses its configuration."""
+    from kha_megatron.errors import KHAError
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(multi_latent_attention=bool(overrides.keys() & LATENT))
+    for name, value in overrides.items():  # Megatron accepts some of them with a GPU only
+        setattr(config, name, value)
+    with pytest.raises(KHAError) as caught:
+        models.attention(config, kha)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kha", "overrides", "message"),
+    [
+        (VALUE, {"fused_single_qkv_rope": True}, "fused_single_qkv_rope.*Remove"),
+        (VALUE, {"transformer_impl": "inference_optimized"}, "is not supported with KHA"),
+        (VALUE, LATENT, "value=mlp.*linear"),
+        (GLA, LATENT | {"cache_mla_latents": True}, "cache_mla_latents.*Remove"),
+        (GLA, LATENT | {"normalization": "LayerNorm"}, "LayerNorm.*Use RMSNorm"),
+        (
+            KHAConfig(attention="gta"),
+            {"attention_output_gate": True, "kv_channels": 8},
+            "attention_output_gate.*Remove",
+        ),
+        (OUTPUT, {"qk_clip": True}, r"qk_clip.*gate\(output=element\).*Remove --qk-clip"),
+        (
+            KHAConfig(gate=Gate(query="head")),
+            {"qk_layernorm": True},
+            "gate.query=head has no effect.*Use gate.query=element or remove --qk-layernorm",
+        ),
+        (
+            KHAConfig(gate=Gate(output="head")),
+            {"attention_output_gate": True},
+            r"--attention-output-gate.*does not support gate\(output=head\).*Remove one",
+        ),
+        (
+            KHAConfig(gate=Gate(output="element", value="head")),
+            LATENT,
+            "Multi-latent attention supports only gate.output",
+        ),
+        (
+            KHAConfig.from_preset("moh_50"),
+            {"heterogeneous_block_specs": True},
+            "Use moh.balance=0",
+        ),
+        (
+            KHAConfig(collaborative=CollaborativeHeads(dim=6)),
+            {},
+            "dim of at least 8 .*start=blocks, got 6.*start=ones",
+        ),
+        (SHARED, {"add_qkv_bias": True}, "no biases. Remove --add-qkv-bias"),
+        (SHARED, LATENT, "Use MHA, MQA or GQA"),
+        (TALKING, {"window_size": (3, 0)}, "window_size=.*Remove --window-size"),
+        (TALKING, {"softmax_type": "learnable"}, "softmax_type=learnable.*Remove --softmax-type"),
+    ],
+    ids=str,
+)
+def test_unsupported_configurations_are_refused(ranks, kha, overrides, message):
+    found = ranks(refusal, 1, kha, overrides)[0]
+    assert re.search(message, found), found
+    assert "\n" not in found
