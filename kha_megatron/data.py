@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import kha_megatron
 from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
-from kha_megatron.errors import ConfigError, DataError, MissingDependencyError
+from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -125,9 +125,7 @@ class DataReport:
                 raise ValueError(f"expected format {FORMAT}")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"Cannot read {printable(folder)}/{REPORT} ({error}). {_AGAIN}"
-            ) from error
+            raise DataError(f"Cannot read {folder / REPORT} ({error}). {_AGAIN}") from error
 
 
 def verify(folder: Path) -> DataReport:
@@ -151,9 +149,9 @@ def verify(folder: Path) -> DataReport:
     except (OSError, AssertionError, ValueError) as error:
         raise DataError(f"Cannot open the dataset in {name} ({error}). {_AGAIN}") from error
     for what, value in found.items():
-        if value != (expected := getattr(report, what)):
+        if value != (asked := getattr(report, what)):
             raise DataError(
-                f"{name}: expected {what} {expected} as in {REPORT}, got {value}. {_AGAIN}"
+                f"{name}: expected {what} {asked} as in {REPORT}, got {value}. {_AGAIN}"
             )
     return report
 
@@ -175,10 +173,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
             raise ValueError("it needs a tokenizer.json, and an eos_token in tokenizer_config.json")
     except Exception as error:  # transformers and tokenizers raise a dozen types
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"Cannot load a tokenizer from {printable(folder)} ({reason}). Pass a directory "
-            "written by save_pretrained."
+            f"Cannot load a tokenizer from {printable(folder)} ({in_one_line(error)}). Pass a "
+            "directory written by save_pretrained."
         ) from error
     return tokenizer
 
@@ -455,8 +452,7 @@ def _pieces_of(file: TextFile, limit: int) -> Iterator[str]:
             raise ValueError(f"{size} bytes instead of {file.bytes}")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{printable(file.path)} changed while it was being read ({error}). Run the command "
-            "again."
+            f"{printable(file.path)} changed while it was being read ({error})."
         ) from error
 
 

@@ -56,14 +56,9 @@ class HFCheckpoint:
         """
         path = Path(path)
         if not is_hf_folder(path):
-            raise CheckpointError(
-                f"{path} has no {CONFIG}. Expected a Hugging Face model directory."
-            )
+            raise CheckpointError(f"{path} has no {CONFIG}. Expected a Hugging Face directory.")
         if (path / ADAPTER).is_file():
-            raise CheckpointError(
-                f"{path} has an adapter ({ADAPTER}), which is not converted. Merge the adapter "
-                "with peft's merge_and_unload, or move the file away."
-            )
+            raise CheckpointError(f"{path} has {ADAPTER}. Merge the adapter with merge_and_unload.")
         config, weight_map = json_object(path / CONFIG), _weight_map(path)
         headers = {}
         for name in dict.fromkeys(weight_map.values()) or (WEIGHTS,):
@@ -145,20 +140,12 @@ def _weight_map(path: Path) -> dict[str, str]:
     if (path / WEIGHTS).is_file():
         return {}
     if not (path / INDEX).is_file():
-        raise CheckpointError(
-            f"{path} has neither {WEIGHTS} nor {INDEX}. Save the model with safetensors. Other "
-            "formats can execute code and are not read."
-        )
-    weight_map = json_object(path / INDEX).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(map(is_file_name, weight_map.values()))
-    ):
-        raise CheckpointError(
-            f"{path / INDEX}: expected a weight_map from tensor names to files in the directory."
-        )
-    return weight_map
+        raise CheckpointError(f"{path} has neither {WEIGHTS} nor {INDEX}. Save it as safetensors.")
+    weight_map: Any = json_object(path / INDEX).get("weight_map")
+    files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not files or not all(map(is_file_name, files)):
+        raise CheckpointError(f"{path / INDEX}: expected a weight_map to files in the directory.")
+    return dict(weight_map)
 
 
 def has_file(folder: Path, name: str) -> bool:
@@ -172,9 +159,7 @@ def has_file(folder: Path, name: str) -> bool:
     path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
     in_cache = home.parent.name == "snapshots" and path.parent == home.parent.parent / "blobs"
     if not in_cache and not path.is_relative_to(home):
-        raise CheckpointError(
-            f"{folder / name} is a link to {path}. Copy the file into the directory."
-        )
+        raise CheckpointError(f"{folder / name} is a link to {path}. Copy the file instead.")
     return path.is_file()
 
 

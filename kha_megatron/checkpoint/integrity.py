@@ -54,14 +54,10 @@ def check_file(file: Path, digest: str) -> None:
     try:
         found = _digest(file)
     except OSError as error:
-        raise CheckpointError(
-            f"{file} is listed in {INTEGRITY} but cannot be read ({error.strerror}). {_REMEDY}"
-        ) from error
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}). {_REMEDY}") from error
     if found != digest:
-        raise CheckpointError(
-            f"{file} is damaged. Expected SHA-256 {digest[:12]}... as in {INTEGRITY}, got "
-            f"{found[:12]}... {_REMEDY}"
-        )
+        short = f"{digest[:12]}... as in {INTEGRITY}, got {found[:12]}..."
+        raise CheckpointError(f"{file} is damaged. Expected SHA-256 {short} {_REMEDY}")
 
 
 class FileChecks:

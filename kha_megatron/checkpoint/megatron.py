@@ -132,9 +132,8 @@ class MegatronCheckpoint:
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(
-                f"{self.path} has no readable training state ({reason(error)}). Load another one."
-            ) from error
+            why = f"no readable training state ({reason(error)})"
+            raise CheckpointError(f"{self.path} has {why}. Load another one.") from error
 
     @property
     def iteration(self) -> int:
@@ -149,8 +148,5 @@ class MegatronCheckpoint:
         """Megatron's arguments. Enums and other objects are :class:`.torch_dist.Record` values."""
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):
-            raise CheckpointError(
-                f"{self.path} has no training arguments. Expected a checkpoint of Megatron's "
-                "training loop."
-            )
+            raise CheckpointError(f"{self.path} has no training arguments of Megatron's loop.")
         return args.state

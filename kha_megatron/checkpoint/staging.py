@@ -41,35 +41,29 @@ def check_output_folder(
     held = sorted(folder.iterdir())
     foreign = [path.name for path in held if only and not any(map(path.match, only))]
     if not inside and os.path.ismount(target):  # a mount point cannot be renamed
-        problem = f"{folder} is a mount point and cannot be replaced. Choose a directory inside it."
+        problem = "is a mount point and cannot be replaced. Choose a directory inside it."
     elif not held:
         return
     elif not overwrite:
         problem = (
-            f"{folder} is not empty ({len(held)} entries). Choose another directory, or add "
-            "--overwrite."
+            f"is not empty ({len(held)} entries). Choose another directory, or add --overwrite."
         )
     elif mark and not (folder / mark).is_file():
         problem = (
-            f"{folder} holds no {mark}, so that --overwrite does not delete it. Choose another "
-            "directory."
+            f"holds no {mark}, so that --overwrite does not delete it. Choose another directory."
         )
     elif foreign:
-        problem = (
-            f"{folder} holds {foreign[0]}, which this command never writes and --overwrite would "
-            "delete. Move it away, or choose another directory."
-        )
+        problem = f"holds {foreign[0]}, which is not from this command. Choose another directory."
     else:
         return
-    raise OutputError(problem)
+    raise OutputError(f"{folder} {problem}")
 
 
 def check_room(folder: Path, needed: int) -> None:
     """Raise OutputError unless the disk of an existing directory has ``needed`` bytes free."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
-            f"Cannot write {folder}. Expected {needed:,} bytes of free disk space, got {free:,}. "
-            "Make room, or choose another disk."
+            f"Expected {needed:,} free bytes on the disk of {folder}, got {free:,}. Make room."
         )
 
 
@@ -132,8 +126,7 @@ def lock(descriptor: int, target: Path) -> None:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(
-            f"The disk of {target} has no file locks ({error.strerror}). Do not write to it from "
-            "another process.",
+            f"The disk of {target} has no file locks ({error.strerror}). Do not write to it twice.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -148,8 +141,7 @@ def _locked(target: Path) -> Iterator[None]:
             lock(opened.fileno(), target)
         except BlockingIOError:
             raise OutputError(
-                f"{target} is being written by another process. Wait until it exits, or choose "
-                "another directory."
+                f"{target} is being written by another process. Choose another directory."
             ) from None
         try:
             yield

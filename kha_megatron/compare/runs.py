@@ -138,9 +138,7 @@ def plan(
     if held_out:
         batch = base.batch and base.batch.global_batch_size
         if not batch:
-            raise ConfigError(
-                "--held-out needs a fixed batch size. Add `-- --global-batch-size N`."
-            )
+            raise ConfigError("--held-out needs a fixed batch. Add `-- --global-batch-size N`.")
         words += ["--eval-iters", str(math.ceil(held_out / batch))]
         words += ["--eval-interval", str(iterations + 1)]  # only at the end of training
     rounding = next((x for name, x in _ROUNDING.items() if getattr(base.training, name)), 1e-6)
@@ -163,8 +161,6 @@ def plan(
         for seed in range(1, seeds + 1)
         for variant in variants
     )
-    if output.is_file():
-        raise OutputError(f"Expected --output to be a directory, got the file {output}.")
     if output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
         raise OutputError(f"{output} is not empty and has no {MARK}. Choose another --output.")
     for run in runs:
@@ -203,8 +199,7 @@ def lock_directory(folder: Path) -> Iterator[None]:
             lock(file.fileno(), folder)
         except BlockingIOError:
             raise OutputError(
-                f"Another `kha-megatron compare` is running in {folder}. Wait until it exits, or "
-                "choose another --output."
+                f"Another `kha-megatron compare` runs in {folder}. Choose another --output."
             ) from None
         yield
 
@@ -217,8 +212,7 @@ def begin(run: Trial) -> tuple[Job, int]:
     """
     if pids := _live_ranks(run.folder):
         raise OutputError(
-            f"Process {pids[0]} of an earlier command still trains in {run.folder}. Wait until it "
-            f"exits, or run `kill {' '.join(map(str, pids))}`."
+            f"Process {pids[0]} of an earlier command still trains in {run.folder}. End it, or wait."
         )
     last = newest(run.folder / CHECKPOINTS)
     starts = read_json(run.folder / RUN)["starts"] if last and (run.folder / RUN).exists() else 0
@@ -275,13 +269,10 @@ def _losses(history: History, run: Trial) -> list[float | None]:
     """Return the loss of each iteration from 1 on; None where TensorBoard holds none."""
     found = dict(history.get(LOSS, ()))
     losses = [found.get(i) for i in range(1, run.iterations + 1)]
-    if all(loss is None for loss in last_share(losses)):
-        raise DataError(
-            f"TensorBoard holds no loss of the last {len(last_share(losses))} iterations of "
-            f"{run.name}. Remove {run.folder} and train it again."
-        )
     if bad := [i for i, x in enumerate(losses, 1) if x is not None and not math.isfinite(x)]:
         raise DataError(f"The loss of {run.name} is not finite from iteration {bad[0]} on.")
+    if all(loss is None for loss in last_share(losses)):
+        raise DataError(f"TensorBoard lacks the last losses. Remove {run.folder}.")
     return losses
 
 
@@ -291,10 +282,7 @@ def _held_out(run: Trial, history: History) -> float | None:
         return None
     loss = dict(history.get(VALIDATION_LOSS, ())).get(run.iterations)
     if loss is None or not math.isfinite(loss):
-        raise DataError(
-            f"Expected a finite held-out loss of {run.name} in TensorBoard, got {loss}. Remove "
-            f"{run.folder} and train it again."
-        )
+        raise DataError(f"Expected a finite held-out loss in {run.folder}, got {loss}. Remove it.")
     return loss
 
 

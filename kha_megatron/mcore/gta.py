@@ -91,9 +91,8 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         rotated = 0 if rotary is None else rotary.shape[-1]
         if rotated != self.config.kv_channels // 2:
             raise ConfigError(
-                f"Expected a rotary embedding of {self.config.kv_channels // 2} features for "
-                f"attention=gta, got {rotated}. Use --position-embedding-type rope "
-                "--rotary-percent 0.5."
+                f"Expected {self.config.kv_channels // 2} rotary features with attention=gta, got "
+                f"{rotated}. Use --position-embedding-type rope --rotary-percent 0.5."
             )
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -132,8 +131,5 @@ def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
         norm = TESpecProvider().layer_norm(has_residual=True)
         return replace(layer, input_layernorm=norm, self_attention=attention)
     if linear not in (ColumnParallelLinear, TEColumnParallelLinear):
-        raise ConfigError(
-            f"attention=gta does not support the QKV projection {linear}. Use --transformer-impl "
-            "transformer_engine or local."
-        )
+        raise ConfigError(f"attention=gta does not support the QKV projection {linear}.")
     return layer

@@ -84,9 +84,8 @@ class NormedInput:
     def _take_normed(self, module: Any, inputs: Any, result: Any) -> Any:
         if module.return_layernorm_output_gathered:
             raise ConfigError(
-                f"The adapter on {self._name} gathers the normed input over tensor-parallel ranks, "
-                f"but head mechanisms read the part of one rank. Remove {self._name} from "
-                "target_modules, or turn off sequence_parallel."
+                f"Remove {self._name} from target_modules, or turn off sequence_parallel: the "
+                "adapter gathers the input that head mechanisms read."
             )
         (output, self._normed), bias = result
         if getattr(self._attention, self._name) is not module:

@@ -60,18 +60,12 @@ class HeadRanks(Ranks):
             ConfigError: training runs without this loop, or in a CUDA graph.
         """
         if self.config.cuda_graph_impl != "none":
-            raise ConfigError(
-                "moh.anneal does not support CUDA graphs, which would keep the heads of the "
-                "captured iteration. Remove moh.anneal, or use --cuda-graph-impl none."
-            )
+            raise ConfigError("moh.anneal needs --cuda-graph-impl none.")
         arguments = vars(training_arguments())
         known = [arguments.get(name) for name in ("iteration", "curr_iteration")]
         known = [count for count in known if count is not None]
         if not known and self.trains:
-            raise ConfigError(
-                "moh.anneal needs Megatron's training loop, which counts iterations. Remove "
-                "moh.anneal."
-            )
+            raise ConfigError("moh.anneal needs Megatron's training loop. Remove moh.anneal.")
         return max(known, default=None)
 
     def all_heads(self, x: Tensor) -> Tensor:

@@ -74,26 +74,21 @@ class KHAHybridStack(HybridStack):
 
 def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None:
     """Raise ConfigError if this stage of a hybrid model cannot be built with KHA."""
-    if (stages := config.virtual_pipeline_model_parallel_size) is not None:
-        raise ConfigError(
-            f"Hybrid models do not support virtual_pipeline_model_parallel_size={stages}. Remove "
-            "the virtual pipeline stages."
-        )
-    if kha.attention:
-        raise ConfigError(
-            f"Hybrid models do not support attention={kha.attention}. Use a GPT model."
-        )
-    if latent := {Symbols.MLA, Symbols.DS_ATTENTION} & set(layers):
-        raise ConfigError(
-            f"Hybrid models with KHA do not support latent attention ({' '.join(sorted(latent))}). "
-            f"Use {Symbols.ATTENTION} in --hybrid-layer-pattern."
-        )
-    others = set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE}
-    if others and config.transformer_impl != "transformer_engine":  # would be identity layers
-        raise ConfigError(
-            f"Layers {' '.join(sorted(others))} need Transformer Engine. Use --transformer-impl "
-            "transformer_engine."
-        )
+    latent = sorted({Symbols.MLA, Symbols.DS_ATTENTION} & set(layers))
+    others = sorted(set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
+    mistakes = {
+        "Hybrid models with KHA do not support virtual pipeline stages.": (
+            config.virtual_pipeline_model_parallel_size is not None
+        ),
+        f"Hybrid models do not support attention={kha.attention}. Use a GPT model.": kha.attention,
+        f"Hybrid models with KHA do not support latent attention ({' '.join(latent)}).": latent,
+        f"Layers {' '.join(others)} need --transformer-impl transformer_engine.": (
+            others and config.transformer_impl != "transformer_engine"  # would be identity layers
+        ),
+    }
+    for message, holds in mistakes.items():
+        if holds:
+            raise ConfigError(message)
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:

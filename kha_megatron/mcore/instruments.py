@@ -73,10 +73,7 @@ def watch_heads(
         ConfigError: a whole iteration is one CUDA graph.
     """
     if get_model_config(models[0]).cuda_graph_impl == "full_iteration":
-        raise ConfigError(
-            "--kha-log-interval does not support cuda_graph_impl=full_iteration, which runs no "
-            "Python between iterations. Remove it, or use --cuda-graph-impl local."
-        )
+        raise ConfigError("--kha-log-interval does not support --cuda-graph-impl full_iteration.")
     instruments = _Instruments(models, kha, lambda: iteration() % interval == 0)
 
     @contextmanager

@@ -69,11 +69,7 @@ class GatheredDotProductAttention(DotProductAttention):
         single = config
         if config.context_parallel_size > 1:
             if config.window_size is not None:
-                raise ConfigError(
-                    f"window_size={config.window_size} with context_parallel_size="
-                    f"{config.context_parallel_size} needs Transformer Engine. Use "
-                    "--transformer-impl transformer_engine."
-                )
+                raise ConfigError("window_size with context parallelism needs Transformer Engine.")
             single = copy.copy(config)
             single.context_parallel_size = 1  # Megatron refuses others
             single.masked_softmax_fusion = False  # the fused kernel ignores our mask

@@ -105,10 +105,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     result = rewrite(spec)
     empty_stage = isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
     if not found and not empty_stage:
-        raise ConfigError(
-            f"The layer spec has no attention to which KHA ({kha}) can be added. Use a model with "
-            "MHA, MQA, GQA or multi-latent attention."
-        )
+        raise ConfigError(f"The layer spec has no attention that supports KHA ({kha}).")
     return result
 
 
@@ -134,10 +131,7 @@ def kha_layer_spec(
     transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
     if transformer.heterogeneous_block_specs and any(m.adds_loss for m in kha.mechanisms):
-        raise ConfigError(
-            "heterogeneous_block_specs=True gives each layer its own config, but Megatron sets the "
-            "loss scale in the config of the model only. Use moh.balance=0."
-        )
+        raise ConfigError("heterogeneous_block_specs=True needs moh.balance=0.")
     return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
 
 
@@ -146,19 +140,13 @@ def _stock_spec(
 ) -> Spec:
     use_te = transformer.transformer_impl == "transformer_engine"
     if not use_te and transformer.transformer_impl != "local":
-        raise ConfigError(
-            f"transformer_impl={transformer.transformer_impl} is not supported with KHA. Use "
-            "transformer_engine or local."
-        )
+        raise ConfigError(f"KHA does not support transformer_impl={transformer.transformer_impl}.")
     if config is not transformer and use_te:
         from megatron.training.models.gpt import default_layer_spec
 
         return default_layer_spec(config, vp_stage)
     if transformer.heterogeneous_block_specs:
-        raise ConfigError(
-            "KHA supports heterogeneous_block_specs=True only with `-m kha_megatron.training` and "
-            "--transformer-impl transformer_engine."
-        )
+        raise ConfigError("heterogeneous_block_specs=True needs `-m kha_megatron.training` and TE.")
     # with a layer spec, Megatron would choose the final norm, which locally refuses sequence
     # parallelism
     return get_gpt_decoder_block_spec(

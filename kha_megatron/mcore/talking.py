@@ -47,10 +47,7 @@ class TalkingAttention(GatheredDotProductAttention):
             "fp8_multi_head_attention",
         ):
             if (found := getattr(config, option)) not in (None, False, "vanilla"):
-                flag = option.replace("_", "-")
-                raise ConfigError(
-                    f"Talking heads do not support {option}={found}. Remove --{flag}."
-                )
+                raise ConfigError(f"Talking heads do not support {option}={found}. Remove it.")
         super().__init__(config, *args, **kwargs)
         # --apply-query-key-layer-scaling: the mask's softmax undoes the division of the logits
         self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
@@ -79,10 +76,7 @@ class TalkingAttention(GatheredDotProductAttention):
             ConfigError: packed sequences, or more tokens than ``talking.max_tokens``.
         """
         if kwargs.get("packed_seq_params") is not None:
-            raise ConfigError(
-                "Talking heads do not support packed sequences. Remove --sft and options that pack "
-                "sequences."
-            )
+            raise ConfigError("Talking heads do not support packed sequences. Remove --sft.")
         if self.cp_group.size() > 1:
             key, value = self._gather(key), self._gather(value)
         if why := self.talking.too_long(len(key)):

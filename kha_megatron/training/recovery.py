@@ -56,10 +56,8 @@ def repair_tracker(args: Namespace) -> None:
     deadline = time.monotonic() + _WAIT
     while verdict.problem and verdict.newest:
         if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{verdict.folder / TRACKER} {verdict.problem}, and rank 0 did not repair it "
-                f"within {_WAIT} s. Put the directory on a disk that all nodes share."
-            )
+            late = f"and rank 0 did not repair it within {_WAIT} s"
+            raise CheckpointError(f"{verdict.folder / TRACKER} {verdict.problem}, {late}.")
         time.sleep(0.1)
         verdict = select_checkpoint(folder)
 

@@ -129,6 +129,6 @@ def test_the_writer_refuses_unannounced_tensors_and_full_disks(tmp_path):
     with pytest.raises(AssertionError, match="two"):
         writer.close(SOURCE)
     assert not (tmp_path / "manifest.json").exists()
-    message = "Expected 4,503,599,627,370,496 bytes of free disk space"
+    message = "Expected 4,503,599,627,370,496 free bytes"
     with pytest.raises(OutputError, match=message):
         HFWriter(tmp_path, [TensorEntry("one", torch.int8, (2**52,))], max_shard_bytes=100)

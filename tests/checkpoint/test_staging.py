@@ -196,7 +196,7 @@ def test_check_output_folder_accepts_new_empty_and_marked_directories(old, tmp_p
     [
         ("model", {"overwrite": False}, r"model is not empty \(2 entries\).*--overwrite"),
         ("model", {"overwrite": True, "mark": "other"}, "holds no other"),
-        ("model", {"overwrite": True, "only": ("*.json",)}, "holds deep, which this command never"),
+        ("model", {"overwrite": True, "only": ("*.json",)}, "holds deep, which is not from this"),
         ("/proc", {"overwrite": True}, "is a mount point"),
     ],
 )

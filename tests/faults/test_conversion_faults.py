@@ -69,7 +69,7 @@ def test_a_full_disk(sources, tmp_path, monkeypatch, kind):
         old.mkdir()
         (old / "config.json").write_text("{}")
         (disk / "ballast").write_bytes(bytes(120_000))
-        message = r"Cannot write .* Expected .* bytes of free disk space"
+        message = r"Expected .* free bytes on the disk of"
         refused(kind, sources[kind], old, message, OutputError)
         for module in (hf_writer, to_megatron):
             monkeypatch.setattr(module, "check_room", lambda folder, needed: None)

@@ -101,7 +101,7 @@ def test_training_that_fails_is_tried_again_and_ends_with_1(data, tmp_path):
     run = Launch(data, tmp_path, "--retries", "1", "--env", "KHA_CONFIG=x")
     assert run.end() == 1
     assert f"job {run.job} as FAILED (exit code 1:0" in run.log
-    assert "KHA_CONFIG is for --spec in stock scripts" in run.log
+    assert "KHA_CONFIG is for --spec." in run.log
     assert "_1.out" in run.log  # the log of the second start
     assert run.saved == 0
 

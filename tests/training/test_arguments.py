@@ -78,7 +78,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         (["--kha-preset", "kha_mpl"], "'kha_mpl'"),
         (["--kha-value", "lienar"], "'lienar'"),
         ([], "Expected --kha-preset"),
-        ([*MLP, "--spec", "a", "b"], "ignore --spec"),
+        ([*MLP, "--spec", "a", "b"], "Remove --spec"),
         ([*MLP, "--ckpt-format", "torch"], "Use torch_dist"),
         ([*MLP, "--reset-attention-mask"], "Use --transformer-impl local"),
         (
@@ -109,7 +109,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
 
 def test_kha_config_variable_is_refused(monkeypatch):
     monkeypatch.setenv("KHA_CONFIG", '{"value": "gate"}')
-    with pytest.raises(ConfigError, match="KHA_CONFIG is for --spec in stock scripts"):
+    with pytest.raises(ConfigError, match="KHA_CONFIG is for --spec"):
         kha_from_args(None)
 
 
