@@ -309,12 +309,9 @@ class KHAConfig(KnockSettings):
 
     def check(self, facts: HeadFacts) -> None:
         """Raise ConfigError if a model with these facts does not support the configuration."""
-        if self.attention == "gta" and facts.multi_latent:
-            raise ConfigError("kha_attention=gta does not support --multi-latent-attention.")
-        if self.attention == "gla" and not facts.multi_latent:
+        if self.attention and facts.multi_latent != (self.attention == "gla"):
             raise ConfigError(
-                "kha_attention=gla needs --multi-latent-attention, with --kv-lora-rank as the size "
-                "of all latent heads together."
+                "kha_attention=gla needs --multi-latent-attention, and gta does not support it."
             )
         facts = replace(facts, attention=self.attention)
         for mechanism in self.mechanisms:

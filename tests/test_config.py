@@ -156,7 +156,7 @@ def test_invalid_settings_raise_an_error_with_value_and_remedy(build, message):
 @pytest.mark.parametrize(
     ("kha", "facts", "message"),
     [
-        (KHAConfig(attention="gta"), {"multi_latent": True}, "gta does not support --multi-latent"),
+        (KHAConfig(attention="gta"), {"multi_latent": True}, "gta does not support it"),
         (KHAConfig(attention="gla"), {}, "gla needs --multi-latent-attention"),
         (KHAConfig(value="mlp"), {"multi_latent": True}, "only linear KHA, got value=mlp"),
         (KHAConfig(value="mlp"), {"predictions": 1}, "Remove --mtp-num-layers"),

@@ -15,7 +15,6 @@ from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
 from kha_megatron.data import read_beginning
-from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_version
 from kha_megatron.model.model import Model
 
@@ -224,11 +223,7 @@ def upcycle(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
         | {"heads": [*(heads or ()), *(f"gate.{word}" for word in gate or ())]}
     )
-    if kha is None:
-        raise ConfigError(
-            "Expected head mechanisms to add. Pass --kha-preset, --kha-query, --kha-key, "
-            "--kha-value, --gate or --heads."
-        )
+    kha = kha or KHAConfig()  # refused below, like a preset without mechanisms
     if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):
         announce(f"With {kha}, tokens lose heads and the loss changes. Pass --text to print it.")
     from kha_megatron.conversion import to_hf, to_megatron

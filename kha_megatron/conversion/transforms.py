@@ -199,8 +199,8 @@ def upcycle_heads(source: Source, kha: KHAConfig) -> Source:
     before, added = source.model.kha, [mechanism.name for mechanism in kha.mechanisms]
     if not added:
         raise ConfigError(
-            f"Expected head mechanisms to add, got {kha}. Pass --kha-preset, --kha-query, "
-            "--kha-key, --kha-value or --heads."
+            "Expected head mechanisms to add. Pass --kha-preset, --kha-query, --kha-key, "
+            "--kha-value, --gate or --heads."
         )
     doubled: Counter[str] = Counter(
         name for mechanism in kha.mechanisms for name in mechanism.projections_to_double()

@@ -77,13 +77,12 @@ class MixtureOfHeads(Mechanism):
                 "Expected moh.shared and moh.active, or moh.share with at most one of them, got "
                 f"{', '.join(given) or 'none'}. Set for example moh.share=0.75."
             )
-        if not active or 0 in active or (isinstance(self.active, tuple) and self.share is not None):
+        is_list, share = isinstance(self.active, tuple), self.share
+        if not active or 0 in active or (share is not None and (is_list or not 0 < share <= 1)):
             raise ConfigError(
-                "Expected moh.active to be 1 or more, or a list of such numbers without moh.share, "
-                f"got active={self.active} and share={self.share}."
+                "Expected moh.active of 1 or more or a list of such numbers without moh.share, and "
+                f"moh.share above 0 and at most 1, got active={self.active} and share={share}."
             )
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ConfigError(f"Expected moh.share above 0 and at most 1, got {self.share}.")
         if self.shared == 0 and self.router == "learned":
             raise ConfigError(
                 "moh.shared=0 does not work with a learned router, which weights shared against "
@@ -224,16 +223,11 @@ class MixtureOfHeads(Mechanism):
         if not heads:
             return None
         shared, least = self.shared_heads(heads), int(self.router == "learned")
-        if not least <= shared < heads:
+        active = per_layer or (self.active_heads(heads),)
+        if shared < least or not 1 <= min(active) <= max(active) <= heads - shared:
             return (
-                f"Expected {least} to {heads - 1} shared heads of {heads}, got {shared} from "
-                f"{self}. Set moh.shared."
-            )
-        active, routed = per_layer or (self.active_heads(heads),), heads - shared
-        if not 1 <= min(active) <= max(active) <= routed:
-            return (
-                f"Expected 1 to {routed} active heads of {heads} with {shared} shared, got "
-                f"{max(active)} from {self}. Set moh.active."
+                f"Expected {least} or more shared and 1 or more active of {heads} heads together, "
+                f"got {shared} and {max(active)} from {self}. Set moh.shared or moh.active."
             )
         return None
 

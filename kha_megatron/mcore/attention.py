@@ -294,34 +294,23 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     check_layout(model, Layout.from_config(config))
     latent, rows = config.multi_latent_attention, model.qkv
     groups, heads = config.num_query_groups, config.num_attention_heads
-    for applies, message in (
-        (
-            config.fused_single_qkv_rope,
-            "fused_single_qkv_rope=True rotates q and k before KHA can knock on them. Remove "
-            "fused_single_qkv_rope.",
+    other_norm = config.qk_layernorm and config.normalization != "RMSNorm"
+    mistakes = {
+        "fused_single_qkv_rope=True rotates q and k before KHA can knock on them. Remove "
+        "fused_single_qkv_rope.": config.fused_single_qkv_rope,
+        f"qk_clip=True does not support {kha}, which changes the rows of the QKV projection. "
+        "Remove --qk-clip.": config.qk_clip and not latent and (rows.extra or not rows.is_stock),
+        f"Expected one key for each of the {heads} query heads of multi-latent attention, got "
+        f"num_query_groups={groups}. Remove --num-query-groups.": latent and groups != heads,
+        f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear.": (
+            kha.own_projections and (config.add_bias_linear or config.add_qkv_bias)
         ),
-        (
-            config.qk_clip and not latent and (rows.extra or not rows.is_stock),
-            f"qk_clip=True does not support {kha}, which changes the rows of the QKV projection. "
-            "Remove --qk-clip.",
+        f"attention=gla does not support normalization={config.normalization}. Use RMSNorm.": (
+            kha.attention == "gla" and other_norm
         ),
-        (
-            latent and groups != heads,
-            f"Expected one key for each of the {heads} query heads of multi-latent attention, got "
-            f"num_query_groups={groups}. Remove --num-query-groups.",
-        ),
-        (
-            kha.own_projections and (config.add_bias_linear or config.add_qkv_bias),
-            f"The projections of {kha} have no biases. Remove --add-qkv-bias and "
-            "--add-bias-linear.",
-        ),
-        (
-            kha.attention == "gla" and config.qk_layernorm and config.normalization != "RMSNorm",
-            f"attention=gla does not support normalization={config.normalization}. Use RMSNorm.",
-        ),
-    ):
-        if applies:
-            raise ConfigError(message)
+    }
+    for message in (text for text, holds in mistakes.items() if holds):
+        raise ConfigError(message)
     for option, remedy in _UNSUPPORTED.get(kha.attention, {}).items():
         if getattr(config, option):
             raise ConfigError(f"attention={kha.attention} does not support {option}. {remedy}")

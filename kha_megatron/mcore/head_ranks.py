@@ -59,13 +59,15 @@ class HeadRanks(Ranks):
         Raises:
             ConfigError: training runs without this loop, or in a CUDA graph.
         """
-        if self.config.cuda_graph_impl != "none":
-            raise ConfigError("moh.anneal needs --cuda-graph-impl none.")
         arguments = vars(training_arguments())
         known = [arguments.get(name) for name in ("iteration", "curr_iteration")]
         known = [count for count in known if count is not None]
-        if not known and self.trains:
-            raise ConfigError("moh.anneal needs Megatron's training loop. Remove moh.anneal.")
+        # a CUDA graph would keep the heads of the captured iteration
+        if self.config.cuda_graph_impl != "none" or (self.trains and not known):
+            raise ConfigError(
+                "moh.anneal needs Megatron's training loop, which counts iterations, and "
+                "--cuda-graph-impl none. Set one of them, or remove moh.anneal."
+            )
         return max(known, default=None)
 
     def all_heads(self, x: Tensor) -> Tensor:

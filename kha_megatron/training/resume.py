@@ -165,12 +165,10 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     """
     if not args.kha_upcycle:
         return None
-    if args.pretrained_checkpoint is None:
-        raise ConfigError("Expected --pretrained-checkpoint with --kha-upcycle.")
-    if args.save and args.load != args.save:
+    if args.pretrained_checkpoint is None or (args.save and args.load != args.save):
         raise ConfigError(
-            f"Expected --load {args.save} with --kha-upcycle and --save {args.save}, got "
-            f"{args.load}. A restart would begin again and overwrite the run."
+            "Expected --pretrained-checkpoint and the same directory for --load and --save with "
+            f"--kha-upcycle, got {args.pretrained_checkpoint}, {args.load} and {args.save}."
         )
     if not starts_from_pretrained(args):
         return None

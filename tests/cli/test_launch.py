@@ -70,7 +70,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
         (
             [*HEADS, "moh.shared=4", "--heads", "moh.active=1"],
             ConfigError,
-            "shared heads of 4, got 4",
+            "of 4 heads together, got 4 and 1",
         ),
         ([*HEADS, "gate.key=head"], ConfigError, "with QK-norm"),
         ([*HEADS, "gate.output=head", "--flash-decode"], ConfigError, "Remove --flash-decode"),
