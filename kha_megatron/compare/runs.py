@@ -212,7 +212,7 @@ def begin(run: Trial) -> tuple[Job, int]:
     """
     if pids := _live_ranks(run.folder):
         raise OutputError(
-            f"Process {pids[0]} of an earlier command still trains in {run.folder}. End it, or wait."
+            f"Process {pids[0]} of an earlier command still trains in {run.folder}. Wait for it."
         )
     last = newest(run.folder / CHECKPOINTS)
     starts = read_json(run.folder / RUN)["starts"] if last and (run.folder / RUN).exists() else 0

@@ -26,10 +26,7 @@ class Definition:
     def __post_init__(self) -> None:
         finite = all(0 <= x < math.inf for x in (self.deviations, self.margin))
         if self.window < 4 or not finite:
-            raise ConfigError(
-                "Expected a window of 4 or more, and finite deviations and margin of 0 or more, "
-                f"got {self}."
-            )
+            raise ConfigError(f"Expected window >= 4, deviations >= 0 and margin >= 0, got {self}.")
 
     @property
     def first_judged(self) -> int:

@@ -43,10 +43,7 @@ def parse_variants(text: str) -> tuple[ModelVariant, ...]:
     """
     variants = tuple(_parse_variant(word.strip()) for word in text.split(",") if word.strip())
     if len({variant.name for variant in variants}) < max(2, len(variants)):
-        raise ConfigError(
-            f"Expected --variants to be two or more different variants such as baseline,kha_mlp, "
-            f"got {text!r}."
-        )
+        raise ConfigError(f"Expected two or more different --variants, got {text!r}.")
     return variants
 
 
@@ -78,4 +75,4 @@ def _parse_flags(name: str, flags: str) -> KHAConfig:
             raise ConfigError(f"Expected flags among {', '.join(SETTINGS)}, got {flags!r}.")
         return given.kha
     except ValueError as error:  # ConfigError, or an open quotation from shlex
-        raise ConfigError(f"ModelVariant {name}: {error}") from error
+        raise ConfigError(f"Variant {name}: {error}") from error

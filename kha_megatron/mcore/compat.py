@@ -56,9 +56,9 @@ def check_version() -> str:
     major, minor, *_ = re.findall(r"\d+", found)
     release = int(major), int(minor)
     if release < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise VersionError(
-            f"kha_megatron needs megatron-core {OLDEST[0]}.{OLDEST[1]} or newer, but {found} is "
-            f"installed: run `{INSTALL}`"
+            f"Expected megatron-core {oldest} or newer, got {found}. Run `{INSTALL}`."
         )
     if release > NEWEST and is_first_rank():
         warnings.warn(

@@ -142,10 +142,7 @@ def prepare(
     if resume and save is None:
         raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
     if restarts and load not in (None, save):
-        raise ConfigError(
-            f"Expected no --load {load}: a restarted job would load it again. Use --output with "
-            "--resume, or --pretrained-checkpoint."
-        )
+        raise ConfigError(f"A restarted job would load --load {load} again. Use --resume.")
     defaults: dict[str, Any] = {}
     if restarts or resume or run.training.kha_upcycle:  # an empty directory starts from scratch
         defaults["load"] = save

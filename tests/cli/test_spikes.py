@@ -59,7 +59,7 @@ def test_tensorboard_files_as_a_table(run, tmp_path):
     ("words", "message"),
     [
         (["--name", "mtp loss"], "has no 'mtp loss'. Choose from"),
-        (["--window", "2"], "Expected a window of 4 or more"),
+        (["--window", "2"], "Expected window >= 4"),
         (["--window", "2000"], "got 400. Choose a smaller --window"),
     ],
 )

@@ -141,7 +141,7 @@ def test_lost_losses_stay_missing(tmp_path):
 def test_a_missing_held_out_loss_is_an_error(tmp_path):
     run = planned(tmp_path, held_out=16).runs[0]
     assert runs._held_out(run, {"lm loss validation": [(40, 2.5)]}) == 2.5
-    with pytest.raises(DataError, match="held-out loss in .*baseline-seed1, got None"):
+    with pytest.raises(DataError, match=r"held-out loss in .*baseline-seed1, got None"):
         runs._held_out(run, {"lm loss validation": [(39, 2.5)]})
     with pytest.raises(DataError, match="got nan"):
         runs._held_out(run, {"lm loss validation": [(40, float("nan"))]})
