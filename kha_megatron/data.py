@@ -266,7 +266,8 @@ def prepare(
     for source in sources:
         if not os.path.exists(source):
             raise DataError(f"--from {printable(source)} does not exist.")
-    check_output_folder(out, overwrite=overwrite, mark=REPORT)
+    held = (f"{CORPUS}.*", TOKENIZER, REPORT)
+    check_output_folder(out, overwrite=overwrite, mark=REPORT, only=held)
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
     skipped: Skipped = {reason: {"count": 0, "examples": []} for reason in SKIPPED}

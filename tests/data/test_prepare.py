@@ -214,6 +214,9 @@ def test_interrupted_work_leaves_what_was_there(stage, prepared, sources, tmp_pa
     prepare([sources], out, vocab_size=300, overwrite=True, max_file_bytes=LIMIT)
     assert files(out) == files(prepared[0])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (out / "book.txt").write_text("a source that --overwrite would delete")
+    with pytest.raises(OutputError, match=r"holds book\.txt"):
+        prepare([out / "book.txt"], out, vocab_size=300, overwrite=True)
 
 
 def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
