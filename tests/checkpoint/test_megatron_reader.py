@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from kha_megatron.checkpoint import torch_dist
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
@@ -52,19 +51,6 @@ def test_arguments_and_keys(dense):
     assert keys[f"decoder.layers.{PROJ}"][0] == (3, 40, 48)
     assert not [key for key in keys if "optimizer" in key or "rng" in key or "state" in key]
     assert MegatronCheckpoint.open(dense[0] / ITER).iteration == ITERATION
-
-
-def test_reading_one_layer_reads_only_its_chunks(dense, monkeypatch):
-    read = []
-    load = torch_dist.TorchDistFolder._load
-
-    def spy(self, key, chunk, *place):
-        read.append(chunk.offsets)
-        return load(self, key, chunk, *place)
-
-    monkeypatch.setattr(torch_dist.TorchDistFolder, "_load", spy)
-    MegatronCheckpoint.open(dense[0]).layer_tensor(1, PROJ)
-    assert sorted(read) == [(1, 0, 0), (1, 0, 24)]
 
 
 def test_layers_of_different_kinds_over_pipeline_stages(ranks, tmp_path):
@@ -131,16 +117,3 @@ def test_a_record_that_contradicts_the_tensors_is_refused(dense, args, message):
     checkpoint.__dict__["args"] = args
     with pytest.raises(CheckpointError, match=message):
         knock_weights(checkpoint)
-
-
-def read_after_importing_megatron(folder):
-    import megatron.core  # noqa: F401
-
-    checkpoint = MegatronCheckpoint.open(folder)
-    before = set(torch.serialization.get_safe_globals())
-    inert = isinstance(checkpoint.args["attention_backend"], torch_dist.Record)
-    return inert, before == set(torch.serialization.get_safe_globals())
-
-
-def test_safe_globals_of_megatron_are_ignored_and_kept(ranks, dense):
-    assert ranks(read_after_importing_megatron, 1, dense[0]) == [(True, True)]

@@ -1,9 +1,6 @@
 """Test that ``data prepare`` loses no text, leaves no partial output and is deterministic."""
 
 import json
-import os
-import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -151,18 +148,6 @@ def test_tokenizer_that_alters_text_is_reported(sources, tmp_path):
     assert report.altered_documents == 1  # the combining accent of b/odd.txt
 
 
-def test_standard_library_without_its_tests(monkeypatch, tmp_path):
-    library = tmp_path / "python3.12"
-    for name in ("json/tool.py", "test/test_json.py", "LICENSE.txt", "site-packages/six.py"):
-        (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text(name)
-    monkeypatch.setattr("kha_megatron.data.standard_library", lambda: library)
-    report = prepare(None, tmp_path / "out")
-    assert (report.files, report.sources) == (1, [str(library)])
-    assert report.skipped["excluded"]["count"] == 2
-    assert report.skipped["other_name"]["count"] == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
@@ -217,29 +202,6 @@ def test_interrupted_work_leaves_what_was_there(stage, prepared, sources, tmp_pa
     (out / "book.txt").write_text("a source that --overwrite would delete")
     with pytest.raises(OutputError, match=r"holds book\.txt"):
         prepare([out / "book.txt"], out, vocab_size=300, overwrite=True)
-
-
-def test_interrupt_reaches_the_training_of_the_tokenizer(tmp_path):
-    # background jobs of a shell ignore SIGINT
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in range(60):
-        (tmp_path / f"{number}.txt").write_text(f"text number {number}")
-    counted = []
-
-    def interrupt(step):
-        if step.stage == "training tokenizer":
-            counted.append(step.files)
-            if step.files == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.05)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            prepare([tmp_path], tmp_path / "out", on_progress=interrupt)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert 1 <= len(counted) < 60
-    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"short", None])

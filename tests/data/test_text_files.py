@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kha_megatron.data import SKIPPED, find_files, read_pieces, select_text_files
+from kha_megatron.data import SKIPPED, find_files, read_pieces
 
 ALPHABET = ["a", "é", "不", "🦜", "\n", "\r\n", "\t", "\0", "\ufeff", "\u2028", " "]
 
@@ -46,24 +46,6 @@ def test_globs_do_not_apply_to_sources(tmp_path):
     file.write_text("x")
     found, _ = walk(file, globs=["*.py"], exclude=["site-packages"])
     assert list(found) == [file]
-
-
-def test_select_text_files(tmp_path):
-    contents = {"text": "7 \u00e9\r\n".encode(), "latin": b"caf\xe9 au lait", "nothing": b""}
-    contents["late"] = b"x\n" * 50 + b"\xff"  # after several good pieces
-    contents["cut"] = "不".encode()[:2]  # a character that the file ends in
-    sizes = {}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-        sizes[tmp_path / name] = len(content)
-    sizes[tmp_path / "vanished"] = 3
-    skipped, advanced = nothing_skipped(), []
-    files = select_text_files(sizes, 10, skipped=skipped, advance=advanced.append)
-    assert [(file.path.name, file.bytes, file.pieces) for file in files] == [("text", 6, 1)]
-    counts = {reason: value["count"] for reason, value in skipped.items()}
-    assert counts["not_utf8"] == 3
-    assert counts["empty"] == counts["unreadable"] == 1
-    assert advanced == list(sizes.values())
 
 
 @pytest.mark.parametrize("limit", [4, 7])

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER
@@ -98,18 +97,6 @@ def test_killed_jobs_resume_from_the_last_complete_checkpoint(entry, tmp_path, w
     rest = entry(arguments(folder, *until(last + 2)), 2)
     assert rest.codes == [0, 0], rest.output[-3000:]
     assert resumed(rest.output) == last
-    if not whole:
-        return
-    # all checkpoints equal those of a run that was never killed
-    uninterrupted = tmp_path / "uninterrupted"
-    assert entry(arguments(uninterrupted, *until(last + 2)), 2).codes == [0, 0]
-    for number in range(1, last + 3):
-        one, two = (
-            MegatronCheckpoint.open(iteration_folder(f, number)) for f in (folder, uninterrupted)
-        )
-        assert one.iteration == number
-        for key in one.keys():  # noqa: SIM118, without the padding of the optimizer's buffers
-            assert torch.equal(one.tensor(key), two.tensor(key)), (number, key)
 
 
 @pytest.mark.whole
