@@ -27,8 +27,6 @@ def _truncate(file, by):
 DAMAGE = {
     "no mark": (lambda d: (d / ITER / "metadata.json").unlink(), r"metadata\.json is missing"),
     "torn mark": (lambda d: _truncate(d / ITER / "metadata.json", 9), r"metadata\.json is missing"),
-    "no index": (lambda d: (d / ITER / ".metadata").unlink(), r"\.metadata is missing"),
-    "short index": (lambda d: _truncate(d / ITER / ".metadata", 99), r"\.metadata is .*damaged"),
     "short shard": (lambda d: _truncate(d / ITER / "__1_0.distcp", 1), "__1_0.distcp .* cut short"),
     "lost shard": (lambda d: (d / ITER / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "holds no complete checkpoint"),

@@ -76,13 +76,6 @@ def test_matrices_are_transposed_and_stacked(request, tensors, kind):
         )
 
 
-def test_a_single_file_is_preferred_to_an_index_as_in_transformers(sharded, tensors):
-    changed = {name: tensor + 1 for name, tensor in tensors.items()}
-    save_file(changed, sharded / "model.safetensors")
-    checkpoint = HFCheckpoint.open(sharded)
-    assert all(torch.equal(checkpoint.tensor(name), changed[name]) for name in tensors)
-
-
 def _map(change):
     def edit(folder):
         file = folder / "model.safetensors.index.json"

@@ -105,10 +105,6 @@ def test_kha_of_checkpoints_without_kha_arguments(dense):
             {"kha_query": "linear", "kha_key": None, "kha_value": "mlp"},
             r"KHA on query=linear value=mlp, .* tensor .*knock_key.weight",
         ),
-        (
-            {"kha_query": "mlp", "kha_key": "gate", "kha_value": "mlp"},
-            "query=mlp.*knock_query.weight",
-        ),
         ({"spec": ["other.module", "kha_mlp"]}, "KHA on nothing.*tensor .*knock_key"),
     ],
 )

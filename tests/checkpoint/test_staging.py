@@ -174,16 +174,6 @@ def test_a_kill_between_the_two_renames_loses_nothing(old, by):
     assert _tree(old) == before
 
 
-def test_a_disk_without_locks_causes_a_warning(old, monkeypatch):
-    def flock(descriptor, operation):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(staging.fcntl, "flock", flock)
-    with pytest.warns(RuntimeWarning, match="model has no file locks"):
-        _write_folder(old)
-    assert _tree(old.parent) == NEW
-
-
 def test_check_output_folder_accepts_new_empty_and_marked_directories(old, tmp_path):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "new", tmp_path / "empty", old):

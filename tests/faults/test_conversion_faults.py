@@ -85,14 +85,10 @@ def test_a_kill_at_any_step_loses_nothing(sources, old, kind, whole):
     assert killed >= most
 
 
-def shards(folder, kind):
-    return sorted(folder.rglob("*.distcp" if kind == "to-hf" else "*.safetensors"))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_detected(source, old, kind):
     folder = source(kind)
-    for file in shards(folder, kind):
+    for file in sorted(folder.rglob("*.distcp" if kind == "to-hf" else "*.safetensors")):
         at = int(0.99 * (file.stat().st_size - 1))
         flip(file, at)
         refused(kind, folder, old, "is damaged", CheckpointError)

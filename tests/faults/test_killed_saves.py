@@ -1,8 +1,4 @@
-"""Test that a job that is killed while saving resumes from the last complete checkpoint.
-
-The same job is killed and restarted repeatedly in one directory. Each run resumes, trains one
-iteration and is killed at another step of the next save.
-"""
+"""Kill a job at steps of its saves. Each run resumes from the last complete checkpoint."""
 
 import functools
 import random

@@ -43,7 +43,6 @@ def tracker(folder):
     ("found", "saves", "resume", "why"),
     [
         ("", (COMPLETE, COMPLETE), "2", "contains '' instead of an iteration"),
-        ("-1", (COMPLETE, COMPLETE), "2", "contains '-1' instead of an iteration"),
         ("²", (COMPLETE, COMPLETE), "2", "contains '²' instead of an iteration"),
         ("7" * 5000, (COMPLETE,), "1", "instead of an iteration"),
         (None, (COMPLETE,), "1", "is missing"),
