@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import kha_megatron
-from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
 
@@ -120,11 +119,11 @@ class DataReport:
     def read(cls, folder: Path) -> Self:
         """Read the report of a prepared directory. Raise DataError if it cannot be read."""
         try:
-            values = read_json(folder / REPORT)
+            values = json.loads((folder / REPORT).read_bytes())
             if values.pop("format") != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
             return cls(**values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"Cannot read {folder / REPORT} ({error}). {_AGAIN}") from error
 
 

@@ -1,6 +1,7 @@
 """Read a Hugging Face model directory: ``config.json`` and safetensors files. No code is run."""
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.checkpoint.integrity import is_file_name
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
-from kha_megatron.checkpoint.reading import is_file_name, read_json
 from kha_megatron.checkpoint.safetensors_file import (
     NAMES,
     TensorEntry,
@@ -113,8 +114,8 @@ class HFCheckpoint:
 def json_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raise CheckpointError if it cannot be read."""
     try:
-        return {**read_json(file)}
-    except (OSError, ValueError, TypeError) as error:
+        return {**json.loads(file.read_bytes())}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as a JSON object: {error}.") from error
 
 

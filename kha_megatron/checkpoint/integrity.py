@@ -10,9 +10,9 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.reading import is_file_name, read_json
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -40,13 +40,18 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
     if not file.exists():
         return None
     try:
-        content = read_json(file)
+        content = json.loads(file.read_bytes())
         files: dict[str, str] = content["files"]
         if content["algorithm"] != "sha256" or not all(map(is_file_name, files)):
             raise ValueError
         return {name: str(digest) for name, digest in files.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged. {_REMEDY}") from error
+
+
+def is_file_name(name: Any) -> bool:
+    """Return whether a value read from a file names a file in the same directory."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def check_file(file: Path, digest: str) -> None:

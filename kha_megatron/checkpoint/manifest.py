@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -41,14 +40,14 @@ def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
     if not file.exists():
         return {}
     try:
-        content = read_json(file)
+        content = json.loads(file.read_bytes())
         if content["format"] != FORMAT:
             raise ValueError
         return {
             key: (entry["dtype"], entry["shape"], str(entry["sha256"]))
             for key, entry in content["tensors"].items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged, or was not written by kha_megatron. Copy it again, or delete it "
             "to load the model without checking its hashes."

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kha_megatron.checkpoint.integrity import read_hashes
+from kha_megatron.checkpoint.integrity import FileChecks, read_hashes
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
     Record,
@@ -76,10 +76,10 @@ class MegatronCheckpoint:
                 f"{path} is incomplete: its {COMMIT_MARK} is missing or damaged. "
                 f"{choices(path.parent)}"
             )
-        folder = TorchDistFolder(path, read_hashes(path) if verify else None)
-        for name in (COMMIT_MARK, LEGACY_COMMON):
-            folder.checks.check(name)
-        return cls(path, folder)
+        checks = FileChecks(path, (read_hashes(path) if verify else None) or {})
+        for name in (METADATA, COMMIT_MARK, LEGACY_COMMON):
+            checks.check(name)
+        return cls(path, TorchDistFolder(path, checks))
 
     def identity(self) -> dict[str, Any]:
         """Return the source of a conversion, with a hash of ``.metadata``."""

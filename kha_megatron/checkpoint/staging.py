@@ -41,22 +41,27 @@ def check_output_folder(
     held = sorted(folder.iterdir())
     foreign = [path.name for path in held if only and not any(map(path.match, only))]
     if not inside and os.path.ismount(target):  # a mount point cannot be renamed
-        problem = "is a mount point and cannot be replaced. Choose a directory inside it."
+        problem = f"{folder} is a mount point and cannot be replaced. Choose a directory inside it."
     elif not held:
         return
     elif not overwrite:
         problem = (
-            f"is not empty ({len(held)} entries). Choose another directory, or add --overwrite."
+            f"{folder} is not empty ({len(held)} entries). Choose another directory, or add "
+            "--overwrite."
         )
     elif mark and not (folder / mark).is_file():
         problem = (
-            f"holds no {mark}, so that --overwrite does not delete it. Choose another directory."
+            f"{folder} holds no {mark}, so that --overwrite does not delete it. Choose another "
+            "directory."
         )
     elif foreign:
-        problem = f"holds {foreign[0]}, which is not from this command. Choose another directory."
+        problem = (
+            f"{folder} holds {foreign[0]}, which is not from this command. Choose another "
+            "directory."
+        )
     else:
         return
-    raise OutputError(f"{folder} {problem}")
+    raise OutputError(problem)
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -14,7 +14,7 @@ import pickle
 import pickletools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from kha_megatron.checkpoint.integrity import FileChecks
-from kha_megatron.checkpoint.reading import is_file_name
+from kha_megatron.checkpoint.integrity import FileChecks, is_file_name
 from kha_megatron.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -117,16 +116,15 @@ class TorchDistFolder:
 
     Args:
         path: The directory.
-        digests: Hexadecimal SHA-256 of files by name, to check before they are first read.
+        checks: Compares shards with their hashes before they are first read. The caller has checked
+            ``.metadata``.
 
     Raises:
         CheckpointError: A file is missing, damaged, hostile or too short.
     """
 
-    def __init__(self, path: Path, digests: Mapping[str, str] | None = None) -> None:
-        self.path = path
-        self.checks = FileChecks(path, digests or {})
-        self.checks.check(METADATA)
+    def __init__(self, path: Path, checks: FileChecks) -> None:
+        self.path, self.checks = path, checks
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
         try:
             self.tensors, self.objects = _index(_unpickle((path / METADATA).read_bytes()))

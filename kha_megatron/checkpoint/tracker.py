@@ -5,6 +5,7 @@ the tracker file. A killed save therefore leaves a directory without a mark, whi
 loaded, or a complete checkpoint that the tracker file does not name, which must not be lost.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,6 @@ from typing import NamedTuple
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.manifest import CONVERTED_FROM
-from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import CheckpointError
 
@@ -166,8 +166,8 @@ def is_complete(path: Path) -> bool:
     if (path / INTEGRITY).is_file():
         return True
     try:
-        return "sharded_backend" in read_json(path / COMMIT_MARK)
-    except (OSError, ValueError, TypeError):
+        return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 

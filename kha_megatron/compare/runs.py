@@ -7,6 +7,7 @@ All variants of a seed see the same data in the same order and start from the sa
 Megatron's ``--seed`` decides both and matrices at the identity draw no random numbers.
 """
 
+import json
 import math
 import os
 import shutil
@@ -20,7 +21,6 @@ from typing import Any
 
 import psutil
 
-from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.checkpoint.staging import lock, write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
@@ -81,7 +81,7 @@ class Trial:
     def result(self) -> dict[str, Any] | None:
         """Content of ``result.json``; None if the run has not finished."""
         file = self.folder / RESULT
-        return read_json(file) if file.exists() else None
+        return json.loads(file.read_bytes()) if file.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ def _check_arguments(run: Trial) -> None:
     """Raise OutputError if the run was started with other arguments."""
     if not (run.folder / RUN).exists():
         return
-    old = read_json(run.folder / RUN)["arguments"]
+    old = json.loads((run.folder / RUN).read_bytes())["arguments"]
     new = {flag: list(words) for flag, words in run.config.flags.items()}
     if other := sorted(f for f in old.keys() | new.keys() if old.get(f) != new.get(f)):
         was, now = (" ".join(x.get(other[0], ["absent"])) or "set" for x in (old, new))
@@ -215,7 +215,8 @@ def begin(run: Trial) -> tuple[Job, int]:
             f"Process {pids[0]} of an earlier command still trains in {run.folder}. Wait for it."
         )
     last = newest(run.folder / CHECKPOINTS)
-    starts = read_json(run.folder / RUN)["starts"] if last and (run.folder / RUN).exists() else 0
+    earlier = run.folder / RUN
+    starts = json.loads(earlier.read_bytes())["starts"] if last and earlier.exists() else 0
     # remove incomplete checkpoints, and an index that may be incomplete
     shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
     index = str((run.folder / _INDEX).absolute())
@@ -255,7 +256,7 @@ def finish(run: Trial) -> None:
         "seconds_per_step": median(seconds) if seconds else None,
         "cost": measure.cost(run.config, vocab_size),
         "device": measure.device(run.config),
-        "starts": read_json(run.folder / RUN)["starts"],
+        "starts": json.loads((run.folder / RUN).read_bytes())["starts"],
         "matrices": measure.matrices(checkpoint, run.folder),
     }
     for folder in checkpoint.path.parent.iterdir():

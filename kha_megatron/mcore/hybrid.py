@@ -74,11 +74,12 @@ class KHAHybridStack(HybridStack):
 
 def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None:
     """Raise ConfigError if this stage of a hybrid model cannot be built with KHA."""
+    stages = config.virtual_pipeline_model_parallel_size
     latent = sorted({Symbols.MLA, Symbols.DS_ATTENTION} & set(layers))
     others = sorted(set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
     mistakes = {
-        "Hybrid models with KHA do not support virtual pipeline stages.": (
-            config.virtual_pipeline_model_parallel_size is not None
+        f"Hybrid models do not support virtual_pipeline_model_parallel_size={stages}.": (
+            stages is not None
         ),
         f"Hybrid models do not support attention={kha.attention}. Use a GPT model.": kha.attention,
         f"Hybrid models with KHA do not support latent attention ({' '.join(latent)}).": latent,

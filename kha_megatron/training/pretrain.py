@@ -4,6 +4,7 @@ Import only after :func:`kha_megatron.training.arguments.choose_device`.
 """
 
 import argparse
+import json
 import time
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.reading import read_json
 from kha_megatron.config import KHAConfig
 from kha_megatron.mcore import compat, cpu
 from kha_megatron.mcore.attention import describe_model
@@ -186,7 +186,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        sequences_per_dataset=read_json(Path(sizes)) if sizes else None,
+        sequences_per_dataset=json.loads(Path(sizes).read_bytes()) if sizes else None,
     )
 
     def is_built_here() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
 from kha_megatron.checkpoint.tracker import (
@@ -205,7 +206,7 @@ def _has_fp8_scales(args: Mapping[str, Any]) -> bool:
 def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
     """Return the KHA configuration and the arguments of a checkpoint."""
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
-        folder = TorchDistFolder(path)
+        folder = TorchDistFolder(path, FileChecks(path, {}))
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format
             args = folder.read_object("args").state
             return KHAConfig.from_entries(args), args

@@ -118,7 +118,7 @@ REFUSED = {
         lambda folder: (folder / "model-00003-of-00003.safetensors").unlink(),
         r"00003\.safetensors is missing",
     ),
-    "deep index": (_write("model.safetensors.index.json", "[" * 99_999), "nested too deeply"),
+    "deep index": (_write("model.safetensors.index.json", "[" * 99_999), "recursion depth"),
     "adapter": (_write("adapter_config.json", "{}"), r"has adapter_config\.json"),
     "truncated": (_truncate, r"00001-of-00003\.safetensors is damaged"),
     "pickle named safetensors": (_pickle, r"00001-of-00003\.safetensors is damaged"),

@@ -198,7 +198,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(content, tmp_path):
     ("harm", "words"),
     [
         (lambda folder: (folder / "data.json").unlink(), "No such file"),
-        (lambda folder: (folder / "data.json").write_text("[" * 100_000), "nested too deeply"),
+        (lambda folder: (folder / "data.json").write_text("[" * 100_000), "recursion depth"),
         (lambda folder: (folder / "corpus.bin").unlink(), "corpus.bin"),
         (lambda folder: cut(folder / "corpus.bin", 2), "expected file_bytes .* got"),
         (lambda folder: (folder / "corpus.idx").write_bytes(b"x" * IDX), "Cannot open the dataset"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.torch_dist import TorchDistFolder
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
@@ -106,7 +107,7 @@ def summary(results):
 
 def contents(folder):
     """All tensors by name, and what the ranks had in common."""
-    opened = TorchDistFolder(Path(folder))
+    opened = TorchDistFolder(Path(folder), FileChecks(Path(folder), {}))
     tensors = {key: opened.read(key) for key in opened.tensors}
     return tensors, opened.read_object("common_state/shard_0_1")[0]
 
@@ -224,7 +225,7 @@ def _check_replicas(results):
 def test_shared_matrices_are_stored_once(trained):
     """Four ranks, two and two of which hold the same: one box of the file for each layer."""
     source, _ = trained((4, {TP: 2}), False, True)
-    folder = TorchDistFolder(source / "state")
+    folder = TorchDistFolder(source / "state", FileChecks(source / "state", {}))
     for projection, variant in KHA.variants.items():
         key = f"decoder.layers.self_attention.knock_{projection}.weight"
         for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):

@@ -58,7 +58,7 @@ def test_damaged_and_missing_lists_of_hashes(copy):
     write_hashes(folder)
     assert read_hashes(folder) == digests
     (folder / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp cannot be read"):
         verify_hashes(folder)
 
 
