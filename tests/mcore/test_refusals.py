@@ -33,7 +33,11 @@ def refusal(kha, overrides):
     ("kha", "overrides", "message"),
     [
         (VALUE, {"fused_single_qkv_rope": True}, "fused_single_qkv_rope.*Remove"),
-        (VALUE, {"transformer_impl": "inference_optimized"}, "is not supported with KHA"),
+        (
+            VALUE,
+            {"transformer_impl": "inference_optimized"},
+            "KHA does not support transformer_impl",
+        ),
         (VALUE, LATENT, "value=mlp.*linear"),
         (GLA, LATENT | {"cache_mla_latents": True}, "cache_mla_latents.*Remove"),
         (GLA, LATENT | {"normalization": "LayerNorm"}, "LayerNorm.*Use RMSNorm"),
@@ -61,7 +65,7 @@ def refusal(kha, overrides):
         (
             KHAConfig.from_preset("moh_50"),
             {"heterogeneous_block_specs": True},
-            "Use moh.balance=0",
+            "needs moh.balance=0",
         ),
         (
             KHAConfig(collaborative=CollaborativeHeads(dim=6)),
@@ -70,8 +74,8 @@ def refusal(kha, overrides):
         ),
         (SHARED, {"add_qkv_bias": True}, "no biases. Remove --add-qkv-bias"),
         (SHARED, LATENT, "Use MHA, MQA or GQA"),
-        (TALKING, {"window_size": (3, 0)}, "window_size=.*Remove --window-size"),
-        (TALKING, {"softmax_type": "learnable"}, "softmax_type=learnable.*Remove --softmax-type"),
+        (TALKING, {"window_size": (3, 0)}, "window_size=.*Remove it"),
+        (TALKING, {"softmax_type": "learnable"}, "softmax_type=learnable.*Remove it"),
     ],
     ids=str,
 )

@@ -171,7 +171,7 @@ def test_job_is_followed_to_its_end(
         (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "field of SlurmExecutor, got qso"),
         (Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}), {}, "JSON in --set ntasks"),
         (CONTAINER, {"output": Path("runs/one")}, "--output as an absolute path .*got runs/one"),
-        (CONTAINER, {"words": ["--load", "/other"]}, "no --load /other: .*--pretrained-checkpoint"),
+        (CONTAINER, {"words": ["--load", "/other"]}, "load --load /other again"),
     ],
 )
 def test_bad_input_is_refused(slurm, options, match, nemorun_home):
