@@ -55,10 +55,7 @@ def check_output_folder(
             "directory."
         )
     elif foreign:
-        problem = (
-            f"{folder} holds {foreign[0]}, which is not from this command. Choose another "
-            "directory."
-        )
+        problem = f"{folder} holds {foreign[0]}, which is not from this command. Move it."
     else:
         return
     raise OutputError(problem)
