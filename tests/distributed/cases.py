@@ -80,6 +80,7 @@ ONE_PER_CLAIM = [
     case(khas=FOLDED[1:], fold="always", tp=2, sp=True, dp=2, ddp=OVERLAP_ALL),
     case(khas=(MLA, GLA, GATED_MLA), tp=2, config=LATENT),
     case(khas=(GTA,), tp=2, config=TIED),
+    case(khas=(GTA,), tp=2, sp=True, config=TIED),
     case(khas=MIXING, tp=4, sp=True, groups=2, config=WIDER),
     case(bf16=True, tp=2, sp=True, groups=2),
     case(khas=(STOCK_GATE, GATES), tp=2, sp=True, groups=1),
