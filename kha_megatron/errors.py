@@ -4,6 +4,8 @@ Each message is one line: what was expected, what was found and what to do. The 
 it without a traceback and exits with ``exit_code``.
 """
 
+from collections.abc import Mapping
+
 
 class KHAError(Exception):
     """Base class of the errors of this package."""
@@ -54,3 +56,10 @@ class MissingDependencyError(KHAError, ImportError):
 def in_one_line(error: BaseException) -> str:
     """Return the message of an error on one line, or its class if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def raise_first(mistakes: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first message whose condition is true."""
+    for message, applies in mistakes.items():
+        if applies:
+            raise ConfigError(message)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kha_megatron.config import AttentionKind, KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import Mechanism, Projection
 from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.knock import PROJECTIONS
@@ -309,8 +309,7 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             kha.attention == "gla" and other_norm
         ),
     }
-    for message in (text for text, holds in mistakes.items() if holds):
-        raise ConfigError(message)
+    raise_first(mistakes)
     for option, remedy in _UNSUPPORTED.get(kha.attention, {}).items():
         if getattr(config, option):
             raise ConfigError(f"attention={kha.attention} does not support {option}. {remedy}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import raise_first
 from kha_megatron.mcore.compat import megatron_imports
 from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
@@ -87,9 +87,7 @@ def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None
             others and config.transformer_impl != "transformer_engine"  # would be identity layers
         ),
     }
-    for message, holds in mistakes.items():
-        if holds:
-            raise ConfigError(message)
+    raise_first(mistakes)
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:

@@ -8,7 +8,7 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
 from kha_megatron.data import check_data
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
@@ -222,8 +222,6 @@ def check_args(args: argparse.Namespace) -> None:
             args.kha_perturb_embedding and args.pretrained_checkpoint
         ),
     }
-    for message, holds in mistakes.items():
-        if holds:
-            raise ConfigError(message)
+    raise_first(mistakes)
     check_arguments(vars(args), args.world_size, kha_asked(vars(args)))
     check_data(vars(args))
