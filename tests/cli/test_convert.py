@@ -1,4 +1,4 @@
-"""``kha-megatron convert to-hf``: output, exit codes and bad input."""
+"""``kha-megatron convert`` and ``verify``: output, exit codes and bad input."""
 
 import json
 
@@ -6,42 +6,47 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kha_megatron.conversion import megatron_model, to_hf
+from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import TOLERANCE, Pair
+from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import VOCAB
 from tests.conversion.fixtures import write_tokenizer
+from tests.conversion.models import CONFIGS, SIZES, make
 
 
 @pytest.fixture
-def run(run):
+def to_hf_format(run):
     return lambda *words: run("convert", "to-hf", *words)
 
 
-@pytest.fixture(scope="module")
-def megatron_outputs():
-    return []
+@pytest.fixture
+def qwen3(tmp_path):
+    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "qwen3")
+    return tmp_path / "qwen3"
 
 
-@pytest.fixture(autouse=True)
-def one_run_of_megatron(megatron_outputs, monkeypatch):
-    """Run Megatron once for ``verify``, because all tests convert the same checkpoint."""
-    original = megatron_model.run_megatron
-
-    def run_once(*args, **options):
-        if not megatron_outputs:
-            megatron_outputs.append(original(*args, **options))
-        return megatron_outputs[0]
-
-    monkeypatch.setattr(megatron_model, "run_megatron", run_once)
+@pytest.fixture
+def linear(tmp_path):
+    config = KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")
+    make(config).save_pretrained(tmp_path / "kha")
+    return tmp_path / "kha"
 
 
 def _files(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):
+def _change(folder, name):
+    """Change a tensor of a model, and delete the manifest with its hash."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[5] += 0.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "manifest.json").unlink()
+
+
+def test_json_holds_the_numbers(to_hf_format, sparse, tokenizer, tmp_path):
     out = tmp_path / "new" / "hf"
-    code, stdout, stderr = run(sparse[0], out, "--json")
+    code, stdout, stderr = to_hf_format(sparse[0], out, "--json")
     assert code == 0
     assert "error" not in stderr
     report = json.loads(stdout)
@@ -65,23 +70,18 @@ def test_json_holds_the_numbers(run, sparse, tokenizer, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["hf"]
 
 
-def test_no_verify_runs_no_model(run, sparse, tmp_path, monkeypatch):
-    monkeypatch.setattr(Pair, "open", None)
-    code, stdout, _ = run(sparse[0], tmp_path / "hf", "--no-verify")
-    assert code == 0
-    assert stdout.splitlines()[-1].split() == ["verified", "no"]
-
-
-def test_logits_that_do_not_fit_into_memory_are_skipped(run, sparse, tmp_path, monkeypatch):
+def test_logits_that_do_not_fit_into_memory_are_skipped(
+    to_hf_format, sparse, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Pair, "fits_in_memory", False)
-    code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
+    code, stdout, stderr = to_hf_format(sparse[0], tmp_path / "hf", "--json")
     assert (code, json.loads(stdout)["verification"]["logits"]) == (0, None)
     assert "Logits are not compared: both models need" in stderr
 
 
-def test_dtype_and_shard_size_are_respected(run, sparse, tmp_path):
+def test_dtype_and_shard_size_are_respected(to_hf_format, sparse, tmp_path):
     words = ("--dtype", "bfloat16", "--max-shard-size", "20KB", "--no-verify", "--json")
-    code, stdout, _ = run(sparse[0], tmp_path / "hf", *words)
+    code, stdout, _ = to_hf_format(sparse[0], tmp_path / "hf", *words)
     assert code == 0
     report = json.loads(stdout)
     shards = sorted((tmp_path / "hf").glob("*.safetensors"))
@@ -90,79 +90,143 @@ def test_dtype_and_shard_size_are_respected(run, sparse, tmp_path):
     assert load_file(shards[0])["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
-def test_a_wrong_model_exits_with_1(run, sparse, tmp_path, monkeypatch):
-    original = to_hf.HFPlan.write
-
-    def mistaken(planned, target, **options):
-        written = original(planned, target, **options)
-        tensors = load_file(target / "model.safetensors")
-        tensors["model.norm.weight"] *= 0.99
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        (target / "manifest.json").unlink()  # its hash would differ
-        return written
-
-    monkeypatch.setattr(to_hf.HFPlan, "write", mistaken)
-    code, stdout, stderr = run(sparse[0], tmp_path / "hf", "--json")
-    assert code == 1
-    assert "The two models differ: 1 tensors different, such as model.norm.weight" in stderr
-    difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
-    assert difference > TOLERANCE
-
-
-def test_a_small_tokenizer_keeps_all_rows(run, sparse, tmp_path):
+def test_an_unverified_export_with_a_small_tokenizer_keeps_all_rows(
+    to_hf_format, sparse, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Pair, "open", None)  # no model is run
     words = ("--no-verify", "--tokenizer", write_tokenizer(tmp_path / "small", 47))
-    code, _, stderr = run(sparse[0], tmp_path / "hf", *words)
+    code, stdout, stderr = to_hf_format(sparse[0], tmp_path / "hf", *words)
     assert code == 0
+    assert stdout.splitlines()[-1].split() == ["verified", "no"]
     assert "Kept all 56 rows of the embedding" in stderr
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 56
 
 
-def test_overwrite_replaces_a_model_and_nothing_else(run, sparse, tmp_path):
+def test_overwrite_replaces_a_model_and_nothing_else(to_hf_format, sparse, tmp_path):
     out = tmp_path / "hf"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     for words, message in (((), "is not empty"), (("--overwrite",), "holds no manifest.json")):
-        code, stdout, stderr = run(sparse[0], out, "--no-verify", *words)
+        code, stdout, stderr = to_hf_format(sparse[0], out, "--no-verify", *words)
         assert (code, stdout) == (2, "")
         assert message in stderr
         assert _files(out) == {"notes.txt": b"mine"}
     (out / "notes.txt").unlink()
-    assert run(sparse[0], out, "--no-verify")[0] == 0
+    assert to_hf_format(sparse[0], out, "--no-verify")[0] == 0
     whole = _files(out)
     (out / "config.json").write_text("{}")
     (out / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier model")
-    assert run(sparse[0], out, "--no-verify", "--overwrite")[0] == 0
+    assert to_hf_format(sparse[0], out, "--no-verify", "--overwrite")[0] == 0
     assert _files(out) == whole
     assert json.loads(whole["config.json"])["vocab_size"] == VOCAB
     link = tmp_path / "link"
     link.symlink_to(out)
-    code, _, stderr = run(out, link, "--no-verify", "--overwrite", "--dtype", "float16")
+    code, _, stderr = to_hf_format(out, link, "--no-verify", "--overwrite", "--dtype", "float16")
     assert code == 2
     assert "holds the source of this conversion" in stderr
     (out / ".git").mkdir()
-    code, _, stderr = run(sparse[0], out, "--no-verify", "--overwrite")
+    code, _, stderr = to_hf_format(sparse[0], out, "--no-verify", "--overwrite")
     assert code == 2
     assert "holds .git, which is not from this command" in stderr
     (out / ".git").rmdir()
     assert _files(out) == whole
 
 
+def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(run, qwen3, tmp_path):
+    out = tmp_path / "ckpt"
+    words = ("--make-vocab-size-divisible-by", 8, "--workers", 2, "--json")
+    code, stdout, _ = run("convert", "to-megatron", qwen3, out, *words)
+    assert code == 0
+    report = json.loads(stdout)
+    assert report["architecture"] == "megatron"
+    assert report["verification"]["agrees"]
+    assert report["verification"]["logits"]["max_difference"] < 1e-5
+    assert report["arguments"][:2] == ["--pretrained-checkpoint", str(out)]
+    assert "--use-checkpoint-args" in report["arguments"]
+    assert "--qk-layernorm" in report["arguments"]
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
+    code, _, stderr = run("convert", "to-megatron", qwen3, out, "--no-verify")
+    assert code == 2
+    assert "is not empty" in stderr
+    words = ("--no-verify", "--overwrite", "--dtype", "bfloat16")
+    code, stdout, _ = run("convert", "to-megatron", qwen3, out, *words)
+    assert code == 0
+    assert "--bf16" in stdout
+    assert "--load RUN --save RUN" in " ".join(stdout.split())
+
+
+def test_fold_then_verify(run, linear, tmp_path):
+    out = tmp_path / "folded"
+    code, stdout, _ = run("convert", "fold", linear, out, "--json")
+    assert code == 0
+    report = json.loads(stdout)
+    assert report["architecture"] == "qwen3"
+    assert report["verification"]["tensors"]["remark"] == "the first folded"
+    code, stdout, _ = run("verify", linear, out)
+    assert code == 0
+    assert "all equal" in stdout
+    _change(out, "model.layers.1.mlp.up_proj.weight")
+    code, stdout, stderr = run("verify", linear, out, "--json")
+    assert code == 1
+    assert not json.loads(stdout)["agrees"]
+    assert json.loads(stdout)["tensors"]["different"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert "from layer 1 on" in stderr
+    code, stdout, _ = run("verify", linear, out, "--no-logits")
+    assert code == 1
+    assert "not compared" in stdout
+
+
+def test_a_wrong_model_exits_with_1(run, linear, tmp_path, monkeypatch):
+    original = to_hf.HFPlan.write
+
+    def mistaken(planned, target, **options):
+        written = original(planned, target, **options)
+        _change(target, "model.norm.weight")
+        return written
+
+    monkeypatch.setattr(to_hf.HFPlan, "write", mistaken)
+    code, stdout, stderr = run("convert", "fold", linear, tmp_path / "out", "--json")
+    assert code == 1
+    assert "The two models differ: 1 tensors different, such as model.norm.weight" in stderr
+    difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
+    assert difference > TOLERANCE
+
+
+def test_upcycle_to_either_side(run, qwen3, tmp_path):
+    words = ("--kha-preset", "kha_linear", "--kha-value", "mlp", "--no-verify", "--json")
+    code, _, _ = run("convert", "upcycle", qwen3, tmp_path / "ckpt", *words)
+    assert code == 0
+    code, _, _ = run("convert", "upcycle", qwen3, tmp_path / "hf", "--to", "hf", *words)
+    assert code == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    variants = [config[f"kha_{name}"] for name in ("query", "key", "value")]
+    assert variants == ["linear", "linear", "mlp"]
+    code, stdout, _ = run("verify", tmp_path / "hf", tmp_path / "ckpt", "--no-logits", "--json")
+    assert (code, json.loads(stdout)["agrees"]) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dtype", "int8"], "Unknown dtype 'int8'"),
-        (["--max-shard-size", "5X"], "Expected --max-shard-size to be a size such as"),
-        (["--tokenizer", "/nowhere"], "No tokenizer directory /nowhere"),
+        ("to-hf --dtype int8", "Unknown dtype 'int8'"),
+        ("to-hf --max-shard-size 5X", "Expected --max-shard-size to be a size such as"),
+        ("to-hf --tokenizer /nowhere", "No tokenizer directory /nowhere"),
+        ("to-hf --architecture gpt2", "Unknown architecture 'gpt2'"),
+        ("to-hf --architecture qwen3_moe", "qwen3_moe cannot express"),
+        ("upcycle", "Expected head mechanisms to add"),
+        ("upcycle --to onnx", "'onnx' is not one of"),
+        ("fold", "has neither knocking heads nor"),
     ],
 )
-def test_bad_input_is_refused_and_changes_nothing(run, sparse, tmp_path, words, message):
-    out = tmp_path / "hf"
+def test_bad_input_is_refused_and_changes_nothing(run, qwen3, tmp_path, words, message):
+    out = tmp_path / "out"
     out.mkdir()
     (out / "manifest.json").write_text("{}")
-    code, stdout, stderr = run(sparse[0], out, "--overwrite", *words)
+    command, *options = words.split()
+    code, stdout, stderr = run("convert", command, qwen3, out, "--overwrite", *options)
     assert (code, stdout) == (2, "")
     assert stderr.startswith("error: ")
     assert message in stderr
     assert len(stderr.splitlines()) == 1
     assert _files(out) == {"manifest.json": b"{}"}
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "qwen3"]
