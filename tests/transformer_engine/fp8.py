@@ -1,7 +1,7 @@
-"""FP8 as Transformer Engine's kernels make it and as Hopper's tensor cores read it, in torch.
+"""FP8 tensors in torch, as Transformer Engine's kernels write and Hopper's tensor cores read them.
 
-A quantizer of Transformer Engine says what is wanted; here are the numbers. Casts round to nearest
-even and saturate, as the kernels' do. A scale multiplies what is cast; its inverse is kept.
+Casts round to nearest even and saturate, as the kernels do. Values are multiplied by a scale before
+the cast, and the inverse of the scale is stored.
 """
 
 import math
@@ -29,42 +29,36 @@ _ATTRIBUTES = {
 
 
 def is_quantised(tensor: Any) -> bool:
-    """Whether this is one of Transformer Engine's own tensors, of whatever format."""
     return hasattr(tensor, "_quantizer")
 
 
 def quantise(x: Tensor, quantizer: Any, dtype: torch.dtype | None = None) -> Any:
-    """``x`` in the format of ``quantizer``, in those directions (``rowwise_usage``,
-    ``columnwise_usage``) that it asks for.
+    """Quantise ``x`` [..., columns] row-wise and column-wise, as ``quantizer`` requests.
 
     Args:
-        x: any shape ``[..., columns]``, any floating dtype; one that is quantised already is read
-            back first.
-        dtype: what the result says to be outside, if not ``x``'s.
+        dtype: nominal dtype of the result, if not that of ``x``.
 
     Raises:
-        NotImplementedError: a format that is not FP8.
+        NotImplementedError: the format is not FP8.
     """
     x = plain(x)
     return _tensor(quantizer, _parts(x, quantizer), x.shape, dtype or x.dtype)
 
 
 def quantise_into(x: Tensor, quantizer: Any, output: Any) -> None:
-    """``x`` over the data and scales of ``output``, a tensor that was quantised before."""
+    """Overwrite the data and scales of the quantised tensor ``output``."""
     for name, new in _parts(plain(x), quantizer).items():
         old = getattr(output, _ATTRIBUTES[name])
-        if new is None:
-            continue
-        if old is None:
+        if new is not None and old is None:
             setattr(output, _ATTRIBUTES[name], new)
-        else:
+        elif new is not None:
             old.copy_(new.view(old.shape))
     if hasattr(output, "_transpose_invalid"):
         output._transpose_invalid = output._transpose is None or not quantizer.columnwise_usage
 
 
 def empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """A quantised tensor of zeros, before any scale is known."""
+    """Return a quantised tensor of zeros, before any scale is known."""
     zeros = torch.zeros(shape, dtype=dtype)
     if _kind(quantizer) in _PER_TENSOR:
         parts = _scaled(zeros, quantizer, torch.ones(1))
@@ -74,7 +68,7 @@ def empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 def plain(x: Any) -> Tensor:
-    """``x`` as an ordinary tensor: read back where it is quantised."""
+    """Return ``x`` as an ordinary tensor, dequantised if necessary."""
     if not is_quantised(x):
         return x.contiguous()
     rowwise = getattr(x, "_rowwise_data", getattr(x, "_data", None)) is not None
@@ -82,17 +76,16 @@ def plain(x: Any) -> Tensor:
 
 
 def operand(x: Any, *, rowwise: bool) -> Tensor:
-    """The matrix that a product multiplies, float32 ``[rows, columns]`` with all leading dimensions
-    in the rows, read from the buffer that the kernel reads.
+    """Return an operand of a product as float32 ``[rows, columns]`` from the kernel's buffer.
 
-    Hopper multiplies FP8 matrices only where both lie along the dimension that is summed over: the
-    other way around it reads a transposed copy, which Transformer Engine must have made.
+    Hopper multiplies FP8 matrices only if both are contiguous along the summed dimension. If they
+    are not, it reads a transposed copy, which Transformer Engine must have made.
 
     Args:
         rowwise: whether the columns are summed over.
 
     Raises:
-        RuntimeError: Transformer Engine has not provided that buffer; on a GPU the product fails.
+        RuntimeError: Transformer Engine has not provided that buffer. On a GPU the product fails.
     """
     if not is_quantised(x):
         return x.float().reshape(-1, x.shape[-1])
@@ -120,8 +113,8 @@ def operand(x: Any, *, rowwise: bool) -> Tensor:
 
 
 def scale_from(amax: Tensor, largest: float, *, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
-    """The scale that takes ``amax`` to the ``largest`` value of a format, float32; 1 where ``amax``
-    is zero or infinite (``compute_scale_from_amax`` of Transformer Engine)."""
+    """Return the float32 scale from ``amax`` to the ``largest`` value of a format. It is 1 if
+    ``amax`` is zero or infinite (``compute_scale_from_amax`` of Transformer Engine)."""
     amax = amax.float().clamp(min=epsilon)
     scale = largest / amax
     scale = torch.where(torch.isinf(scale), torch.finfo(torch.float32).max, scale)
@@ -132,18 +125,18 @@ def scale_from(amax: Tensor, largest: float, *, power_of_two: bool, epsilon: flo
 
 
 def largest(fp8_dtype: Any) -> float:
-    """The largest value of a format: 448 of E4M3, 57344 of E5M2."""
+    """Return the largest value of a format: 448 of E4M3, 57344 of E5M2."""
     return torch.finfo(_FORMATS[fp8_dtype.name]).max
 
 
 def cast(x: Tensor, fp8_dtype: Any) -> Tensor:
-    """``x``, scaled already, as bytes; NaN stays NaN."""
+    """Cast scaled values to bytes. NaN stays NaN."""
     limit = largest(fp8_dtype)
     return x.clamp(-limit, limit).to(_FORMATS[fp8_dtype.name]).view(torch.uint8)
 
 
 def e8m0(ratio: Tensor) -> Tensor:
-    """The exponent, with bias 127, of the power of two that is not below ``ratio`` (uint8)."""
+    """Return the exponent of the smallest power of two >= ``ratio``, with bias 127, as uint8."""
     bits = ratio.float().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -155,25 +148,25 @@ def _kind(quantizer: Any) -> str:
 
 
 def _parts(x: Tensor, quantizer: Any) -> Parts:
-    """Data and scales of ``x`` [..., columns]."""
     kind = _kind(quantizer)
     if kind in _PER_TENSOR:
         return _scaled(x, quantizer, _PER_TENSOR[kind](x, quantizer))
     if kind not in _PER_BLOCK:
         raise NotImplementedError(
-            f"{kind}: the test double has FP8 with one scale a tensor, a block of 128, or 32 "
-            "values (MXFP8), and no other format"
+            f"The test double has one scale per tensor, per block of 128 or per 32 values (MXFP8), "
+            f"got {kind}."
         )
     parts: Parts = {}
-    sides = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-    for side, asked in sides.items():
-        made = _PER_BLOCK[kind](x, quantizer, side == "columnwise") if asked else (None, None)
+    for side in ("rowwise", "columnwise"):
+        made = (None, None)
+        if getattr(quantizer, f"{side}_usage"):
+            made = _PER_BLOCK[kind](x, quantizer, side == "columnwise")
         parts[f"{side}_data"], parts[f"{side}_scale_inv"] = made
     return parts
 
 
 def _delayed_scale(x: Tensor, quantizer: Any) -> Tensor:
-    """The scale of an earlier step; today's largest value goes into the history."""
+    """Return the scale of an earlier step, and add the largest value to the history."""
     amax = x.float().abs().max() if x.numel() else torch.zeros(())
     quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.to(quantizer.amax)))
     return quantizer.scale.float().reshape(1)
@@ -194,20 +187,23 @@ def _current_scale(x: Tensor, quantizer: Any) -> Tensor:
 
 def _scaled(x: Tensor, quantizer: Any, scale: Tensor) -> Parts:
     data = cast(x.float() * scale, quantizer.dtype)
-    transposed = data.reshape(-1, x.shape[-1]).t().reshape(x.shape[-1], *x.shape[:-1])
     once = _any_layout()
+    columnwise = quantizer.columnwise_usage and not once
     return {
         "data": data if quantizer.rowwise_usage or once else None,
-        "data_transpose": transposed.contiguous()
-        if quantizer.columnwise_usage and not once
-        else None,
+        "data_transpose": transposed(data) if columnwise else None,
         "fp8_scale_inv": 1.0 / scale,
     }
 
 
+def transposed(data: Tensor) -> Tensor:
+    """Return ``[..., columns]`` as ``[columns, ...]``."""
+    return data.movedim(-1, 0).contiguous()
+
+
 def _blocks(x: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """A scale for each 128 values along the dimension that is summed over, or for each 128 x 128;
-    the scales of the former are stored transposed."""
+    """Use one scale for 128 values along the summed dimension, or for 128 x 128 values. The scales
+    of the former are stored transposed."""
     matrix = x.float().reshape(-1, x.shape[-1])
     shape = quantizer.get_scale_shape(tuple(matrix.shape), columnwise=columnwise)
     if columnwise:
@@ -229,20 +225,13 @@ def _blocks(x: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor
 
 
 def _microscaled(x: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
-    """A power of two for each 32 values along the dimension that is summed over, as E8M0."""
+    """Use one power of two (E8M0) for 32 values along the summed dimension."""
     matrix = x.float().reshape(-1, x.shape[-1])
     rows, columns = matrix.shape
     if (rows if columnwise else columns) % _MX_BLOCK:
-        raise RuntimeError(
-            f"MXFP8 of a matrix of {rows} x {columns}: Transformer Engine's kernel takes multiples "
-            f"of {_MX_BLOCK}"
-        )
-    tiles = (
-        matrix.view(rows // _MX_BLOCK, _MX_BLOCK, columns)
-        if columnwise
-        else matrix.view(rows, columns // _MX_BLOCK, _MX_BLOCK)
-    )
+        raise RuntimeError(f"Expected multiples of {_MX_BLOCK} for MXFP8, got {rows} x {columns}.")
     within = 1 if columnwise else 2
+    tiles = matrix.unflatten(within - 1, (-1, _MX_BLOCK))
     exponents = e8m0(tiles.abs().amax(dim=within) * (1.0 / largest(quantizer.dtype)))
     scale = torch.exp2(127.0 - exponents.float())
     data = cast(tiles * scale.unsqueeze(within), quantizer.dtype).view(x.shape)
@@ -261,31 +250,22 @@ _PER_BLOCK: dict[str, Callable[[Tensor, Any, bool], tuple[Tensor, Tensor]]] = {
 
 
 def _tensor(quantizer: Any, parts: Parts, shape: Any, dtype: torch.dtype) -> Any:
-    """Transformer Engine's own tensor around the parts; its storage alone where ``internal``."""
+    """Return a tensor of Transformer Engine with the parts, or only its storage if ``internal``."""
     from transformer_engine.pytorch import tensor as te
 
-    storage, full, more = {
-        "Float8Quantizer": (te.Float8TensorStorage, te.Float8Tensor, {}),
-        "Float8CurrentScalingQuantizer": (te.Float8TensorStorage, te.Float8Tensor, {}),
-        "Float8BlockQuantizer": (
-            te.Float8BlockwiseQTensorStorage,
-            te.Float8BlockwiseQTensor,
-            {"is_2D_scaled": getattr(quantizer, "block_scaling_dim", 0) == 2},
-        ),
-        "MXFP8Quantizer": (
-            te.MXFP8TensorStorage,
-            te.MXFP8Tensor,
-            {"with_gemm_swizzled_scales": False},  # a layout between two kernels
-        ),
-    }[_kind(quantizer)]
-    common = {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer, **more}
+    name, common = "Float8Tensor", {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    if _kind(quantizer) == "Float8BlockQuantizer":
+        name, common["is_2D_scaled"] = "Float8BlockwiseQTensor", quantizer.block_scaling_dim == 2
+    elif _kind(quantizer) == "MXFP8Quantizer":
+        name, common["with_gemm_swizzled_scales"] = "MXFP8Tensor", False
     if quantizer.internal:
-        return storage(fake_dtype=dtype, **common)
-    return full(shape=tuple(shape), dtype=dtype, device=torch.device("cpu"), **common)
+        return getattr(te, f"{name}Storage")(fake_dtype=dtype, **common)
+    options = {"shape": tuple(shape), "dtype": dtype, "device": torch.device("cpu")}
+    return getattr(te, name)(**options, **common)
 
 
 def _any_layout() -> bool:
-    """Whether the device multiplies FP8 matrices in any layout, as Blackwell does."""
+    """Return whether the device multiplies FP8 matrices in any layout, as Blackwell does."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     return is_non_tn_fp8_gemm_supported()
@@ -306,7 +286,7 @@ def _columns(data: Tensor, form: torch.dtype) -> Tensor:
 def _provided(data: Tensor | None, x: Any, what: str) -> Tensor:
     if data is None:
         raise RuntimeError(
-            f"a product reads the {what} FP8 data of a {type(x).__name__} {tuple(x.size())}, and "
-            "Transformer Engine has not provided it: on a GPU this product fails as well"
+            f"A product reads the {what} FP8 data of a {type(x).__name__} {tuple(x.size())}, which "
+            "Transformer Engine has not provided. On a GPU this product fails as well."
         )
     return data

@@ -4,6 +4,8 @@ The reference is torch in float64 on the same bf16 weights and inputs. The bound
 product that was not computed in FP8 has a tenth of the error, and fails as well.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,16 +21,11 @@ BOUNDS = {
 """Found: 0.036 to 0.038, gradients with E5M2 0.055 to 0.063, with E4M3 0.037 to 0.041; those of a
 norm's weight, a sum over 56 rows, up to 0.070 and 0.047."""
 
-ROWS, COLUMNS, OUT = 56, 80, 48  # multiples of 8 and 16, of no power of two
+COLUMNS, OUT = 80, 48  # multiples of 16, of no power of two
 
 
-@pytest.fixture
-def rank(ranks_with_engine):
-    return lambda case, *args: ranks_with_engine(case, 1, *args)[0]
-
-
-def errors(kind, scaling, sizes):
-    """Relative errors of a module's output and gradients, by name."""
+def errors(kind, scaling, rows):
+    """Return the relative errors of a module's output and gradients by name."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
@@ -38,25 +35,23 @@ def errors(kind, scaling, sizes):
         "tensorwise": recipe.Float8CurrentScaling(),
         "blockwise": recipe.Float8BlockScaling(),
     }
-    rows, columns, out = sizes
-    parts = [rows] if kind != "GroupedLinear" else [rows // 7 * n for n in (2, 0, 1, 4)]
+    parts = [rows // 7 * n for n in (2, 0, 1, 4)]  # of GroupedLinear
     options = {"params_dtype": torch.bfloat16, "device": "cpu"}
     torch.manual_seed(3)
     if kind == "Linear":
-        module = te.Linear(columns, out, bias=True, **options)
+        module = te.Linear(COLUMNS, OUT, bias=True, **options)
     elif kind == "GroupedLinear":
-        module = te.GroupedLinear(len(parts), columns, out, bias=False, **options)
+        module = te.GroupedLinear(len(parts), COLUMNS, OUT, bias=False, **options)
     elif kind in ("RMSNorm", "LayerNorm"):
-        module = getattr(te, kind)(columns, dtype=torch.bfloat16, device="cpu")
-        out = columns
+        module = getattr(te, kind)(COLUMNS, dtype=torch.bfloat16, device="cpu")
     else:
         norm = kind.removesuffix("Linear")
-        module = te.LayerNormLinear(columns, out, bias=False, normalization=norm, **options)
+        module = te.LayerNormLinear(COLUMNS, OUT, bias=False, normalization=norm, **options)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    x = torch.randn(rows, columns, dtype=torch.bfloat16)
-    slope = torch.randn(rows, out, dtype=torch.bfloat16)
+    x = torch.randn(rows, COLUMNS, dtype=torch.bfloat16)
+    slope = torch.randn(rows, OUT if "Linear" in kind else COLUMNS, dtype=torch.bfloat16)
     for _ in range(1 + (scaling == "delayed")):  # whose first step has no scale yet
         module.zero_grad()
         x = x.detach().requires_grad_()
@@ -95,30 +90,24 @@ def of_torch(kind, x, weights, parts):
     return x if norm == kind else functional.linear(x, weights["weight"], weights.get("bias"))
 
 
-def check_bounds(found, scaling):
+LINEAR = ("Linear", "RMSNormLinear", "LayerNormLinear", "GroupedLinear")
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling", "rows"),
+    [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7), ("LayerNorm", "bf16", 7)],
+)
+def test_outputs_and_gradients_equal_float64(ranks_with_engine, kind, scaling, rows):
+    found = ranks_with_engine(errors, 1, kind, scaling, rows)[0]
     for name, error in found.items():
         low, high = BOUNDS[scaling][name != "y"]
-        if "bias" in name or ("layer_norm" not in name and name not in ("y", "x", *WEIGHTS)):
+        if name not in ("y", "x", "weight", "weight0", "weight2", "weight3", "layer_norm_weight"):
             low = 0.0  # a sum of gradients, before or after they are rounded
         assert low < error < high, (name, error, found)
 
 
-WEIGHTS = ("weight", "weight0", "weight2", "weight3")
-
-
-@pytest.mark.parametrize("scaling", ["bf16", "delayed", "tensorwise", "blockwise"])
-@pytest.mark.parametrize("kind", ["Linear", "RMSNormLinear", "LayerNormLinear", "GroupedLinear"])
-def test_modules_against_float64(rank, kind, scaling):
-    check_bounds(rank(errors, kind, scaling, (ROWS, COLUMNS, OUT)), scaling)
-
-
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_norms_against_float64(rank, kind):
-    check_bounds(rank(errors, kind, "bf16", (7, COLUMNS, OUT)), "bf16")
-
-
 def read_back():
-    """Values that one cast makes, and those that torch's own cast makes."""
+    """Return dequantised values and the largest value before the cast."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch import DType, Float8Quantizer
 
@@ -128,8 +117,8 @@ def read_back():
     return made.dequantize(), quantizer.amax
 
 
-def test_a_cast_rounds_to_even_and_saturates(rank):
-    values, amax = rank(read_back)
+def test_a_cast_rounds_to_even_and_saturates(ranks_with_engine):
+    values, amax = ranks_with_engine(read_back, 1)[0]
     want = [[0.3125, -1.75, 448.0, 2.0**-9], [16.0, 20.0, -448.0, 0.0]]
     assert values.tolist() == want
     assert amax.item() == 1000.0
