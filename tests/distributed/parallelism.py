@@ -136,7 +136,7 @@ def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
 
 
 class _Run:
-    def __init__(self, case: Case, kha: KHAConfig) -> None:
+    def __init__(self, case: Case, kha: KHAConfig, *, filled: bool = True) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
@@ -145,7 +145,8 @@ class _Run:
         self.chunks = _build(self.config, case, replace(kha, fold=case.fold))
         ours = (".knock_", ".moh_", ".self_attention.gate_")
         self.initial = [p for p in pieces(self.chunks) if any(name in p.name for name in ours)]
-        fill(self.chunks)
+        if filled:
+            fill(self.chunks)
         wrapped = [Float16Module(self.config, c) if case.bf16 else c for c in self.chunks]
         settings = {"grad_reduce_in_fp32": True, "bucket_size": 3000} | case.ddp
         ddp_config = DistributedDataParallelConfig(**settings)

@@ -14,10 +14,12 @@ import torch
 from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.torch_dist import TorchDistFolder
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
+from tests.distributed import cases
+from tests.distributed.cases import GATES, GLA, GTA, MLA, case
 from tests.distributed.launcher import RankError
 from tests.distributed.optimizing import Training
+from tests.distributed.pieces import assemble
 
 FIRST_IMPORT = 400
 """Seconds for a case: the first one imports all of megatron.training on each rank."""
@@ -26,87 +28,50 @@ TOLERANCE = 1e-5
 STEP_TOLERANCE = 1e-3
 
 KHA = KHAConfig(query="gate", key="linear", value="mlp")
-DENSE = {"num_layers": 4}
-EXPERTS = {
-    "num_layers": 3,
-    "moe_layer_freq": [0, 1, 1],
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "alltoall",
-}
-
-FOLDABLE = {"query": "linear", "key": "linear", "value": "linear"}
-LATENT = {"num_layers": 2, "multi_latent_attention": True}
-FAMILY = {
-    "mla": (LATENT, KHAConfig(**FOLDABLE)),
-    "gla": (LATENT, KHAConfig(attention="gla", **FOLDABLE)),
-    "gta": (
-        {"num_layers": 2, "kv_channels": 8},
-        KHAConfig(attention="gta", query="linear", value="mlp"),
-    ),
-    "gates": (
-        {"num_layers": 2, "num_query_groups": 2},
-        KHAConfig(value="mlp", gate=Gate(output="head", value="element", key="shared")),
-    ),
-}
-
-TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
-WHOLE = pytest.mark.whole
-ONE = (1, {})
-FOUR = (4, {TP: 4})
-TWO_REPLICAS = (2, {})
-"""Ranks, and the sizes by which they differ from data parallelism."""
+DENSE = {"khas": (KHA,), "layers": 4}
+EXPERTS = {"khas": (KHA,), "layers": 3, "model": "moe"}
+ZERO = {"ddp": cases.ZERO}
+LATENT = {"config": cases.LATENT} | ZERO
+TIED = {"khas": (GTA,), "config": cases.TIED} | ZERO
+GATED = {"khas": (GATES,), "groups": 2} | ZERO
 
 
-def error(got, want):
-    """Relative error of norms."""
-    return ((got - want).norm() / want.norm()).item()
+def train_and_save(folder, case):
+    training = Training(case)
+    for _ in range(3):
+        training.step()
+    return training.finish(folder)
 
 
-def train_and_save(folder, layout, model, zero, kha=KHA):
-    training = Training(layout, model, zero, kha, seed=7)
-    for iteration in range(3):
-        training.step(iteration)
-    return training.go_on(folder)
-
-
-def load_and_go_on(source, folder, layout, model, zero, kha=KHA):
-    training = Training(layout, model, zero, kha, seed=99)
-    training.load(f"{source}/state")
-    return training.go_on(folder)
-
-
-def load_weights(source, layout, model):
-    training = Training(layout, model, False, KHA, seed=99)
-    training.load(f"{source}/state", optimizer=False)
-    return training.outputs()
-
-
-def upcycle(source, layout, model):
+def load_and_save(source, folder, case, optimizer=True, upcycle=False):
     from kha_megatron.mcore.knocking import HeadWeight
 
-    training = Training(layout, model, False, KHA, seed=99, perturbed=False)
-    for module in training.model.modules():
+    training = Training(case, filled=not upcycle)
+    for module in training.chunks[0].modules() if upcycle else ():
         if isinstance(module, HeadWeight):
             module.keep_at_next_load()
-    training.load(f"{source}/state", optimizer=False)
-    training.save(f"{source}/upcycled")
-    return training.outputs()
+    training.load(f"{source}/state", optimizer=optimizer)
+    return training.finish(folder)
 
 
-def summary(results):
-    """Losses of the whole batch and the grad norm, which every rank must agree about."""
-    outputs = {rank: output for rank, output, _, _ in results if output is not None}
-    (norm,) = {norm for _, _, norm, _ in results}
-    return torch.cat([outputs[rank] for rank in sorted(outputs)]), norm
+def losses_and_norm(results):
+    """Return the losses of the whole batch and the gradient norm, which must be equal on all ranks.
+
+    Replicas of a weight must be equal too.
+    """
+    losses = {microbatch: loss for own, _, _ in results for microbatch, loss in own.items()}
+    (norm,) = {norm for _, norm, _ in results}
+    assemble([weights for _, _, weights in results])
+    return torch.cat([losses[microbatch] for microbatch in sorted(losses)]), norm
+
+
+def assert_same_losses(results, expected):
+    losses, want = (losses_and_norm(x)[0] for x in (results, expected))
+    assert (losses - want).norm() < TOLERANCE * want.norm()
 
 
 def contents(folder):
-    """All tensors by name, and what the ranks had in common."""
+    """Return all tensors by name, and the state that the ranks have in common."""
     opened = TorchDistFolder(Path(folder), FileChecks(Path(folder), {}))
     tensors = {key: opened.read(key) for key in opened.tensors}
     return tensors, opened.read_object("common_state/shard_0_1")[0]
@@ -119,147 +84,112 @@ def run(ranks):
 
 @pytest.fixture(scope="module")
 def trained(run, tmp_path_factory):
-    """Three steps under a layout, saved; run once for each layout."""
+    """Save a case after three steps, once for each case."""
+    known = {}
 
-    @functools.cache
-    def train(n, sizes, experts, zero):
-        folder = tmp_path_factory.mktemp("trained")
-        model = EXPERTS if experts else DENSE
-        return folder, run(train_and_save, n, str(folder), dict(sizes), model, zero)
-
-    return lambda layout, experts, zero: train(layout[0], tuple(layout[1].items()), experts, zero)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "experts", "zero"),
-    [
-        pytest.param((2, {TP: 2}), FOUR, False, False, id="TP2 to TP4", marks=WHOLE),
-        pytest.param((2, {PP: 2}), ONE, False, False, id="PP2 to PP1", marks=WHOLE),
-        pytest.param(
-            TWO_REPLICAS, ONE, False, True, id="DP2 to DP1, distributed optimizer", marks=WHOLE
-        ),
-        pytest.param(
-            (4, {TP: 2}), (2, {PP: 2}), False, True, id="TP2 x DP2 to PP2, distributed optimizer"
-        ),
-        pytest.param(
-            (4, {EP: 4}), (4, {EP: 2}), True, True, id="EP4 to EP2 x DP2, ZeRO", marks=WHOLE
-        ),
-    ],
-)
-def test_another_layout_continues_alike(run, trained, tmp_path, before, after, experts, zero):
-    source, expected = trained(before, experts, zero)
-    model = EXPERTS if experts else DENSE
-    results = run(load_and_go_on, after[0], str(source), str(tmp_path), after[1], model, zero)
-    _check_alike(source, tmp_path, expected, results)
-
-
-@pytest.mark.parametrize(
-    ("kind", "after"),
-    [
-        pytest.param("mla", FOUR, id="mla, TP4", marks=WHOLE),
-        pytest.param("gla", ONE, id="gla, TP1", marks=WHOLE),
-        pytest.param("gta", FOUR, id="gta, TP4", marks=WHOLE),
-        pytest.param("gates", FOUR, id="gates, TP4 over 2 key/value heads"),
-    ],
-)
-def test_another_layout_of_other_attentions_continues_alike(
-    run, family_trained, tmp_path, kind, after
-):
-    source, expected = family_trained(kind)
-    model, kha = FAMILY[kind]
-    results = run(load_and_go_on, after[0], str(source), str(tmp_path), after[1], model, True, kha)
-    _check_alike(source, tmp_path, expected, results, len(kha.variants))
-
-
-@pytest.fixture(scope="module")
-def family_trained(run, tmp_path_factory):
-    """Three steps with TP2 of each attention that has a layer of its own, saved."""
-
-    @functools.cache
-    def train(kind):
-        folder = tmp_path_factory.mktemp(kind)
-        model, kha = FAMILY[kind]
-        return folder, run(train_and_save, 2, str(folder), {TP: 2}, model, True, kha)
+    def train(case):
+        if repr(case) not in known:
+            folder = tmp_path_factory.mktemp("trained")
+            known[repr(case)] = folder, run(train_and_save, case.layout.world, str(folder), case)
+        return known[repr(case)]
 
     return train
 
 
-def _check_alike(source, tmp_path, expected, results, knocked=3):
-    one, two = contents(source / "state"), contents(tmp_path / "state")
-    assert one[0].keys() == two[0].keys()
-    moments = [key for key in one[0] if ".exp_avg_sq." in key and ".knock_" in key]
-    assert len(moments) >= knocked
-    for key, tensor in one[0].items():
-        assert torch.equal(tensor, two[0][key]), key
-    assert set(_steps(one[1]["optimizer"])) == set(_steps(two[1]["optimizer"])) == {3}
+WHOLE = pytest.mark.whole
 
-    (output, norm), (other_output, other_norm) = summary(expected), summary(results)
-    assert error(other_output, output) < TOLERANCE
-    assert abs(other_norm / norm - 1) < TOLERANCE
-    after_step, other_after_step = (contents(f / "stepped")[0] for f in (source, tmp_path))
-    for key, tensor in one[0].items():
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        pytest.param(DENSE, {"tp": 2}, {"tp": 4}, id="TP2 to TP4", marks=WHOLE),
+        pytest.param(DENSE, {"pp": 2}, {}, id="PP2 to PP1", marks=WHOLE),
+        pytest.param(DENSE | ZERO, {"dp": 2}, {}, id="DP2 to DP1, ZeRO", marks=WHOLE),
+        pytest.param(DENSE | ZERO, {"tp": 2, "dp": 2}, {"pp": 2}, id="TP2 x DP2 to PP2, ZeRO"),
+        pytest.param(
+            EXPERTS | ZERO,
+            {"dp": 4, "ep": 4},
+            {"dp": 4, "ep": 2},
+            id="EP4 to EP2 x DP2, ZeRO",
+            marks=WHOLE,
+        ),
+        pytest.param(LATENT | {"khas": (MLA,)}, {"tp": 2}, {"tp": 4}, id="mla", marks=WHOLE),
+        pytest.param(LATENT | {"khas": (GLA,)}, {"tp": 2}, {}, id="gla", marks=WHOLE),
+        pytest.param(TIED, {"tp": 2}, {"tp": 4}, id="gta", marks=WHOLE),
+        pytest.param(GATED, {"tp": 2}, {"tp": 4}, id="gates, more ranks than key/value heads"),
+    ],
+)
+def test_training_continues_alike_under_another_layout(
+    run, trained, tmp_path, model, before, after
+):
+    source, expected = trained(case(**model, **before))
+    loaded = case(**model, **after)
+    results = run(load_and_save, loaded.layout.world, str(source), str(tmp_path), loaded)
+    saved, saved_again = contents(source / "state"), contents(tmp_path / "state")
+    assert saved[0].keys() == saved_again[0].keys()
+    moments = [key for key in saved[0] if ".exp_avg_sq." in key and ".knock_" in key]
+    assert len(moments) == len(loaded.khas[0].variants)
+    for key, tensor in saved[0].items():
+        assert torch.equal(tensor, saved_again[0][key]), key
+    assert set(_steps(saved[1]["optimizer"])) == set(_steps(saved_again[1]["optimizer"])) == {3}
+
+    assert_same_losses(results, expected)
+    norms = [losses_and_norm(x)[1] for x in (results, expected)]
+    assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
+    stepped, stepped_again = (contents(f / "stepped")[0] for f in (source, tmp_path))
+    for key, tensor in saved[0].items():
         if tensor.is_floating_point():
-            moved = (after_step[key] - tensor).norm()
-            wrong = (other_after_step[key] - after_step[key]).norm()
+            moved = (stepped[key] - tensor).norm()
+            wrong = (stepped_again[key] - stepped[key]).norm()
             assert moved > 0, key
             assert wrong < STEP_TOLERANCE * moved, key
-    _check_replicas(results)
 
 
 def _steps(common):
-    """The step of every parameter group of every optimizer, wherever Megatron keeps it."""
+    """Return the step of every parameter group of every optimizer, wherever Megatron keeps it."""
     if isinstance(common, dict):
         own = [int(common[name]) for name in ("step", "common_step") if name in common]
         return own + [step for value in common.values() for step in _steps(value)]
     return [s for value in common for s in _steps(value)] if isinstance(common, list) else []
 
 
-def _check_replicas(results):
-    """Every rank that holds a shared matrix holds the same."""
-    seen = {}
-    for _, _, _, shared in results:
-        for name, weight in shared.items():
-            assert torch.equal(seen.setdefault(name, weight), weight), name
-
-
 def test_shared_matrices_are_stored_once(trained):
-    """Four ranks, two and two of which hold the same: one box of the file for each layer."""
-    source, _ = trained((4, {TP: 2}), False, True)
-    folder = TorchDistFolder(source / "state", FileChecks(source / "state", {}))
+    """Two and two of the four ranks hold the same layers: one chunk of the file for each layer."""
+    source, _ = trained(case(tp=2, dp=2, **DENSE, **ZERO))
+    tensors = TorchDistFolder(source / "state", FileChecks(source / "state", {})).tensors
     for projection, variant in KHA.variants.items():
         key = f"decoder.layers.self_attention.knock_{projection}.weight"
         for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
-            stored = folder.tensors[prefix + key]
-            assert stored.shape == (DENSE["num_layers"], len(MATRICES[variant]), 6, 6)
+            stored = tensors[prefix + key]
+            assert stored.shape == (DENSE["layers"], len(MATRICES[variant]), 6, 6)
             starts = sorted(chunk.offsets for chunk in stored.chunks)
-            assert starts == [(layer, 0, 0, 0) for layer in range(DENSE["num_layers"])]
+            assert starts == [(layer, 0, 0, 0) for layer in range(DENSE["layers"])]
 
 
 def test_expert_weights_load_on_one_rank(run, trained, tmp_path):
     """Megatron has a separate optimizer for experts with expert parallelism, and none without.
 
-    Its state does not go from one to the other, which is refused; the weights do.
+    Its state cannot be loaded into the other kind, which is refused. The weights can.
     """
-    source, expected = trained((2, {EP: 2}), True, False)
+    source, expected = trained(case(dp=2, ep=2, **EXPERTS))
+    load = functools.partial(run, load_and_save, 1, str(source), str(tmp_path), case(**EXPERTS))
     with pytest.raises(RankError, match="Could not find parameter group"):
-        run(load_and_go_on, 1, str(source), str(tmp_path), {}, EXPERTS, False)
-    output, _ = summary(run(load_weights, 1, str(source), {}, EXPERTS))
-    assert error(output, summary(expected)[0]) < TOLERANCE
+        load()
+    assert_same_losses(load(optimizer=False), expected)
 
 
-def test_upcycling_under_another_layout(run, tmp_path):
-    """The matrices that the checkpoint lacks stay the identity, and are in the next one."""
-    expected = run(train_and_save, 2, str(tmp_path), {TP: 2}, DENSE, False, KHAConfig())
+def test_upcycled_matrices_start_as_the_identity_under_another_layout(run, trained, tmp_path):
+    source, expected = trained(case(tp=2, **DENSE | {"khas": (KHAConfig(),)}))
+    words = (load_and_save, 2, str(source), str(tmp_path), case(pp=2, **DENSE))
     with pytest.raises(RankError, match=r"Unexpected keys .*self_attention\.knock_value\.weight"):
-        run(load_weights, 2, str(tmp_path), {PP: 2}, DENSE)
-    output, _ = summary(run(upcycle, 2, str(tmp_path), {PP: 2}, DENSE))
-    assert error(output, summary(expected)[0]) < TOLERANCE
-    before, after = (contents(tmp_path / name)[0] for name in ("state", "upcycled"))
+        run(*words, optimizer=False)
+    assert_same_losses(run(*words, optimizer=False, upcycle=True), expected)
+    before, after = (contents(folder / "state")[0] for folder in (source, tmp_path))
     weights = {key for key in before if not key.startswith("optimizer.")}
     added = after.keys() - weights
     assert added == {f"decoder.layers.self_attention.knock_{p}.weight" for p in PROJECTIONS}
     assert torch.equal(
         after["decoder.layers.self_attention.knock_key.weight"],
-        torch.eye(6).expand(DENSE["num_layers"], 1, 6, 6),
+        torch.eye(6).expand(DENSE["layers"], 1, 6, 6),
     )
     assert all(torch.equal(after[key], before[key]) for key in weights)
