@@ -62,7 +62,7 @@ def test_names_shapes_and_initial_values_of_tensors():
         f"self_attn.v_knock.{matrix}_proj.weight" for matrix in ("up", "gate", "down")
     )
     assert query.hf_names == ("self_attn.q_knock.proj.weight",)
-    assert value.starts == ("identity", "zeros", "identity")
+    assert value.initial == ("identity", "zeros", "identity")
     assert {query.gradient, value.gradient} == {"heads"}
 
 

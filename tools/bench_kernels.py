@@ -110,7 +110,7 @@ def check(case: Case) -> dict[str, float]:
         y = knock(*leaves, case.variant)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy[:2048].to(dtype))]
 
-    got, want = results(fused.knock, case.dtype), results(knocking.knock, torch.float64)
+    got, want = results(fused.fused_knock, case.dtype), results(knocking.knock, torch.float64)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
     if not all(error < TOLERANCE[case.dtype] for error in errors):
         raise KHAError(f"The kernels are wrong for {case}: relative errors are {errors}.")
@@ -120,7 +120,7 @@ def check(case: Case) -> dict[str, float]:
 def measure(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
     """Yield one result per work of a case."""
     x, _, weight = case.tensors()
-    ways: dict[str, Callable] = {"kernels": fused.knock, "eager": knocking.knock}
+    ways: dict[str, Callable] = {"kernels": fused.fused_knock, "eager": knocking.knock}
     skipped, errors = {}, None
     if why := fused.unsupported_reason(x, weight):
         skipped["kernels"] = why

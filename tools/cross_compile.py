@@ -93,7 +93,7 @@ def compile_launch(launch: Launch) -> Report:
     from kha_megatron.heads.kernels import knock_kernels
 
     options = launch.tiling.options(launch.variant, launch.head_dim) | {"TMA": launch.tma}
-    function = getattr(knock_kernels, f"knock_{launch.kernel}")
+    function = getattr(knock_kernels, f"knock_{launch.kernel}_kernel")
     # rows at one stride have one head per token; otherwise the number of heads is an argument
     constants = {name: 1 for name in function.arg_names if launch.tma and name.endswith("_heads")}
     constants |= {name: value for name, value in options.items() if name in function.arg_names}

@@ -226,7 +226,7 @@ def upcycle_heads(source: Source, kha: KHAConfig) -> Source:
             tensor = new[slot.row]
             weight = torch.zeros(tensor.shape, device=device)
             if not meta and not tensor.reads_input:
-                initial_weight(weight if tensor.matrices else weight[None], tensor.starts)
+                initial_weight(weight if tensor.matrices else weight[None], tensor.initial)
             return slot.row.split(weight.to(_weights_dtype(source, slot)), model)
         held = source.read(slot, meta=meta)
         parts = dict(zip(slot.row.hf_names(old), held, strict=True))

@@ -60,7 +60,7 @@ class CollaborativeHeads(Mechanism):
                 shape=(self.dim, sizes.hidden_size),
                 gradient="heads",
                 heads=projection,
-                starts=("normal",),
+                initial=("normal",),
                 hf=f"collaborative_{projection}",
                 reads_input=True,
             )
@@ -71,7 +71,7 @@ class CollaborativeHeads(Mechanism):
             shape=(sizes.query_heads, self.dim),
             gradient="heads",
             heads="query",
-            starts=(self.start,),
+            initial=(self.start,),
             hf="collaborative_mixing",
             per_head=True,
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.heads.initial import initial_weight
-from kha_megatron.heads.knock import MATRICES, Variant, starts_of
+from kha_megatron.heads.knock import MATRICES, Variant, initial_values
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
         ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each matrix.
     """
     weight = weight.detach().double()
-    start = initial_weight(weight.clone(), starts_of(variant))
+    start = initial_weight(weight.clone(), initial_values(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
     energy = weight.square().sum((1, 2))
     off_diagonal = (weight - diagonal.diag_embed()).square().sum((1, 2))

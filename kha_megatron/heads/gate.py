@@ -33,7 +33,7 @@ ALIASES: Mapping[str, Position] = MappingProxyType(
 )
 """Positions as numbered in the paper's text. Other numberings exist, so flags use words."""
 
-SHUT = 0.1
+CLOSED_THRESHOLD = 0.1
 """Scores below this value count as closed."""
 
 
@@ -149,7 +149,7 @@ class Gate(Mechanism):
             shape=(*shape, sizes.hidden_size) if self.reads_input else shape,
             gradient="tokens" if position == "dense" else "heads",
             heads=heads,
-            starts=("normal",) if self.reads_input else ("zeros",),
+            initial=("normal",) if self.reads_input else ("zeros",),
             hf=_name(position),
             per_head=per_head,
             reads_input=self.reads_input,
@@ -271,6 +271,6 @@ def gated(x: "Tensor", score: "Tensor", form: Form) -> "Tensor":
 
 
 def observe_gate(position: str, score: "Callable[[], Tensor]", ranks: Ranks) -> None:
-    """Report the mean activated score, and the share of scores below :data:`SHUT`."""
+    """Report the mean activated score, and the share of scores below :data:`CLOSED_THRESHOLD`."""
     ranks.observe(f"gate-score/{position}", lambda: score().mean())
-    ranks.observe(f"gate-shut/{position}", lambda: (score() < SHUT).float().mean())
+    ranks.observe(f"gate-shut/{position}", lambda: (score() < CLOSED_THRESHOLD).float().mean())

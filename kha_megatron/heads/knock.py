@@ -16,9 +16,9 @@ from kha_megatron.heads.mechanism import (
     HeadFacts,
     HeadSizes,
     HeadTensor,
+    InitialValue,
     Mechanism,
     Projection,
-    Start,
     check_fields,
 )
 
@@ -105,7 +105,7 @@ class Knock(KnockSettings, Mechanism):
                 shape=(len(MATRICES[variant]), sizes.dim(projection), sizes.dim(projection)),
                 gradient="heads",
                 heads=projection,
-                starts=starts_of(variant, self.init),
+                initial=initial_values(variant, self.init),
                 hf=f"{projection[0]}_knock",
                 matrices=tuple(module_name(matrix) for matrix in MATRICES[variant]),
             )
@@ -158,7 +158,7 @@ class Knock(KnockSettings, Mechanism):
         return " ".join(words) or "nothing (baseline)"
 
 
-def starts_of(variant: Variant, init: Init = "identity") -> tuple[Start, ...]:
+def initial_values(variant: Variant, init: Init = "identity") -> tuple[InitialValue, ...]:
     """Return the initial values of a variant's matrices. Gates start at zero: ``2 * sigmoid(0) =
     1``."""
     if init == "random":

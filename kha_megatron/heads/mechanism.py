@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Projection = Literal["query", "key", "value"]
 Gradient = Literal["heads", "tokens", "whole"]
-Start = Literal["zeros", "ones", "identity", "blocks", "normal"]
+InitialValue = Literal["zeros", "ones", "identity", "blocks", "normal"]
 Stage = Literal["qkv", "core", "output", "dense"]
 
 
@@ -89,7 +89,7 @@ class HeadTensor:
     projection's output."""
     heads: Projection
     """The projected tensor whose heads it applies to."""
-    starts: tuple[Start, ...] = ("zeros",)
+    initial: tuple[InitialValue, ...] = ("zeros",)
     """Initial value: one word, or one for each of ``matrices``."""
     hf: str
     """Module below ``self_attn`` of our transformers class."""
@@ -292,7 +292,7 @@ class Mechanism:
             doubled = self.projections_to_double()
         except ConfigError:
             return False
-        drawn = any("normal" in tensor.starts for tensor in self.tensors(sizes))
+        drawn = any("normal" in tensor.initial for tensor in self.tensors(sizes))
         return not (doubled or drawn or self.rows(sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:

@@ -130,7 +130,7 @@ class MixtureOfHeads(Mechanism):
                 shape=(sizes.query_heads + 2, sizes.hidden_size),
                 gradient="whole",
                 heads="query",
-                starts=(self.start,),
+                initial=(self.start,),
                 hf="moh_router",
                 reads_input=True,
             ),

@@ -56,7 +56,7 @@ class TalkingHeads(Mechanism):
                 shape=(heads, heads),
                 gradient="heads",
                 heads="query",
-                starts=("identity",),
+                initial=("identity",),
                 hf=f"talking_{mixing}",
             )
             for mixing in self.mixings

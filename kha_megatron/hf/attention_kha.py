@@ -35,9 +35,9 @@ from kha_megatron.heads.mechanism import (
     HeadRows,
     HeadSizes,
     HeadTensor,
+    InitialValue,
     Mechanism,
     Stage,
-    Start,
     apply_stage,
 )
 from kha_megatron.heads.ranks import Listener, Ranks
@@ -61,12 +61,12 @@ SHARED_KEY = "mla_kv_a_proj"
 class HeadParameter(Module):
     """Base of modules with a ``weight`` of a head mechanism."""
 
-    starts: tuple[Start, ...]
+    initial: tuple[InitialValue, ...]
 
     def set_initial_value(self, std: float) -> None:
         """Fill the weight."""
         value = torch.empty(1, *self.weight.shape, device="cpu")
-        init.copy_(self.weight, initial_weight(value, self.starts, std=std)[0])
+        init.copy_(self.weight, initial_weight(value, self.initial, std=std)[0])
 
 
 class HeadWeight(HeadParameter):
@@ -74,7 +74,7 @@ class HeadWeight(HeadParameter):
 
     def __init__(self, tensor: HeadTensor) -> None:
         super().__init__()
-        self.starts = tensor.starts
+        self.initial = tensor.initial
         self.weight = nn.Parameter(torch.empty(tensor.shape))
 
     def forward(self) -> Tensor:
@@ -86,7 +86,7 @@ class InputLinear(HeadParameter, nn.Linear):
     """A projection of the layer's input: the scores of a gate or a router."""
 
     def __init__(self, hidden: int, tensor: HeadTensor) -> None:
-        self.starts = tensor.starts
+        self.initial = tensor.initial
         super().__init__(hidden, math.prod(tensor.shape[:-1]), bias=False)
 
 

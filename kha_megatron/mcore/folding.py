@@ -44,7 +44,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
-from kha_megatron.heads.fold_heads import fold_heads
+from kha_megatron.heads.fold_autograd import fold_matrices
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.model.qkv import QKVLayout
 
@@ -97,7 +97,7 @@ class Folding:
                 hook(linear, (hidden_states,))
         matrices = [knocking()[0] for knocking in self.knockings.values()]
         folded = {
-            name: fold_heads(parameter, matrices, self.owners)
+            name: fold_matrices(parameter, matrices, self.owners)
             for name, parameter in linear.named_parameters(recurse=False)
             if name in ("weight", "bias")
         }

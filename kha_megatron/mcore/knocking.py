@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from kha_megatron.heads import HeadTensor
 from kha_megatron.heads.initial import initial_weight
-from kha_megatron.heads.kernels.fused import knock
+from kha_megatron.heads.kernels.fused import fused_knock
 from kha_megatron.heads.knock import Variant
 
 
@@ -78,7 +78,7 @@ class HeadWeight(MegatronModule):
         if self.tensor_model_parallel:
             whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
         parts = whole if self.tensor.matrices else whole[None]
-        initial_weight(parts, self.tensor.starts, std=self.config.init_method_std, seed=self.seed)
+        initial_weight(parts, self.tensor.initial, std=self.config.init_method_std, seed=self.seed)
         if whole is not self.weight:
             with torch.no_grad():
                 self.weight.copy_(whole.chunk(self.tp_group.size())[get_pg_rank(self.tp_group)])
@@ -200,7 +200,7 @@ class KnockingHeads(HeadWeight):
     def forward(self, x: Tensor | None = None) -> Tensor:
         """Knock every head of ``x`` ``[..., D]``; without it, return the matrices."""
         weight = super().forward()
-        return weight if x is None else knock(x, weight, self.variant)
+        return weight if x is None else fused_knock(x, weight, self.variant)
 
     def extra_repr(self) -> str:
         return f"{self.variant}, weight={tuple(self.weight.shape)}"

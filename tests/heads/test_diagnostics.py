@@ -7,7 +7,7 @@ import torch
 
 from kha_megatron.heads.diagnostics import diagnose
 from kha_megatron.heads.initial import initial_weight
-from kha_megatron.heads.knock import MATRICES, starts_of
+from kha_megatron.heads.knock import MATRICES, initial_values
 
 D = 7
 
@@ -16,7 +16,7 @@ D = 7
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_distances_are_zero_at_the_start(variant, dtype):
     weight = initial_weight(
-        torch.empty(len(MATRICES[variant]), D, D, dtype=dtype), starts_of(variant)
+        torch.empty(len(MATRICES[variant]), D, D, dtype=dtype), initial_values(variant)
     )
     before = weight.clone()
     results = list(diagnose(weight, variant))

@@ -9,8 +9,8 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.collaborative import fold_mixing
 from kha_megatron.heads.initial import initial_weight
-from kha_megatron.heads.kernels.fused import knock
-from kha_megatron.heads.knock import MATRICES, fold, starts_of
+from kha_megatron.heads.kernels.fused import fused_knock
+from kha_megatron.heads.knock import MATRICES, fold, initial_values
 from tests import oracle as reference
 
 TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
@@ -19,7 +19,7 @@ TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
 def weight_of(variant, dtype=torch.float64, scale=0.3):
     torch.manual_seed(len(variant))
     weight = initial_weight(
-        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM), starts_of(variant)
+        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM), initial_values(variant)
     )
     return (weight + scale * torch.randn_like(weight)).to(dtype)
 
@@ -31,10 +31,10 @@ def test_equals_the_oracle_with_every_gradient(variant):
     buffer = torch.randn(BATCH, TOKENS, HEADS, 3 * HEAD_DIM, dtype=torch.float64)
     x = buffer[..., HEAD_DIM : 2 * HEAD_DIM].requires_grad_()
     upstream = torch.randn(BATCH, TOKENS, HEADS, HEAD_DIM, dtype=torch.float64)
-    got = torch.autograd.grad(knock(x, weight, variant), (x, weight), upstream)
+    got = torch.autograd.grad(fused_knock(x, weight, variant), (x, weight), upstream)
     heads = [reference.knock_head(x[:, :, h], list(weight), variant) for h in range(HEADS)]
     want = torch.autograd.grad(torch.stack(heads, 2), (x, weight), upstream)
-    torch.testing.assert_close(knock(x, weight, variant), torch.stack(heads, 2))
+    torch.testing.assert_close(fused_knock(x, weight, variant), torch.stack(heads, 2))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
 
@@ -43,19 +43,20 @@ def test_equals_the_oracle_with_every_gradient(variant):
 @pytest.mark.parametrize("variant", MATRICES)
 def test_starts_as_the_identity_bit_for_bit(variant, dtype):
     weight = initial_weight(
-        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM, dtype=dtype), starts_of(variant)
+        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM, dtype=dtype),
+        initial_values(variant),
     )
     x = (100 * torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM)).to(dtype)
-    assert torch.equal(knock(x, weight, variant), x)
+    assert torch.equal(fused_knock(x, weight, variant), x)
 
 
 def test_random_start_is_reproducible_and_ignores_the_global_state():
-    starts = starts_of("mlp", "random")
-    first = initial_weight(torch.empty(3, 5, 5), starts, std=0.5, seed=3)
+    initial = initial_values("mlp", "random")
+    first = initial_weight(torch.empty(3, 5, 5), initial, std=0.5, seed=3)
     torch.manual_seed(99)
-    again = initial_weight(torch.empty(3, 5, 5, dtype=torch.float64), starts, std=0.5, seed=3)
+    again = initial_weight(torch.empty(3, 5, 5, dtype=torch.float64), initial, std=0.5, seed=3)
     assert torch.equal(first.double(), again)
-    assert not torch.equal(first, initial_weight(torch.empty(3, 5, 5), starts, seed=4))
+    assert not torch.equal(first, initial_weight(torch.empty(3, 5, 5), initial, seed=4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -66,7 +67,7 @@ def test_folding_equals_knocking(dtype):
     hidden = torch.randn(TOKENS, 13, dtype=dtype)
     projected = (hidden @ projection.T + bias).unflatten(-1, (HEADS, HEAD_DIM))
     folded = hidden @ fold(projection, t).T + fold(bias, t)
-    torch.testing.assert_close(folded, knock(projected, t, "linear").flatten(-2))
+    torch.testing.assert_close(folded, fused_knock(projected, t, "linear").flatten(-2))
 
 
 class Largest(TorchDispatchMode):
@@ -162,7 +163,7 @@ def test_flops_and_activations_match_torch(variant):
 
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with FlopCounterMode(display=False) as forward, keeping:
-        y = knock(x, weight, variant)
+        y = fused_knock(x, weight, variant)
     saved.pop(weight.untyped_storage().data_ptr())
     expected = tokens * kha.flops(sizes)
     assert forward.get_total_flops() == expected

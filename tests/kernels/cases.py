@@ -10,8 +10,8 @@ import torch
 
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.initial import initial_weight
-from kha_megatron.heads.kernels.fused import knock
-from kha_megatron.heads.knock import MATRICES, starts_of
+from kha_megatron.heads.kernels.fused import fused_knock
+from kha_megatron.heads.knock import MATRICES, initial_values
 
 ROWS = {1: (1,), 7: (7,), 63: (21, 3), 129: (43, 3)}
 """Odd numbers of rows, as leading dimensions; three heads where they divide."""
@@ -48,7 +48,7 @@ def reference(x, weight, variant, dy):
 def errors_of(x, weight, dy, variant):
     """Return the relative errors of the result, of the input gradient and of each matrix's."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = knock(x, weight, variant)
+    y = fused_knock(x, weight, variant)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     want_y, want_dx, want_dw = reference(x, weight, variant, dy)
     found = {"y": relative_error(y, want_y), "dx": relative_error(dx, want_dx)}
@@ -69,8 +69,8 @@ def is_identity_at_start(variant, head_dim, dtype, device="cpu"):
     x = 100 * torch.randn(7, 3, head_dim, device=device)
     x[0] *= 10.0 ** torch.linspace(0, -36, head_dim, device=device)
     shape = (len(MATRICES[variant]), head_dim, head_dim)
-    weight = initial_weight(torch.empty(shape, dtype=dtype, device=device), starts_of(variant))
-    return torch.equal(knock(x.to(dtype), weight, variant), x.to(dtype))
+    weight = initial_weight(torch.empty(shape, dtype=dtype, device=device), initial_values(variant))
+    return torch.equal(fused_knock(x.to(dtype), weight, variant), x.to(dtype))
 
 
 def errors_by_layout(variant, device="cpu"):
@@ -100,7 +100,7 @@ def repeats(variant, dtype, device="cpu", tokens=135):
     weight = weight_of(variant, 64, dtype, device).requires_grad_()
     dy = torch.randn(tokens, 3, 64, device=device).to(dtype)
     first, second = (
-        torch.autograd.grad(knock(x, weight, variant), (x, weight), dy) for _ in range(2)
+        torch.autograd.grad(fused_knock(x, weight, variant), (x, weight), dy) for _ in range(2)
     )
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
@@ -109,7 +109,7 @@ def empty(variant, device="cpu"):
     """Return the shapes of result and input gradient, and the largest weight gradient."""
     x = torch.empty(0, 3, 64, device=device, requires_grad=True)
     weight = weight_of(variant, 64, torch.float32, device).requires_grad_()
-    y = knock(x, weight, variant)
+    y = fused_knock(x, weight, variant)
     dx, dw = torch.autograd.grad(y.sum(), (x, weight))
     return tuple(y.shape), tuple(dx.shape), dw.abs().max().item()
 
@@ -126,7 +126,7 @@ def kept_for_backward(variant, device="cpu"):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = knock(x, weight, variant)
+        y = fused_knock(x, weight, variant)
     assert y.requires_grad
     return sum(size for place, size in kept.items() if place not in known)
 
@@ -138,13 +138,13 @@ def ways_of_calling(variant, device="cpu"):
     x = strided((7, 3), 64, torch.float32, device).requires_grad_()
     weight = weight_of(variant, 64, torch.float32, device).requires_grad_()
     dy = torch.randn(7, 3, 64, device=device)
-    compiled = torch.compile(knock, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(fused_knock, backend="aot_eager", fullgraph=True)
     ways = {
-        "plain": lambda: knock(x, weight, variant),
-        "recomputed": lambda: checkpoint(knock, x, weight, variant, use_reentrant=False),
-        "re-entrant": lambda: checkpoint(knock, x, weight, variant, use_reentrant=True),
+        "plain": lambda: fused_knock(x, weight, variant),
+        "recomputed": lambda: checkpoint(fused_knock, x, weight, variant, use_reentrant=False),
+        "re-entrant": lambda: checkpoint(fused_knock, x, weight, variant, use_reentrant=True),
         "compiled": lambda: compiled(x, weight, variant),
-        "transposed weight": lambda: knock(x, weight.mT.contiguous().mT, variant),
+        "transposed weight": lambda: fused_knock(x, weight.mT.contiguous().mT, variant),
     }
     results = {}
     for name, way in ways.items():

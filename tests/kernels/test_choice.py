@@ -1,4 +1,4 @@
-"""Whether a call of ``knock`` runs in the kernels or in torch, and what is logged."""
+"""Whether a call of ``fused_knock`` runs in the kernels or in torch, and what is logged."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from kha_megatron import announcements
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels import fused
-from kha_megatron.heads.kernels.fused import knock
+from kha_megatron.heads.kernels.fused import fused_knock
 
 CUDA = torch.device("cuda", 0)
 HOPPER = (CUDA, torch.bfloat16, torch.bfloat16, 128)
@@ -47,11 +47,11 @@ def test_uses_torch_on_the_cpu_and_logs_it_once(capsys, monkeypatch, choice, why
     monkeypatch.setenv("KHA_KERNELS", choice)
     x, weight = inputs()
     for _ in range(3):
-        assert torch.equal(knock(x, weight, "gate"), knocking.knock(x, weight, "gate"))
+        assert torch.equal(fused_knock(x, weight, "gate"), knocking.knock(x, weight, "gate"))
     assert capsys.readouterr().err == f"kha_megatron: Knocking in {why}\n"
     announcements.forget()
     monkeypatch.setenv("RANK", "1")
-    knock(x, weight, "gate")
+    fused_knock(x, weight, "gate")
     assert capsys.readouterr().err == ""
 
 
@@ -65,7 +65,7 @@ def test_uses_torch_on_the_cpu_and_logs_it_once(capsys, monkeypatch, choice, why
 def test_invalid_choices_raise_an_error(monkeypatch, choice, message):
     monkeypatch.setenv("KHA_KERNELS", choice)
     with pytest.raises(ConfigError, match=message):
-        knock(*inputs(), "gate")
+        fused_knock(*inputs(), "gate")
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ def test_autocast_and_wrapper_tensors_use_torch(monkeypatch):
 
 def test_compiles_with_gradients_in_torch():
     x, weight = (t.requires_grad_() for t in inputs())
-    compiled = torch.compile(knock, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(fused_knock, backend="aot_eager", fullgraph=True)
     got = torch.autograd.grad(compiled(x, weight, "gate").square().sum(), (x, weight))
-    want = torch.autograd.grad(knock(x, weight, "gate").square().sum(), (x, weight))
+    want = torch.autograd.grad(fused_knock(x, weight, "gate").square().sum(), (x, weight))
     torch.testing.assert_close(got, want)
 
 
 def test_autocast_applies_to_a_compiled_knock():
     x, weight = torch.randn(5, 16, dtype=torch.bfloat16), torch.randn(3, 16, 16, requires_grad=True)
-    compiled = torch.compile(knock, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(fused_knock, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (function(x, weight, "mlp") for function in (compiled, knock))
+        got, want = (function(x, weight, "mlp") for function in (compiled, fused_knock))
     torch.testing.assert_close(got, want)
     (gradient,) = torch.autograd.grad(got.float().sum(), weight)
     assert gradient.dtype == torch.float32
@@ -122,8 +122,8 @@ def test_needs_no_triton():
 import sys
 sys.modules["triton"] = None  # imports of it fail
 import torch
-from kha_megatron.heads.kernels.fused import knock
-print(knock(torch.ones(2, 64), torch.eye(64)[None], "linear").sum().item())
+from kha_megatron.heads.kernels.fused import fused_knock
+print(fused_knock(torch.ones(2, 64), torch.eye(64)[None], "linear").sum().item())
 """
     environment = os.environ | {"KHA_KERNELS": "auto", "TRITON_INTERPRET": "1"}
     result = subprocess.run(

@@ -9,17 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kha_megatron.heads.kernels import tilings
-from kha_megatron.heads.kernels.tilings import DTYPES
+from kha_megatron.heads.kernels.tilings import KERNEL_DTYPES
 from kha_megatron.heads.knock import MATRICES, knock
 from tests.kernels.cases import weight_of
-from tools.cross_compile import (
-    Launch,
-    Report,
-    compile_all,
-    compile_launch,
-    complaints,
-    launches,
-)
+from tools.cross_compile import Launch, Report, compile_all, compile_launch, complaints, launches
 
 pytestmark = pytest.mark.usefixtures("usable_triton")
 compiles = pytest.mark.skipif(sys.platform != "linux", reason="Triton has ptxas on Linux only")
@@ -28,7 +21,7 @@ compiles = pytest.mark.skipif(sys.platform != "linux", reason="Triton has ptxas 
 @compiles
 @pytest.mark.whole
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_every_launch_stays_within_its_bounds(dtype):
     chosen = launches((dtype,))
     # 3 kernels, 3 variants, 5 head dims; through descriptors if columns are not cut

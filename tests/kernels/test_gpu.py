@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from kha_megatron.heads.kernels.tilings import DTYPES, HEAD_DIMS, Kernel, tiling
+from kha_megatron.heads.kernels.tilings import HEAD_DIMS, KERNEL_DTYPES, Kernel, tiling
 from kha_megatron.heads.knock import MATRICES
 from tests.kernels import cases
 
@@ -20,7 +20,7 @@ USUAL = torch.bfloat16, 128
 """Dtype and head dim of the paper's models, in the first minute of ``make gpu-check``."""
 SIZES = [
     pytest.param(dtype, head_dim, marks=[pytest.mark.first] * ((dtype, head_dim) == USUAL))
-    for dtype in DTYPES
+    for dtype in KERNEL_DTYPES
     for head_dim in HEAD_DIMS
 ]
 variants = pytest.mark.parametrize("variant", MATRICES)
@@ -56,7 +56,7 @@ def test_rows_may_have_any_strides(device, variant):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @variants
 def test_gradients_repeat_to_the_bit(device, variant, dtype):
     assert all(cases.repeats(variant, dtype, device, tokens=20011) for _ in range(5))
@@ -74,7 +74,7 @@ def test_small_behaviour(device, variant):
 def test_many_rows_fill_the_largest_gpu_more_than_twice(variant):
     count = cases.MANY[0] * cases.MANY[1]
     for kernel in get_args(Kernel):
-        for dtype in DTYPES:
+        for dtype in KERNEL_DTYPES:
             for head_dim in HEAD_DIMS:
                 cut = tiling(kernel, variant, head_dim, dtype)
                 assert count > 2 * PROCESSORS * cut.per_processor * cut.rows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kha_megatron.heads.kernels.tilings import DTYPES, HEAD_DIMS
+from kha_megatron.heads.kernels.tilings import HEAD_DIMS, KERNEL_DTYPES
 from kha_megatron.heads.knock import MATRICES
 from tests.kernels import cases
 
@@ -23,7 +23,7 @@ QUICK = [(torch.bfloat16, 64, 129), (torch.float16, 96, 7), (torch.float32, 96, 
 """Whole matrices in descriptors, padded ones, and blocks of padded ones."""
 SIZES = [
     pytest.param(*sizes, marks=[pytest.mark.whole] * (sizes not in QUICK))
-    for sizes in itertools.product(DTYPES, HEAD_DIMS, cases.ROWS)
+    for sizes in itertools.product(KERNEL_DTYPES, HEAD_DIMS, cases.ROWS)
     if sizes[1] <= 96 or sizes[2] == (63 if sizes[0] == torch.float32 else 129)
 ]
 """All numbers of rows for small head dims; for others one that leaves the last tile half full:
@@ -43,7 +43,7 @@ def test_equals_float64_with_every_gradient(interpreter, variant, dtype, head_di
     assert all(error < TOLERANCE[dtype] for error in found.values()), found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @variants
 def test_starts_as_the_identity_bit_for_bit(interpreter, variant, dtype):
     assert interpreter(cases.is_identity_at_start, variant, 96, dtype)
@@ -94,7 +94,7 @@ def errors_of_distant_heads():
     """Return the errors if input and gradient have heads more than 2**31 elements apart."""
     x, dy = (far_apart(3, 6, 64) for _ in range(2))
     x, weight = x.requires_grad_(), cases.weight_of("gate", 64, torch.float16).requires_grad_()
-    y = cases.knock(x, weight, "gate")
+    y = cases.fused_knock(x, weight, "gate")
     found = y, *torch.autograd.grad(y, (x, weight), dy)
     near = x.detach().contiguous(), weight, "gate", dy.contiguous()
     return [cases.relative_error(*pair) for pair in zip(found, cases.reference(*near), strict=True)]

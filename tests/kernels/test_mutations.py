@@ -141,7 +141,7 @@ def compare(variant, choice):
             found = cases.errors_of(x, weight, dy, variant)
         except Exception as error:
             found = str(error)
-        way = cases.knock(x.requires_grad_(), weight, variant) if choice == "auto" else None
+        way = cases.fused_knock(x.requires_grad_(), weight, variant) if choice == "auto" else None
     assert torch.equal(state, torch.get_rng_state()), "the global random state was used"
     return found, log.getvalue(), way is not None and "FusedKnock" in type(way.grad_fn).__name__
 

@@ -8,8 +8,8 @@ import torch
 from kha_megatron import announcements
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels import verification
-from kha_megatron.heads.kernels.fused import knock
-from kha_megatron.heads.kernels.tilings import DTYPES
+from kha_megatron.heads.kernels.fused import fused_knock
+from kha_megatron.heads.kernels.tilings import KERNEL_DTYPES
 from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import MATRICES
 from tests.kernels import cases
@@ -42,20 +42,24 @@ def compared_under_modes():
     x, weight = torch.randn(7, 64), cases.weight_of("gate", 64, torch.float32)
     want = knocking.knock(x, weight, "gate")
     with started(compared), torch.inference_mode():
-        found["inference"] = cases.relative_error(knock(x, weight, "gate"), want.double()) < 1e-6
+        found["inference"] = (
+            cases.relative_error(fused_knock(x, weight, "gate"), want.double()) < 1e-6
+        )
 
     def in_backward(gradient):
-        found["backward"] = cases.relative_error(knock(x, weight, "gate"), want.double()) < 1e-6
+        found["backward"] = (
+            cases.relative_error(fused_knock(x, weight, "gate"), want.double()) < 1e-6
+        )
 
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(in_backward)
     with started(compared):
         leaf.sum().backward()
     with started([]):
-        knock(x, weight, "gate")
-        knock(2 * x, weight, "gate")
+        fused_knock(x, weight, "gate")
+        fused_knock(2 * x, weight, "gate")
         found["same layout once"] = len(verification._trusted) == 1
-        knock(x.repeat(1, 2)[:, 64:], weight, "gate")
+        fused_knock(x.repeat(1, 2)[:, 64:], weight, "gate")
         found["other strides again"] = len(verification._trusted) == 2
     return found, len(compared)
 
@@ -88,12 +92,12 @@ def test_gradients_without_autograd_equal_autograd(variant):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("variant", MATRICES)
 def test_auto_uses_the_kernels_on_a_gpu(gpu, variant, dtype):
     compared = []
     with started(compared):
         x = cases.strided((7, 3), 128, dtype, gpu).requires_grad_()
-        y = knock(x, cases.weight_of(variant, 128, dtype, gpu), variant)
+        y = fused_knock(x, cases.weight_of(variant, 128, dtype, gpu), variant)
     assert len(compared) == 1
     assert "FusedKnock" in type(y.grad_fn).__name__

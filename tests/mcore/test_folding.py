@@ -16,7 +16,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.fold_heads import fold_heads
+from kha_megatron.heads.fold_autograd import fold_matrices
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
 
@@ -36,8 +36,8 @@ def test_gradients_of_the_fold_are_those_of_finite_differences():
     owners = (0, 0, 1, 2, None, 0, 2)  # the last matrix has no head on this rank
     matrices = [draw(5, 5) for _ in range(4)]
     for rows in (draw(7 * 5, 3), draw(7 * 5)):
-        torch.autograd.gradcheck(lambda rows, *m: fold_heads(rows, m, owners), (rows, *matrices))
-        folded = fold_heads(rows, matrices, owners)
+        torch.autograd.gradcheck(lambda rows, *m: fold_matrices(rows, m, owners), (rows, *matrices))
+        folded = fold_matrices(rows, matrices, owners)
         for head, owner in enumerate(owners):
             mine = slice(5 * head, 5 * head + 5)
             matrix = torch.eye(5).double() if owner is None else matrices[owner]
@@ -46,7 +46,7 @@ def test_gradients_of_the_fold_are_those_of_finite_differences():
 
 def test_a_matrix_without_a_head_gets_a_gradient_of_zero():
     matrices = [torch.eye(2, requires_grad=True) for _ in range(2)]
-    fold_heads(torch.ones(4, 3), matrices, (1, 1)).sum().backward()
+    fold_matrices(torch.ones(4, 3), matrices, (1, 1)).sum().backward()
     assert matrices[0].grad.tolist() == [[0, 0], [0, 0]]
     assert matrices[1].grad.abs().sum() > 0
 
@@ -55,7 +55,7 @@ def test_a_matrix_without_a_head_gets_a_gradient_of_zero():
 def test_the_identity_folds_bit_for_bit(dtype):
     rows = torch.randn(6 * 8, 5).to(dtype)
     identity = torch.eye(8, dtype=dtype)
-    assert torch.equal(fold_heads(rows, [identity], (0, 0, None, 0, None, 0)), rows)
+    assert torch.equal(fold_matrices(rows, [identity], (0, 0, None, 0, None, 0)), rows)
 
 
 def layer(models, kha, **overrides):
@@ -192,11 +192,11 @@ def order_of_the_wait_and_the_fold():
     events = []
     group = ddp.param_to_bucket_group[built.linear_qkv.weight]
     wait = mock.Mock(side_effect=lambda **options: events.append("wait"))
-    fold = mock.Mock(side_effect=lambda *args: events.append("fold") or fold_heads(*args))
+    fold = mock.Mock(side_effect=lambda *args: events.append("fold") or fold_matrices(*args))
     with (
         torch.no_grad(),
         mock.patch.object(group, "finish_param_sync", wait),
-        mock.patch.object(folding, "fold_heads", fold),
+        mock.patch.object(folding, "fold_matrices", fold),
     ):
         built.get_query_key_value_tensors(torch.randn(TOKENS, BATCH, HIDDEN))
     return events

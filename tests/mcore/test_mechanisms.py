@@ -32,7 +32,7 @@ class Scale(Mechanism):
                 shape=(sizes.kv_heads,),
                 gradient="heads",
                 heads="value",
-                starts=("ones",),
+                initial=("ones",),
                 hf="v_scale",
                 per_head=True,
             ),
@@ -59,7 +59,7 @@ class Shared(Mechanism):
                 shape=shape,
                 gradient="heads",
                 heads=heads,
-                starts=("ones",),
+                initial=("ones",),
                 hf="o_scale",
             ),
         )

@@ -1,4 +1,4 @@
-"""Choose between the Triton kernels and torch for each call of ``knock``.
+"""Choose between the Triton kernels and torch for each call of ``fused_knock``.
 
 The environment variable ``KHA_KERNELS`` controls the choice:
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import knock as knocking
-from kha_megatron.heads.kernels.tilings import ARCHITECTURE, DTYPES, HEAD_DIMS, OLDEST_TRITON
+from kha_megatron.heads.kernels.tilings import ARCHITECTURE, HEAD_DIMS, KERNEL_DTYPES, OLDEST_TRITON
 from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import Variant
 
@@ -35,7 +35,7 @@ KERNELS_VARIABLE = "KHA_KERNELS"
 """Environment variable that chooses between the kernels and torch."""
 
 
-def knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     """Pass every head's row through the matrices that all heads share.
 
     See ``kha_megatron.heads.knock.knock`` for arguments, result and equations. The kernels
@@ -74,7 +74,7 @@ def _reason(
         return f"the kernels need a CUDA device and the tensors are on {device}"
     if why := triton_reason():
         return why
-    if dtype != weight_dtype or dtype not in DTYPES:
+    if dtype != weight_dtype or dtype not in KERNEL_DTYPES:
         return f"the kernels do not support activations in {dtype} with matrices in {weight_dtype}"
     if head_dim not in HEAD_DIMS:
         return f"the kernels support head dims {HEAD_DIMS}, got {head_dim}"

@@ -49,7 +49,7 @@ def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.c
 
 
 @triton.jit(do_not_specialize=["R"])
-def knock_forward(
+def knock_forward_kernel(
     X, x_heads, x_token, x_head,
     W,
     Y, y_heads, y_token, y_head,
@@ -88,7 +88,7 @@ def knock_forward(
 
 
 @triton.jit(do_not_specialize=["R"])
-def knock_backward_input(
+def knock_backward_input_kernel(
     X, x_heads, x_token, x_head,
     DY, dy_heads, dy_token, dy_head,
     W,
@@ -132,7 +132,7 @@ def store_matrix(W, rows, columns, value, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R"])
-def knock_backward_weight(
+def knock_backward_weight_kernel(
     X, x_heads, x_token, x_head,
     DY, dy_heads, dy_token, dy_head,
     W,

@@ -106,7 +106,7 @@ def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) 
     tma = tma and all(_fits_a_descriptor(*r) for r in rows)
     arguments = [_arguments(*r, count, sizes.rows, tma) for r in rows]
     options = sizes.options(variant, head_dim) | {"TMA": tma}
-    function = getattr(kernels, f"knock_{kernel}")
+    function = getattr(kernels, f"knock_{kernel}_kernel")
     programs = min(triton.cdiv(count, sizes.rows), processors(weight.device) * sizes.per_processor)
     with torch.cuda.device_of(weight):
         if kernel == "backward_weight":

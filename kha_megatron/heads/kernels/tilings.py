@@ -12,12 +12,12 @@ import torch
 from kha_megatron.heads.knock import Variant
 
 Kernel = Literal["forward", "backward_input", "backward_weight"]
-Kind = Variant | Literal["float32"]
+_TilingVariant = Variant | Literal["float32"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims that the kernels are tested for."""
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 OLDEST_TRITON = (3, 5)
 """The first release with host-side tensor descriptors (3.4) and ``disable_licm`` (3.5)."""
@@ -69,12 +69,12 @@ def padded(head_dim: int) -> int:
 
 
 def tiling(kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Return the tiling of a kernel for one of :data:`HEAD_DIMS` and :data:`DTYPES`."""
-    kind: Kind = variant if dtype.itemsize == 2 else "float32"
+    """Return the tiling of a kernel for one of :data:`HEAD_DIMS` and :data:`KERNEL_DTYPES`."""
+    kind: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
     return TILINGS[kernel, kind, padded(head_dim)]
 
 
-TILINGS: dict[tuple[Kernel, Kind, int], Tiling] = {
+TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("forward", "mlp", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "mlp", 128): Tiling(128, 128, 8, 2),
     ("forward", "mlp", 256): Tiling(128, 32, 8, 2, spills=8),  # none in bfloat16

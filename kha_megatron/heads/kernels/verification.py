@@ -23,7 +23,7 @@ from kha_megatron.heads.kernels.rows import Strides, strides_of
 from kha_megatron.heads.kernels.tilings import Kernel, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
 
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Largest relative error of a row or matrix, by norm: a few roundings of half a unit in the last
 place each (the interpreter truncates bfloat16), for the worst of many rows."""
 
@@ -109,7 +109,7 @@ class KnockCase:
         size = want.norm(dim=-1).clamp_min(1e-30)
         errors = (got.double() - want).norm(dim=-1) / size
         worst = errors.nan_to_num(nan=math.inf).max().item()
-        if worst <= TOLERANCE[self.dtype]:
+        if worst <= MAX_RELATIVE_ERROR[self.dtype]:
             return None
         return f"the {name} has a relative error of {worst:.2g}"
 

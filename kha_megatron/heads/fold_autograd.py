@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def fold_heads(rows: Tensor, matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Tensor:
+def fold_matrices(
+    rows: Tensor, matrices: Sequence[Tensor], owners: tuple[int | None, ...]
+) -> Tensor:
     """Return ``W'_h = T^T W_h`` for the heads that have a matrix, and ``W_h`` for the others.
 
     One batched product forward and two backward, ``2 n D^2 K`` FLOPs each for any number of tokens.
