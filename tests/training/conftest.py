@@ -1,18 +1,12 @@
 """Runs of the training entry point, and their data."""
 
-import os
 import shlex
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.entry import Ended, run
-from tests.ports import free_port
 
 LAYERS = 4
 HEAD_DIM = 6
@@ -39,36 +33,6 @@ EXPERTS = shlex.split("""
 def start(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
     """Run the entry point on ``ranks`` processes; ``program`` is Python source to run instead."""
     return run(words, ranks, program=program, timeout=300)
-
-
-def started_anew(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
-    """Run in new processes, which may import another Megatron."""
-    python = ["-c", program] if program else ["-m", "kha_megatron.training"]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    world |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    return _ended(
-        [[sys.executable, *python, *words]] * ranks,
-        [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
-    )
-
-
-def _ended(commands: list[list[str]], environments: list[dict[str, str]]) -> Ended:
-    """Wait five minutes for the processes."""
-    with tempfile.TemporaryFile("w+") as log:  # a rank whose pipe is full would wait for a reader
-        processes = [
-            subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)
-            for words, own in zip(commands, environments, strict=True)
-        ]
-        deadline, overdue = time.monotonic() + 300, []
-        for rank, process in enumerate(processes):
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                overdue.append(rank)
-        codes = [process.wait() for process in processes]
-        log.seek(0)
-        return Ended(codes, log.read(), overdue)
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,29 +14,16 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.training import stock
 from kha_megatron.training.arguments import add_kha_arguments
+from tests.entry import Entry
 from tests.mcore.test_patches import PATCHES, run_patch
-from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, started_anew
+from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, scalars
+from tests.training.test_stock_script import STOCK
 
 HEADS, GROUPS, SEQUENCE, MICROBATCH, BATCH = 8, 2, 28, 3, 6  # of MODEL and TRAINING
 
-# does what upstream's pretrain_gpt.py does on the CPU, and then inspects the patched tree
-STOCK = """
-import argparse, copy, json, os, sys
-from pathlib import Path
-from kha_megatron.mcore import cpu
-cpu.install(despite_cuda=True)
-sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]
+RECORDED = """
+import sys
 import megatron.core.distributed
-from megatron.core.enums import ModelType
-from megatron.core.transformer.spec_utils import import_module
-from megatron.training import pretrain, theoretical_memory_usage as memory
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
-from megatron.training.training import num_floating_point_operations
-from kha_megatron.mcore import compat
-from kha_megatron.training.pretrain import _build_datasets, _forward_step
-compat.use_shipped_dataset_helpers()
-
 finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]  # hidden by a function
 updates, update = [], finalize.get_updated_expert_bias
 def recorded(loads, bias, *rest, **named):
@@ -45,10 +33,14 @@ def recorded(loads, bias, *rest, **named):
                     "rate": rest[0], "after": after.tolist()})
     return after
 finalize.get_updated_expert_bias = recorded
-
-args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-pretrain(config, _build_datasets, ModelType.encoder_or_decoder, _forward_step)
+"""
+REPORTED = """
+import argparse, copy, json
+from pathlib import Path
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import theoretical_memory_usage as memory
+from megatron.training.arguments import add_megatron_arguments
+from megatron.training.training import num_floating_point_operations
 
 def reports(args):
     return {"flops": num_floating_point_operations(args, args.global_batch_size),
@@ -103,12 +95,11 @@ def trained(patched, tmp_path_factory):
     words += ["--moe-router-bias-update-rms", "--moe-router-bias-update-rate", "0.01"]
     words += ["--log-throughput", "--log-timers-to-tensorboard"]
     words += ["--tensorboard-dir", str(folder / "tensorboard")]
+    words += ["--tokenizer-type", "NullTokenizer"]
     with pytest.MonkeyPatch.context() as patch:
-        path = [str(patched), str(Path(stock.__file__).parents[2])]
-        patch.setenv("PYTHONPATH", ":".join(path))
+        patch.setattr(sys, "path", [str(patched), *sys.path])  # which the new process inherits
         patch.setenv("FOUND", str(folder))
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        run = started_anew(words, 2, program=STOCK)
+        run = Entry()(words, 2, program=RECORDED + STOCK + REPORTED)
     assert run.codes == [0, 0], run.output[-4000:]
     return run, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], folder
 
@@ -130,11 +121,8 @@ def test_the_throughput_report_counts_knocking(trained):
     _, (found, _), folder = trained
     assert found["kha"]["flops"] - found["plain"]["flops"] == FLOPS
     # Megatron's own scalars, in float32: TFLOP/s of each of two ranks, and seconds
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    rate, seconds = (events.Scalars(name)[-1].value for name in ("throughput", "iteration-time"))
+    written = scalars(folder / "tensorboard")
+    rate, seconds = (written[name][2] for name in ("throughput", "iteration-time"))
     assert rate * 1e12 * 2 * seconds == pytest.approx(found["kha"]["flops"], rel=1e-6)
     assert found["plain"]["flops"] < 0.999 * found["kha"]["flops"]
 
