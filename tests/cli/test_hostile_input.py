@@ -1,6 +1,7 @@
-"""Hostile option values, signals and internal errors: one error line and the right exit code."""
+"""Bad and hostile input, signals and internal errors: one error line and the right exit code."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,6 +71,52 @@ def test_control_characters_of_a_path_are_not_printed(refused, name):
     command = COMMANDS[name]
     path = next(p for p in parameters(command, "Path") if not p.opts[0].startswith("-"))
     refused(invocation(name.split(), command, path, ESCAPE))
+
+
+LAUNCH = "launch quickstart --dry-run"
+SLURM = "--executor slurm --time 04:00:00"
+HEADS = f"{LAUNCH} -- --mock-data --heads"
+PLAN = "plan moe-a0.8b-6.6b --gpus 64"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("compare --recipe quikstart", "unknown recipe"),
+        ("compare --nproc 2", "No training data"),
+        ("compare --device cuda --jobs 2 -- --mock-data", "Expected --jobs 1 on GPUs"),
+        ("launch quikstart", "unknown recipe"),
+        ("launch quickstart --lr 1", "--lr"),
+        (f"{LAUNCH} --executor slurm", "Expected --time as HH:MM:SS"),
+        (f"{LAUNCH} --nodes 2", "Expected --executor slurm"),
+        (f"{LAUNCH} --detach -- --mock-data", "Expected --executor slurm"),
+        (f"{LAUNCH} {SLURM} --env A", "Expected --env NAME=VALUE, got A"),
+        (f"{LAUNCH} --data /no/such", "/no/such/corpus.bin"),
+        (f"{LAUNCH} -- --train-iters abc", "got abc"),
+        (f"{LAUNCH} stray", "got 'stray'"),
+        (f"{HEADS} moh.shared=4 --heads moh.active=1", "of 4 heads together, got 4 and 1"),
+        (f"{HEADS} gate.key=head", "with QK-norm"),
+        (f"{HEADS} gate.output=head --flash-decode", "Remove --flash-decode"),
+        (f"{HEADS} talking.max_tokens=255", "max_tokens=255 tokens, got 256"),
+        (f"{HEADS} collaborative.dim=30", "at least 32, the rotary"),
+        (  # too wide for fused kernels
+            f"launch dense-0.6b --dry-run {SLURM} --output /runs -- --mock-data "
+            "--kha-preset baseline --heads collaborative.dim=512",
+            "got collaborative.dim=512",
+        ),
+        (f"{PLAN} --tp 3", "--tensor-model-parallel-size"),
+        (f"{PLAN} --tp 4 --cp 3", "the number of ranks to be a multiple of 12"),
+        (f"{PLAN} --gpu-memory '80 apples'", "80 apples"),
+        ("plan quickstart --gpus 131073", "got 131073"),
+        ("data prepare --from /gone --out out", "--from /gone does not exist"),
+        ("data prepare --from / --out out --workers 0", "--workers"),
+        ("data prepare --from / --out out --max-file-bytes 4XB", "got '4XB'"),
+        ("data show /gone", "Cannot read /gone/data.json"),
+    ],
+)
+def test_bad_input_is_refused(refused, line, message, tmp_path):
+    assert message in refused(shlex.split(line))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("flag", ["--num-layers", "--train-iters", "--tensor-model-parallel-size"])

@@ -1,4 +1,4 @@
-"""``kha-megatron plan``: tables, JSON and bad input."""
+"""``kha-megatron plan``: tables and JSON."""
 
 import json
 
@@ -6,19 +6,18 @@ import pytest
 from typer.testing import CliRunner
 
 from kha_megatron.cli import app
-from kha_megatron.errors import ConfigError
 
 PLAN = ["plan", "moe-a0.8b-6.6b", "--gpus", "64"]
 
 
-def run(*words, code=0):
+def run(*words):
     result = CliRunner().invoke(app, [*words])
-    assert result.exit_code == code, result.output
-    return result
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def test_tables_list_the_layouts_and_the_assumptions():
-    text = run(*PLAN, "--ep", "8", "--limit", "3").stdout
+    text = run(*PLAN, "--ep", "8", "--limit", "3")
     assert "6,614,249,472 parameters, 881,160,192 active, 884,736 of KHA on value=mlp" in text
     assert "valid layouts on 64 GPUs" in text
     assert "Calculated, not measured" in text
@@ -34,7 +33,7 @@ def test_json_adds_up():
     words = ["--tp", "2", "--pp", "3", "--vpp", "1", "--cp", "1", "--ep", "4", "--etp", "1"]
     batch = ["--global-batch-size", "480", "--recompute", "full", "--precision", "fp8"]
     words = [*PLAN[:2], "--gpus", "96", *words, *batch, "--gpu-memory", "40GiB", "--json"]
-    result = json.loads(run(*words).stdout)
+    result = json.loads(run(*words))
     assert result["gpu_memory"] == 40 * 2**30
     assert (result["precision"], result["recompute"]) == ("fp8", "full")
     (layout,) = result["layouts"]
@@ -44,19 +43,3 @@ def test_json_adds_up():
     assert 2 / 32 < layout["idle"] < 1  # of equal stages, and the last has the logits as well
     parts = [*layout["memory"].values(), *layout["kha_memory"].values()]
     assert sum(parts) == pytest.approx(layout["total_memory"])
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        ([*PLAN, "--tp", "3"], "--tensor-model-parallel-size"),
-        ([*PLAN, "--tp", "4", "--cp", "3"], "the number of ranks to be a multiple of 12"),
-        ([*PLAN, "--gpu-memory", "80 apples"], "80 apples"),
-        (["plan", "quickstart", "--gpus", "131073"], "got 131073"),
-    ],
-)
-def test_bad_input_is_refused(words, match):
-    result = CliRunner().invoke(app, words)
-    assert isinstance(result.exception, ConfigError)
-    assert match in str(result.exception)
-    assert "\n" not in str(result.exception)
