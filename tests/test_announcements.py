@@ -1,4 +1,4 @@
-"""What is announced: once, from rank 0, as a plain line on stderr; and nothing by ``print``."""
+"""Announcements are plain lines on stderr, from rank 0; the package does not use ``print``."""
 
 import ast
 import logging
@@ -19,7 +19,7 @@ def fresh(monkeypatch):
     announcements.forget()
 
 
-def test_a_plain_line_on_stderr_once_for_each_key(capsys):
+def test_messages_are_lines_on_stderr_once_for_each_key(capsys):
     for _ in range(2):
         announce("100% sure", once="sure")
         announce("each time")
@@ -32,30 +32,25 @@ def test_a_plain_line_on_stderr_once_for_each_key(capsys):
     ]
 
 
-def test_other_ranks_are_silent(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    announce("it")
-    assert capsys.readouterr().err == ""
-
-
-def test_what_befalls_another_rank_alone_is_said_by_it(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("every_rank", "line"), [(False, ""), (True, "kha_megatron: rank 5: WARNING: it\n")]
+)
+def test_other_ranks_print_only_messages_of_every_rank(monkeypatch, capsys, every_rank, line):
     monkeypatch.setenv("RANK", "5")
-    announce("WARNING: it", every_rank=True)
-    assert capsys.readouterr().err == "kha_megatron: rank 5: WARNING: it\n"
+    announce("WARNING: it", every_rank=every_rank)
+    assert capsys.readouterr().err == line
 
 
-def test_a_handler_of_the_program_gets_them_instead(monkeypatch, capsys):
-    heard = logging.Handler()
-    records = []
-    monkeypatch.setattr(heard, "emit", records.append)
-    monkeypatch.setattr(announcements.LOGGER, "handlers", [heard])
+def test_a_handler_of_the_program_receives_the_messages(monkeypatch, capsys):
+    handler, records = logging.Handler(), []
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(announcements.LOGGER, "handlers", [handler])
     announce("it")
     assert [record.getMessage() for record in records] == ["it"]
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_else_prints_notices():
-    """``print`` is left for errors of entry points, on stderr."""
+def test_the_package_prints_only_errors_of_entry_points():
     package = Path(kha_megatron.__file__).parent
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

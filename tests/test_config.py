@@ -7,12 +7,36 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate, HeadFacts, HeadSizes
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_round_trip(name):
-    kha = KHAConfig.from_preset(name, init="random", init_seed=5)
-    assert KHAConfig.from_dict(kha.to_dict()) == kha
-    settings = kha.variants | {m.name: m.non_defaults() for m in kha.other_mechanisms}
-    assert settings == dict(PRESETS[name])
+def test_presets_have_their_settings():
+    for name, settings in PRESETS.items():
+        kha = KHAConfig.from_preset(name)
+        found = kha.variants | {m.name: m.non_defaults() for m in kha.other_mechanisms}
+        assert found == dict(settings)
+
+
+@pytest.mark.parametrize(
+    "kha",
+    [
+        *(KHAConfig.from_preset(name, init="random", init_seed=5) for name in PRESETS),
+        KHAConfig(query="linear", value="gate", init="random", init_seed=7, fold="always"),
+        KHAConfig(attention="gla", latent_heads=4, value="linear"),
+    ],
+    ids=str,
+)
+def test_round_trip(kha):
+    settings = kha.to_dict()
+    assert KHAConfig.from_dict(settings) == kha
+    assert KHAConfig.from_entries({f"kha_{name}": settings[name] for name in settings}) == kha
+    asked = KHAConfig.from_options(kha.to_options())
+    assert asked == kha
+    assert asked.fold == kha.fold
+
+
+def test_the_kind_of_attention_is_logged():
+    assert str(KHAConfig(attention="gla", latent_heads=4, value="linear")) == (
+        "value=linear in gla of 4"
+    )
+    assert str(KHAConfig(attention="gta")) == "nothing (baseline) in gta"
 
 
 def test_the_papers_parameter_count():
@@ -23,27 +47,16 @@ def test_the_papers_parameter_count():
     assert KHAConfig().parameters(sizes) == 0
 
 
-def test_parameters_of_latent_attention_follow_both_widths():
-    kha = KHAConfig.from_preset("kha_linear")
-    sizes = HeadSizes(query_heads=8, kv_heads=8, head_dim=6, value_dim=5)
-    assert kha.parameters(sizes) == 2 * 6**2 + 5**2
-    assert kha.flops(sizes) == 2 * 8 * (2 * 6**2 + 5**2)
-    assert kha.activations(sizes) == 8 * (6 + 6 + 5)
-
-
-@pytest.mark.parametrize(
-    "kha",
-    [
-        *(KHAConfig.from_preset(name) for name in PRESETS),
-        KHAConfig(query="linear", value="gate", init="random", init_seed=7, fold="always"),
-        KHAConfig(attention="gla", latent_heads=4, value="linear"),
-    ],
-    ids=str,
-)
-def test_options_round_trip(kha):
-    asked = KHAConfig.from_options(kha.to_options())
-    assert asked == kha
-    assert asked.fold == kha.fold
+def test_costs_follow_the_heads_and_widths_of_each_tensor():
+    kha = KHAConfig(query="linear", key="gate", value="mlp")
+    # 2 D^2 for each of 1 matrix on 12 heads, 1 on 3 heads and 3 on 3 heads
+    assert kha.flops(HeadSizes(query_heads=12, kv_heads=3, head_dim=7)) == 2 * 7**2 * (12 + 3 + 9)
+    linear = KHAConfig.from_preset("kha_linear")
+    latent = HeadSizes(query_heads=8, kv_heads=8, head_dim=6, value_dim=5)
+    assert KHAConfig().flops(latent) == 0
+    assert linear.parameters(latent) == 2 * 6**2 + 5**2
+    assert linear.flops(latent) == 2 * 8 * (2 * 6**2 + 5**2)
+    assert linear.activations(latent) == 8 * (6 + 6 + 5)
 
 
 def test_heads_options_override_a_preset():
@@ -66,15 +79,6 @@ def test_names_shapes_and_initial_values_of_tensors():
     assert {query.gradient, value.gradient} == {"heads"}
 
 
-def test_attention_round_trips_and_is_logged():
-    kha = KHAConfig(attention="gla", latent_heads=4, value="linear")
-    assert KHAConfig.from_dict(kha.to_dict()) == kha
-    entries = {f"kha_{name}": value for name, value in kha.to_dict().items()}
-    assert KHAConfig.from_entries(entries) == kha
-    assert str(kha) == "value=linear in gla of 4"
-    assert str(KHAConfig(attention="gta")) == "nothing (baseline) in gta"
-
-
 def test_fold_does_not_affect_equality_or_checkpoints():
     kha = KHAConfig(value="linear", fold="always")
     assert kha == KHAConfig(value="linear")
@@ -82,27 +86,6 @@ def test_fold_does_not_affect_equality_or_checkpoints():
     assert KHAConfig.from_dict(kha.to_dict() | {"fold": "never"}).fold == "never"
     entries = {"kha_value": "linear", "kha_fold": "always"}
     assert KHAConfig.from_entries(entries).fold == "auto"
-
-
-@pytest.mark.parametrize("preset", ["kha_linear", "kha_mlp"])
-def test_the_papers_flops(preset):
-    """Equations 10 to 12 with L = 2048, d = 1024, n = 32: 0.55 % of a layer, 1.17 % of its MHA."""
-    length, d, n = 2048, 1024, 32
-    added = length * KHAConfig.from_preset(preset).flops(
-        HeadSizes(query_heads=n, kv_heads=n, head_dim=d // n)
-    )
-    assert added == 6 * length * d**2 // n
-    attention = 8 * length * d**2 + 4 * length**2 * d
-    layer = attention + 18 * length * d**2
-    assert f"{added / layer:.2%} {added / attention:.2%}" == "0.55% 1.17%"
-
-
-def test_flops_follow_the_heads_of_each_tensor():
-    kha = KHAConfig(query="linear", key="gate", value="mlp")
-    # 2 D^2 for each of 1 matrix on 12 heads, 1 on 3 heads and 3 on 3 heads
-    sizes = HeadSizes(query_heads=12, kv_heads=3, head_dim=7)
-    assert kha.flops(sizes) == 2 * 7**2 * (12 + 3 + 9)
-    assert KHAConfig().flops(sizes) == 0
 
 
 def test_entries_name_a_preset_by_its_spec():
