@@ -171,27 +171,18 @@ CASES: tuple[Case, ...] = (
     _dense("dense-not-folded", TE | _NOT_FOLDED, "te"),
     _dense("dense-flash-attention", TE | _FLASH, "te", "flash-attn"),
     _moe("moe-full-recompute", TE | GROUPED | _FULL, "te"),
-    _dense(
-        "dense-te-graphs",
-        TE | _GRAPHS,
-        "te",
-        bound=OTHER_START,  # Transformer Engine's random states
-    ),
-    _dense("dense-fused-weight-gradients", TE, "te", "apex", dropped=(_UNFUSED,), bound=SAME),
-    # other variants and mechanisms, which must only learn
+    # Transformer Engine has other random states with graphs
+    _dense("dense-te-graphs", TE | _GRAPHS, "te", bound=OTHER_START),
+    _dense("dense-fused-weight-gradients", TE, "te", "apex", dropped=(_UNFUSED,)),
+    # other variants and mechanisms, whose loss must only fall
     _dense("dense-gate", TE, "te", preset="kha_gate_v", like=None),
     _dense("dense-mlp-qkv-fp8", _fp8("tensorwise"), "te", "fp8", preset="kha_mlp_qkv", like=None),
     _moe("moe-gates", TE | GROUPED, "te", preset="kha_mlp_gate_output", like=None),
     _moe("moe-heads", TE | GROUPED, "te", preset="kha_mlp_moh_75", like=None),
     _dense("dense-talking", TE, "te", preset="talking", like=None),
     _dense("dense-collaborative", TE, "te", preset="collaborative", like=None),
-    _dense(
-        "dense-fp16",
-        TE | _FP16,
-        "te",
-        dropped=("--bf16",),
-        bound=OTHER_START,  # drawn in another dtype
-    ),
+    # its weights are drawn in another dtype
+    _dense("dense-fp16", TE | _FP16, "te", dropped=("--bf16",), bound=OTHER_START),
 )
 """In order of importance."""
 
@@ -205,13 +196,7 @@ def missing(case: Case, has: Mapping[str, bool]) -> str | None:
 def faults(
     case: Case, losses: Sequence[float], reference: Sequence[float] | None, steps: int
 ) -> list[str]:
-    """Return the faults of a finished run.
-
-    Args:
-        losses: loss of each step.
-        reference: losses of the case that it must follow, if any.
-        steps: expected number of steps.
-    """
+    """Return the faults of a run of ``steps`` steps. Its losses must follow ``reference``."""
     if len(losses) < steps:
         return [f"{len(losses)} losses of {steps}"]
     if bad := [i for i, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
@@ -223,11 +208,9 @@ def faults(
         return found
     first, last = distance(losses, reference)
     if case.bound.first is not None and not first <= case.bound.first:
-        found.append(
-            f"the first loss is {first:.4f} from {case.like}'s: at most {case.bound.first}"
-        )
+        found.append(f"first loss: {first:.4f} from {case.like}, bound {case.bound.first}")
     if not last <= case.bound.end:
-        found.append(f"the last losses are {last:.4f} from {case.like}'s: at most {case.bound.end}")
+        found.append(f"last losses: {last:.4f} from {case.like}, bound {case.bound.end}")
     return found
 
 

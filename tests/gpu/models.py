@@ -1,6 +1,6 @@
-"""The same model from Megatron's own modules and from Transformer Engine's, for one rank.
+"""The same model from Megatron's modules and from Transformer Engine's, on one rank.
 
-Sizes are multiples of 16, and tokens of 32, as Transformer Engine asks for; the batch is odd.
+Transformer Engine needs sizes that are multiples of 16, and of 32 for tokens. The batch is odd.
 """
 
 import os
@@ -73,7 +73,6 @@ def build(
 
 
 def device() -> torch.device:
-    """Return the device of this rank."""
     return torch.device("cpu" if cpu.is_installed() else f"cuda:{torch.cuda.current_device()}")
 
 
@@ -165,17 +164,12 @@ def errors(
     sizes: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Errors:
-    """Return the relative errors, of norms, of what ``look`` returns.
+    """Return the relative errors, of norms, of the tensors that ``look`` returns.
 
-    Ours is a model of ``impl``, with the kernels if they run here. The truth are Megatron's local
-    layers in float32 with the same weights, in torch without kernels; the plain ones are local
-    layers in ``dtype``, which show the effect of rounding.
-
-    Args:
-        head: as in :func:`build`.
-        spoil: called with our model before it runs.
-        sizes: of the configuration of all three.
-        changes: of our model's configuration.
+    Ours is a model of ``impl``, with the kernels if they run here. The reference is Megatron's
+    local layers in float32 with the same weights, without kernels. The plain model has local layers
+    in ``dtype``, which show the effect of rounding. ``sizes`` configures all three, and ``changes``
+    only our model, which ``spoil`` may change before it runs.
     """
     models.initialize()
     torch.set_float32_matmul_precision("highest")  # NVIDIA's containers ask for less

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,30 +52,18 @@ def has() -> dict[str, bool]:
     return found
 
 
-def train(
-    case: Case,
-    folder: Path,
-    *,
-    data: Path | None,
-    device: str = "cuda",
-    seconds: float = CASE_SECONDS,
-) -> list[float]:
-    """Train a case in one process and return the loss of each step.
-
-    Raises:
-        RuntimeError: the training failed.
-    """
+def train(case, folder, *, data, device="cuda", seconds=CASE_SECONDS) -> list[float]:
+    """Train a case in one process and return the loss of each step."""
     log = folder / f"{case.name}.log"
     words = {"--tensorboard-dir": (str(folder / case.name),)}
-    # one each: runs at the same time would write one index file together
+    # simultaneous runs would write the same index file
     words |= {"--data-cache-path": (str(folder / case.name / "cache"),)}
     if device == "cpu":
         words |= cases.TINY
         words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
     job = prepare(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
-    port = str(free_port())
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with log.open("wb") as output:
         done = subprocess.run(
             job.command,
@@ -122,10 +110,6 @@ def trainings(request, has, tmp_path_factory):
         pool.shutdown(cancel_futures=True)
 
 
-def _finished(future: Future | None) -> list[float] | None:
-    return None if future is None or future.exception() else future.result()
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(0)  # what it waits for has limits of its own
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -135,7 +119,8 @@ def test_losses_follow(case, trainings, has, record_property):
     losses = trainings[case.name].result()
     if losses is None:
         pytest.skip("NOT REACHED: no time was left for it")
-    reference = _finished(trainings.get(case.like or ""))
+    followed = trainings.get(case.like or "")
+    reference = None if followed is None or followed.exception() else followed.result()
     wrong = faults(case, losses, reference, STEPS)
     record_property("losses", json.dumps(losses))
     words = f"loss {losses[0]:.4f} at first, {end(losses):.4f} at the end"
@@ -200,8 +185,8 @@ def test_bounds_detect_wrong_losses():
     good, bound = curve(4.0), case.bound.end
     assert faults(case, curve(4.0 + 0.9 * bound), good, STEPS) == []
     for losses, other, reference, message in (
-        (curve(4.0 + 1.1 * bound), case, good, "the last loss"),
-        (curve(4.0, first=8.5), case, good, "the first loss"),
+        (curve(4.0 + 1.1 * bound), case, good, "last losses"),
+        (curve(4.0, first=8.5), case, good, "first loss"),
         (curve(8.2), alone, None, "it did not learn"),
         (good[:-1], alone, None, f"{STEPS - 1} losses of {STEPS}"),
         ([*good[:7], math.nan, *good[8:]], alone, None, "the loss is not finite at step 8"),

@@ -39,8 +39,7 @@ FP8FwdTensors = _enum(
     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
 )
 FP8BwdTensors = _enum(
-    "FP8BwdTensors",
-    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
+    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
 )
 NVTE_Fused_Attn_Backend = _enum(
     "NVTE_Fused_Attn_Backend", "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend"
