@@ -1,7 +1,6 @@
-"""Log choices and fallbacks once, on rank 0.
+"""Logging of choices and fallbacks, by default only on rank 0.
 
-Messages go to the logger ``kha_megatron``, which writes to stderr unless the program has given it a
-handler.
+The logger ``kha_megatron`` writes to stderr unless the program has added a handler to it.
 """
 
 import logging
@@ -14,7 +13,8 @@ _logged: set[Hashable] = set()
 
 
 class _Stderr(logging.StreamHandler):
-    """Write to the current ``sys.stderr``, which programs and tests redirect."""
+    """Handler that looks up ``sys.stderr`` for each record, since programs and tests redirect
+    it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -25,8 +25,8 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
     """Log ``kha_megatron: {text}`` at level INFO on the first rank.
 
     Args:
-        once: key under which only the first message of this process is logged.
-        every_rank: log on all ranks, with the number of the rank.
+        once: Key for deduplication. Only the first message with this key is logged.
+        every_rank: Whether to log on all ranks. The message is then prefixed with the rank.
     """
     if once is not None:
         if once in _logged:
@@ -46,12 +46,12 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
 
 
 def forget() -> None:
-    """Reset the keys of ``once``, for tests."""
+    """Reset the deduplication keys (for tests)."""
     _logged.clear()
 
 
 def is_first_rank() -> bool:
-    """Return whether this is rank 0 of the process group, or by ``RANK`` without one."""
+    """Return whether this is rank 0. Without a process group, ``RANK`` is used."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -1,7 +1,4 @@
-"""Configure the head mechanisms of a layer.
-
-To add a mechanism, add a field of its type to :class:`KHAConfig`.
-"""
+"""Configuration of a layer's head mechanisms. Each mechanism is a field of :class:`KHAConfig`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,33 +26,34 @@ from kha_megatron.heads.knock import PROJECTIONS, KnockSettings
 AttentionKind = Literal["gta", "gla"]
 
 CONFIG_VARIABLE = "KHA_CONFIG"
-"""Environment variable with settings for layer specs, as JSON."""
+"""Environment variable that holds the settings of layer specs as JSON."""
 
 ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-"""Grouped-Tied and Grouped Latent Attention (arXiv 2505.21487), which Megatron does not have."""
+"""Attention types that Megatron does not have: Grouped-Tied and Grouped Latent Attention (arXiv
+2505.21487)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KHAConfig(KnockSettings):
-    """Mechanisms of a layer's heads. ``KHAConfig()`` is the baseline without any.
+    """Configuration of a layer's head mechanisms. ``KHAConfig()`` is the baseline without any.
 
     Raises:
-        ConfigError: a field has an invalid value.
+        ConfigError: If a field has an invalid value.
     """
 
     attention: AttentionKind | None = None
-    """``gta`` ties keys and values; ``value`` then applies to the tied state. ``gla`` splits the
-    latent of MLA into heads. None: the attention that Megatron's flags choose."""
+    """``gta`` ties keys and values, so that ``value`` applies to the tied state. ``gla`` splits the
+    latent of MLA into heads. By default, Megatron's own arguments choose the attention."""
     latent_heads: int = 2
-    """Number of latent heads of ``gla`` (two in the paper's GLA-2)."""
+    """Number of latent heads for ``gla`` (2 in the paper's GLA-2)."""
     collaborative: CollaborativeHeads | None = None
     """One query and one key shared by all heads, with a mixing vector per head."""
     talking: TalkingHeads | None = None
-    """Heads that mix their logits and weights."""
+    """Heads that mix their attention logits and weights."""
     gate: Gate | None = None
-    """Learnt gates on queries, keys, values, attention outputs or layer outputs."""
+    """Learned gates on queries, keys, values, attention outputs or layer outputs."""
     moh: MixtureOfHeads | None = None
-    """A router that weighs heads and switches some off for each token."""
+    """Router that weights heads and disables some of them for each token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,17 +82,17 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
-        """Return a preset (a key of :data:`PRESETS`) with some fields replaced."""
+        """Build a preset (a key of :data:`PRESETS`), optionally overriding some fields."""
         if name not in PRESETS:
             raise ConfigError(f"Unknown KHA preset {name!r}. Choose one of {', '.join(PRESETS)}.")
         return cls.from_dict({**PRESETS[name], **overrides})
 
     @classmethod
     def from_presets(cls, names: Sequence[str]) -> Self:
-        """Combine several presets, such as ``("kha_mlp", "gate_output")``.
+        """Combine several presets, e.g. ``("kha_mlp", "gate_output")``.
 
         Raises:
-            ConfigError: a preset is unknown, or two presets have the same setting.
+            ConfigError: If a preset is unknown, or if presets define the same setting.
         """
         values: dict[str, Any] = {}
         for name in names:
@@ -111,7 +109,8 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of :meth:`to_dict`. Raises ConfigError for an unknown key."""
+        """Build the configuration from the result of :meth:`to_dict`. Unknown keys raise
+        ConfigError."""
         if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
             raise ConfigError(
                 f"Unknown KHA setting {', '.join(unknown)}. Expected one of "
@@ -128,11 +127,12 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self | None:
-        """Read command-line options. Return None if they name no preset and no mechanism.
+        """Parse command-line options. Return None if they contain no preset and no mechanism.
 
         Args:
-            given: parsed values by field, with ``preset`` and ``heads`` (the words of ``--heads``).
-                None means "not given", ``none`` means "no such mechanism".
+            given: Parsed values by field, plus ``preset`` and ``heads`` (the arguments of
+                ``--heads``). None means that an option was not given, and ``none`` disables a
+                mechanism.
         """
         words = {name: value for name, value in given.items() if value is not None}
         preset = words.pop("preset", None)
@@ -147,10 +147,11 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
-        """Read the ``kha_*`` entries of a checkpoint or an export. Return None if there are none.
+        """Read the ``kha_*`` entries of a checkpoint or exported model, or return None if it has
+        none.
 
-        ``entries`` are those of a Hugging Face ``config.json`` or Megatron's arguments, which may
-        name a preset in ``spec`` and set ``attention_output_gate``.
+        ``entries`` are a Hugging Face ``config.json`` or Megatron's arguments. The latter may also
+        contain a preset in ``spec`` and ``attention_output_gate``.
         """
         gated = entries.get("attention_output_gate") is True
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
@@ -165,10 +166,8 @@ class KHAConfig(KnockSettings):
         return cls.from_dict(values).with_output_gate(gated)
 
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
-        """Return the entries of Megatron's arguments that :meth:`from_entries` reads.
-
-        Megatron has no output gate in multi-latent attention.
-        """
+        """Return the entries of Megatron's arguments that :meth:`from_entries` reads. Note that
+        multi-latent attention has no output gate in Megatron."""
         entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
         if self.has_output_gate and not multi_latent:
             entries["attention_output_gate"] = True
@@ -176,14 +175,14 @@ class KHAConfig(KnockSettings):
 
     @property
     def has_output_gate(self) -> bool:
-        """Whether the config has the gate of Megatron's ``--attention-output-gate``."""
+        """Whether the configuration contains the gate of Megatron's ``--attention-output-gate``."""
         return self.gate is not None and self.gate.is_stock
 
     def with_output_gate(self, asked: bool) -> Self:
-        """Add the gate of ``--attention-output-gate`` if ``asked``. GTA and GLA have no such gate.
+        """Add the gate of ``--attention-output-gate`` if ``asked``, except for GTA and GLA.
 
         Raises:
-            ConfigError: the config has gates of another form.
+            ConfigError: If the configuration has gates of a different form.
         """
         if not asked or self.has_output_gate or self.attention is not None:
             return self
@@ -198,17 +197,15 @@ class KHAConfig(KnockSettings):
         return replace(self, gate=gate)
 
     def without_output_gate(self) -> Self:
-        """Remove the gate that Megatron applies itself."""
+        """Remove the gate that Megatron implements itself."""
         if self.gate is None or not self.gate.is_stock:
             return self
         others = len(self.gate.positions) > 1
         return replace(self, gate=replace(self.gate, output=None) if others else None)
 
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
-        """Return plain JSON values of all fields but ``fold``, without mechanisms that are None.
-
-        ``start`` includes ``init`` and ``init_seed``.
-        """
+        """Return all fields except ``fold`` as JSON values, without unused mechanisms. Set
+        ``start`` to False to exclude ``init`` and ``init_seed``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         if not start:
             del values["init"], values["init_seed"]
@@ -218,7 +215,7 @@ class KHAConfig(KnockSettings):
         return values
 
     def to_options(self) -> dict[str, Any]:
-        """Return the options that :meth:`from_options` reads."""
+        """Return the options that :meth:`from_options` parses."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         heads = []
         for name in mechanism_types(type(self)):
@@ -231,7 +228,7 @@ class KHAConfig(KnockSettings):
         return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
     def without(self, *names: str) -> Self:
-        """Remove the mechanisms with these names; ``knock`` is the knock."""
+        """Remove the named mechanisms, where ``knock`` means the shared matrices."""
         return self._replace(type(self)(), names)
 
     def merge(self, other: Self) -> Self:
@@ -239,76 +236,64 @@ class KHAConfig(KnockSettings):
         return self._replace(other, [mechanism.name for mechanism in other.mechanisms])
 
     def _replace(self, source: Self, names: Sequence[str]) -> Self:
-        """Take the mechanisms with these names from ``source``."""
         taken = {n for n in names if n != Knock.name}
         taken |= {f.name for f in fields(Knock)} if Knock.name in names else set()
         return replace(self, **{name: getattr(source, name) for name in taken})
 
     @property
     def knock(self) -> Knock:
-        """The head-shared matrices."""
         return Knock(**{f.name: getattr(self, f.name) for f in fields(Knock)})
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """All mechanisms of a layer in the order in which they act, the knock first."""
+        """All mechanisms in the order in which they are applied, starting with the knock."""
         return (*([self.knock] if self.variants else []), *self.other_mechanisms)
 
     @property
     def other_mechanisms(self) -> tuple[Mechanism, ...]:
-        """All mechanisms except the knock."""
         found = (getattr(self, name) for name in mechanism_types(type(self)))
         return tuple(mechanism for mechanism in found if mechanism is not None)
 
     @property
     def own_projections(self) -> tuple[Projection, ...]:
-        """Projections that mechanisms compute themselves from the layer's input."""
+        """Projections that the mechanisms compute themselves from the layer input."""
         return tuple(projection for m in self.mechanisms for projection in m.own_projections)
 
     @property
     def is_foldable(self) -> bool:
-        """Whether everything can be folded into the weights of a stock model."""
+        """Whether all mechanisms can be folded into the weights of a stock model."""
         return all(mechanism.is_foldable for mechanism in self.mechanisms)
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return the parameters of one layer, over all ranks."""
         return tuple(t for mechanism in self.mechanisms for t in mechanism.tensors(sizes))
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Return the rows of ``linear_qkv`` beside queries, keys and values, in order."""
         return tuple(r for mechanism in self.mechanisms for r in mechanism.rows(sizes))
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """Count the parameters that one layer gains on each of ``tp`` tensor-parallel ranks."""
         return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count the extra FLOPs of matrix products per token and layer, forward only."""
         return sum(mechanism.flops(sizes) for mechanism in self.mechanisms)
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """Count the extra FLOPs per query-key pair and layer over all heads, forward only."""
         return sum(mechanism.pair_flops(sizes) for mechanism in self.mechanisms)
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit elements per token and layer saved for backward, without recomputation."""
         return sum(mechanism.activations(sizes) for mechanism in self.mechanisms)
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Count further saved elements per token, which sequence parallelism shards."""
         return sum(mechanism.sharded_activations(sizes) for mechanism in self.mechanisms)
 
     def pair_activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit elements per query-key pair and layer saved for backward."""
         return sum(mechanism.pair_activations(sizes) for mechanism in self.mechanisms)
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return why fused attention kernels cannot compute a layer, or None if they can."""
         reasons = (mechanism.unfused_reason(sizes) for mechanism in self.mechanisms)
         return next((why for why in reasons if why), None)
 
     def check(self, facts: HeadFacts) -> None:
-        """Raise ConfigError if a model with these facts does not support the configuration."""
+        """Raise ConfigError if a model with these properties does not support the configuration."""
         if self.attention and facts.multi_latent != (self.attention == "gla"):
             raise ConfigError(
                 "kha_attention=gla needs --multi-latent-attention, and gta does not support it."
@@ -328,7 +313,7 @@ class KHAConfig(KnockSettings):
             raise ConfigError(f"flash_decode does not support {self}. Remove --flash-decode.")
 
     def __str__(self) -> str:
-        """Format for logs: ``query=linear key=linear value=linear``, ``value=mlp in gta``."""
+        """Format for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
         words = " ".join(str(m) for m in self.mechanisms) or str(Knock())
         kind = f" in {self.attention}" if self.attention else ""
         if self.attention == "gla" and self.latent_heads != type(self).latent_heads:
@@ -337,7 +322,7 @@ class KHAConfig(KnockSettings):
 
 
 def mechanism_types(config: type = KHAConfig) -> Mapping[str, type[Mechanism]]:
-    """Return the classes of all mechanisms except the knock, by field."""
+    """Return the mechanism classes by field name, without the knock."""
     return _mechanism_types(config)
 
 
@@ -352,13 +337,15 @@ def _mechanism_types(config: type) -> Mapping[str, type[Mechanism]]:
 
 
 def parse_heads(words: Iterable[str]) -> dict[str, Any]:
-    """Parse the words of ``--heads`` to fields of :class:`KHAConfig`, with mechanisms as dicts.
+    """Parse the arguments of ``--heads`` into fields of :class:`KHAConfig`, with mechanisms as
+    dicts.
 
-    A word is ``NAME.FIELD=VALUE``, ``NAME`` for defaults, or ``NAME=none``. Values are JSON or
-    strings, and ``none`` is None. ``knock.value=mlp`` is ``--kha-value mlp``.
+    Each argument is ``NAME.FIELD=VALUE``, ``NAME`` (for the defaults) or ``NAME=none``. Values are
+    JSON or strings, and ``none`` means None. Note that ``knock.value=mlp`` is the same as
+    ``--kha-value mlp``.
 
     Raises:
-        ConfigError: an unknown mechanism or a malformed word.
+        ConfigError: If an argument is malformed or names an unknown mechanism.
     """
     result: dict[str, Any] = {}
     known, knock = (Knock.name, *mechanism_types()), [f.name for f in fields(Knock)]
@@ -403,4 +390,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         for other in ("gate_output", "moh_75")
     }
 )
-"""Named configurations: the presets of each mechanism, and the paper's two knocks with others."""
+"""Named configurations: the presets of all mechanisms and some combinations."""

@@ -1,50 +1,48 @@
-"""Errors that a user can cause.
+"""Exceptions for errors that a user can cause.
 
-Each message is one line: what was expected, what was found and what to do. The command line prints
-it without a traceback and exits with ``exit_code``.
+The command line prints the message, which is a single line, without a traceback and exits with
+``exit_code``.
 """
 
 from collections.abc import Mapping
 
 
 class KHAError(Exception):
-    """Base class of the errors of this package."""
+    """Base class for all exceptions of this package."""
 
     exit_code = 2
-    """Exit code of a command that raises it."""
+    """Exit code of the command line."""
 
 
 class ConfigError(KHAError, ValueError):
-    """An invalid setting or an unsupported combination of settings."""
+    """Raised for invalid settings or unsupported combinations of settings."""
 
 
 class CheckpointError(KHAError):
-    """A checkpoint or model directory that is damaged, incomplete or has another configuration."""
+    """Raised if a checkpoint is corrupted, incomplete or has a different configuration."""
 
 
 class DataError(KHAError):
-    """Missing or invalid input text, tokenizer or dataset."""
+    """Raised for missing or invalid input text, tokenizers or datasets."""
 
 
 class OutputError(KHAError):
-    """An output path that is in use, not empty or not writable."""
+    """Raised if an output path is in use, not empty or not writable."""
 
 
 class VersionError(KHAError):
-    """An unsupported version of Megatron-Core, Megatron-Bridge or Transformer Engine.
-
-    Not an ImportError, after which Megatron-Core would train without the layer spec.
-    """
+    """Raised for unsupported versions of Megatron-Core, Megatron-Bridge or Transformer Engine. This
+    is not an ImportError, because Megatron-Core would then train without the layer spec."""
 
 
 class NonFiniteError(KHAError):
-    """A NaN or infinity in training, found before the optimizer step."""
+    """Raised if training produces NaN or infinity, before the optimizer step."""
 
     exit_code = 17  # Megatron's code for failed result validation
 
 
 class MissingDependencyError(KHAError, ImportError):
-    """A missing optional package that a feature needs."""
+    """Raised if a feature requires an optional package that is not installed."""
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
         super().__init__(
@@ -54,7 +52,7 @@ class MissingDependencyError(KHAError, ImportError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the message of an error on one line, or its class if the message is empty."""
+    """Return an error message on a single line, or the class name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

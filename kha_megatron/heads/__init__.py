@@ -1,7 +1,7 @@
-"""Head mechanisms: settings, parameters, costs, unsupported models, and the computation.
+"""Head mechanisms: their settings, parameters, costs, restrictions and computation.
 
-Each mechanism is one class in one file, and a field of ``kha_megatron.config.KHAConfig``. The other
-rooms loop over these classes. Importing this package does not import torch.
+Each mechanism is one class in one file and one field of ``kha_megatron.config.KHAConfig``. The rest
+of the package loops over these classes. Note that importing this package does not import torch.
 """
 
 from kha_megatron.heads.collaborative import CollaborativeHeads

@@ -1,7 +1,7 @@
-"""Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): one query and one key for all.
+"""Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): one query and key for all heads.
 
-The query and key projections are ``Dk`` features wide. Head ``i`` weighs them by a mixing vector
-``m_i``: its logits are ``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)`` (equation 6).
+The shared query and key have ``Dk`` features, which head ``i`` scales by a mixing vector ``m_i``.
+Its logits are ``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)`` (equation 6).
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 MixingStart = Literal["blocks", "ones"]
 
 FUSED_DIM = 256
-"""Widest head of fused attention kernels (FlashAttention, cuDNN)."""
+"""Maximum head dim of fused attention kernels (FlashAttention, cuDNN)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollaborativeHeads(Mechanism):
-    """Width of the shared query and key, and initial value of the mixing vectors.
+    """Query and key projections that are shared by all heads, with a mixing vector per head.
 
-    The cache holds ``dim + G D`` numbers per token. QK-norm comes after the mixing vector. For
-    export, ``W_Q diag(m_i)`` folds into ordinary query projections with one repeated key; where all
-    features of a head rotate, this needs ``dim`` = ``kv_channels``.
+    The KV cache holds ``dim + G D`` elements per token. QK-norm is applied after the mixing vector.
+    Exported models fold ``W_Q diag(m_i)`` into ordinary query projections with one repeated key. If
+    RoPE rotates all features of a head, exporting requires ``dim`` to equal ``kv_channels``.
     """
 
     name: ClassVar[str] = "collaborative"
@@ -42,10 +42,10 @@ class CollaborativeHeads(Mechanism):
     own_projections: ClassVar[tuple[Projection, ...]] = ("query", "key")
 
     dim: int = FUSED_DIM
-    """Features of the shared query and key (the paper's ``D_k``)."""
+    """Dimension of the shared query and key (``D_k`` in the paper)."""
     start: MixingStart = "blocks"
-    """``blocks``: each head starts with ``dim / H`` features of its own (the authors'
-    "concatenate"). ``ones``: every head starts with all features."""
+    """Initialization of the mixing vectors. With ``blocks``, each head uses ``dim / H`` features of
+    its own ("concatenate" in the authors' code). With ``ones``, every head uses all features."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,6 @@ class CollaborativeHeads(Mechanism):
             raise ConfigError(f"Expected collaborative.dim to be even, got {self.dim}.")
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return query and key projections ``[dim, hidden]`` and mixing vectors ``[H, dim]``."""
         projections = tuple(
             HeadTensor(
                 name=f"collaborative_{projection}",
@@ -80,39 +79,31 @@ class CollaborativeHeads(Mechanism):
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
     ) -> "dict[str, Tensor]":
-        """Weight the shared query ``[..., 1, dim]`` for each head: ``[..., heads, dim]``."""
         return {"query": tensors["query"] * weights["collaborative_mixing"]}
 
     @property
     def own_dim(self) -> int:
-        """Width of the query and key."""
         return self.dim
 
     @property
     def is_foldable(self) -> bool:
-        """Mixing vectors fold into the query projection of each head."""
         return True
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count ``2 d dim`` for each of the two projections."""
         return 4 * sizes.hidden_size * self.dim
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the shared query, and the extra width of the heads' queries."""
         return self.dim + sizes.query_heads * (self.dim - sizes.head_dim)
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """Count logits of ``dim`` features per head instead of ``D``."""
         return 2 * sizes.query_heads * (self.dim - sizes.head_dim)
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return why fused attention kernels cannot compute it, or None."""
         if self.dim <= FUSED_DIM:
             return None
         return f"its keys are {self.dim} features wide, and fused kernels support {FUSED_DIM}"
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Refuse MLA, GTA and a ``dim`` that does not fit the model."""
         if why := super().unsupported_reason(facts):
             return why
         if facts.fused_attention and self.dim > FUSED_DIM:
@@ -135,16 +126,10 @@ class CollaborativeHeads(Mechanism):
 
 
 def fold_mixing(projection: "Tensor", mixing: "Tensor") -> "Tensor":
-    """Fold mixing vectors into the query projections of ordinary heads, ``W_Q diag(m_i)``.
+    """Fold mixing vectors ``[H, dim]`` into query projections of ordinary heads, ``W_Q diag(m_i)``.
 
-    Computed in float64, one head at a time, and rounded once to the projection's dtype.
-
-    Args:
-        projection: ``[dim, hidden]``, the shared query projection.
-        mixing: ``[H, dim]``.
-
-    Returns:
-        ``[H * dim, hidden]``, heads outermost.
+    The product of the shared projection ``[dim, hidden]`` is computed in float64 and rounded once.
+    The result has shape ``[H * dim, hidden]`` with heads outermost.
     """
     shared = projection.double()
     folded = projection.new_empty(len(mixing), *projection.shape)

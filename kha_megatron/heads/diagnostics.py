@@ -1,4 +1,4 @@
-"""Measure head-shared matrices (paper section 4.5.2) and attention sinks (arXiv 2505.06708)."""
+"""Diagnostics of KHA matrices (paper section 4.5.2) and attention sinks (arXiv 2505.06708)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,32 +12,21 @@ from kha_megatron.heads.knock import MATRICES, Variant, initial_values
 
 @dataclass(frozen=True)
 class MatrixDiagnostics:
-    """Describes one ``[D, D]`` matrix ``M``. ``I`` is the identity."""
+    """Diagnostics of one ``[D, D]`` matrix ``M``."""
 
-    matrix: str
-    """Name in :data:`kha_megatron.heads.knock.MATRICES`."""
+    matrix: str  # a name in MATRICES
 
-    diagonal_mean: float
-    """``sum_i M_ii / D``: 1 for ``I``."""
+    diagonal_mean: float  # 1 for the identity
 
-    off_diagonal_share: float
-    """``sum_{i != j} M_ij^2 / sum_{i, j} M_ij^2``, from 0 to 1: 0 for ``I`` and for zero."""
+    off_diagonal_share: float  # fraction of the squared norm, 0 to 1
 
     distance: float
-    """``||M - M_0||_F / sqrt(D)``. ``M_0`` is zero for gates and ``I`` for the rest (section 3.3),
-    also with ``init="random"``."""
+    """``||M - M_0||_F / sqrt(D)``, where ``M_0`` is zero for gates and otherwise the identity."""
 
 
 def measure(weight: Tensor, variant: Variant) -> Tensor:
-    """Compute the numbers of :class:`MatrixDiagnostics` on the weight's device.
-
-    Args:
-        weight: ``[n, D, D]``, any floating dtype.
-        variant: Which matrices the stack holds.
-
-    Returns:
-        ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each matrix.
-    """
+    """Compute ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each
+    matrix."""
     weight = weight.detach().double()
     start = initial_weight(weight.clone(), initial_values(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
@@ -49,7 +38,6 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
 
 
 def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
-    """Yield the diagnostics of each matrix of a stacked weight. See :func:`measure`."""
     for name, numbers in zip(MATRICES[variant], measure(weight, variant).tolist(), strict=True):
         yield MatrixDiagnostics(name, *numbers)
 
@@ -59,7 +47,7 @@ SINK_QUERIES = 64
 
 
 def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions ``[n]`` of these queries, without position 0."""
+    """Return the positions ``[n]`` of these queries, excluding position 0."""
     n = min(SINK_QUERIES, length - 1)
     return torch.linspace(1, max(length - 1, 1), max(n, 0), device=device).round().long()
 
@@ -69,19 +57,16 @@ def sink_terms(
 ) -> tuple[Tensor, Tensor]:
     """Compute the terms of the first token's share of causal attention, in float32.
 
-    With all keys present the share is ``exp(first - total)``. To combine parts of the keys, sum
+    If all keys are present, the share is ``exp(first - total)``. To combine shards of the keys, sum
     ``first`` and take the logsumexp of ``total``.
 
     Args:
-        query: ``[n, heads, D]``, any floating dtype.
-        key: ``[s, groups, D]``.
-        scale: Scale of the logits.
-        at: ``[n]``, positions of the queries.
-        held: ``[s]``, positions of the keys.
+        query: Queries ``[n, heads, D]`` at the positions ``at`` ``[n]``.
+        key: Keys ``[s, groups, D]`` at the positions ``held`` ``[s]``.
 
     Returns:
-        ``first`` ``[heads, n]``: logit of the key at position 0, or 0 if it is not present.
-        ``total`` ``[heads, n]``: logsumexp of the logits of all visible keys.
+        ``first`` and ``total`` of shape ``[heads, n]``: the logit of the key at position 0 (0 if
+            absent), and the logsumexp of the logits of all visible keys.
     """
     groups = key.shape[1]
     query = query.detach().float().unflatten(1, (groups, -1))

@@ -1,9 +1,7 @@
-"""Fold KHA-Linear into the weight of the projection before it, inside autograd (eq. 8).
+"""Fold KHA-Linear into the preceding projection inside autograd (eq. 8).
 
-For ``y = x W^T``, ``y_h T = x (T^T W_h)^T``. Gradients reach the weight and the matrices.
-
-Shape legend: ``D`` head dim; ``n`` heads of the projection; ``K`` its input features, absent for a
-bias; ``m`` matrices.
+Because ``y = x W^T`` implies ``y_h T = x (T^T W_h)^T``, gradients reach both the weight and the
+matrices.
 """
 
 from collections.abc import Sequence
@@ -18,18 +16,15 @@ from torch.autograd.function import once_differentiable
 def fold_matrices(
     rows: Tensor, matrices: Sequence[Tensor], owners: tuple[int | None, ...]
 ) -> Tensor:
-    """Return ``W'_h = T^T W_h`` for the heads that have a matrix, and ``W_h`` for the others.
+    """Compute ``W'_h = T^T W_h`` for every head that has a matrix. Other heads are unchanged.
 
-    One batched product forward and two backward, ``2 n D^2 K`` FLOPs each for any number of tokens.
+    The result can be differentiated once. Matrices without heads get a zero gradient, so that every
+    rank takes part in their all-reduce.
 
     Args:
-        rows: ``[n * D, K]`` weight or ``[n * D]`` bias, heads outermost.
-        matrices: ``m`` of ``[D, D]``, applied as ``x @ T``; same dtype.
-        owners: index of the matrix of each of the ``n`` heads, or None.
-
-    Returns:
-        Same shape and dtype as ``rows``; differentiable once. With ``T = I`` it equals ``rows``. A
-        matrix without heads gets a zero gradient, so that every rank enters its all-reduce.
+        rows: Weight ``[n * D, K]`` or bias ``[n * D]`` with ``n`` heads outermost.
+        matrices: Matrices ``[D, D]`` with the dtype of ``rows``, applied as ``x @ T``.
+        owners: Matrix index of each head, or None for heads without a matrix.
     """
     return _FoldHeads.apply(rows, owners, *matrices)
 
@@ -60,12 +55,11 @@ class _FoldHeads(torch.autograd.Function):
 
 
 def _heads(rows: Tensor, owners: tuple[int | None, ...]) -> Tensor:
-    """Return ``[n, D, K]``, with ``K = 1`` for a bias."""
     return rows.reshape(len(owners), rows.shape[0] // len(owners), -1)
 
 
 def _of_heads(matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Tensor:
-    """Return the matrix of every head, ``[n, D, D]``; the identity for heads without one."""
+    """Stack each head's matrix to ``[n, D, D]``. Heads without one get the identity."""
     first = matrices[0]
     identity = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
     return torch.stack([*matrices, identity])[_indices(owners, len(matrices), first.device)[0]]
@@ -75,7 +69,7 @@ def _of_heads(matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Ten
 def _indices(
     owners: tuple[int | None, ...], matrices: int, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the matrix index of every head (``m`` for the identity), and each matrix's heads."""
+    """Return each head's matrix index (``m`` for the identity), and the heads of each matrix."""
     chosen = [matrices if owner is None else owner for owner in owners]
     places = [[h for h, owner in enumerate(owners) if owner == i] for i in range(matrices)]
     return (

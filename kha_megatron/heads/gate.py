@@ -1,7 +1,5 @@
-"""Gated attention (arXiv 2505.06708): gates computed from the layer's normed input ``X``.
-
-``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``.
-"""
+"""Gated attention (arXiv 2505.06708): ``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``, where ``X`` is
+the normalized layer input."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,15 +29,15 @@ Activation = Literal["sigmoid", "silu", "half_sigmoid"]
 ALIASES: Mapping[str, Position] = MappingProxyType(
     {"g1": "output", "g2": "value", "g3": "key", "g4": "query", "g5": "dense"}
 )
-"""Positions as numbered in the paper's text. Other numberings exist, so flags use words."""
+"""Position numbers from the paper's text. Since other numberings exist, flags use words."""
 
 CLOSED_THRESHOLD = 0.1
-"""Scores below this value count as closed."""
+"""Gate scores below this value count as closed in the ``gate-shut`` metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Mechanism):
-    """Gates of one form at one or more positions."""
+    """Settings of gates at one or more positions. All gates have the same form and activation."""
 
     name: ClassVar[str] = "gate"
     stages: ClassVar[tuple[Stage, ...]] = ("qkv", "output", "dense")
@@ -56,22 +54,22 @@ class Gate(Mechanism):
     )
 
     output: Granularity | None = None
-    """On each head's attention output: ``element`` has a score per feature, ``head`` one per head,
-    ``shared`` one per feature shared by all heads."""
+    """Gate each head's attention output: with a score per feature (``element``), per head
+    (``head``), or per feature but shared by all heads (``shared``)."""
     value: Granularity | None = None
-    """On value heads, after the knock."""
+    """Gate the value heads, after KHA."""
     key: Granularity | None = None
-    """On key heads, after the knock and before QK-norm and RoPE."""
+    """Gate the key heads, after KHA and before QK-norm and RoPE."""
     query: Granularity | None = None
-    """On query heads, after the knock and before QK-norm and RoPE."""
+    """Gate the query heads, after KHA and before QK-norm and RoPE."""
     dense: Literal["element"] | None = None
-    """On the output of the output projection."""
+    """Gate the output of the output projection."""
     form: Form = "multiply"
-    """``Y * s`` or ``Y + s``."""
+    """Whether scores multiply the gated tensor or are added to it."""
     activation: Activation = "sigmoid"
     """``half_sigmoid`` is ``0.5 + sigmoid / 2``, the paper's non-sparse gate."""
     reads_input: bool = True
-    """False: a parameter replaces ``X W`` (the paper's input-independent gate)."""
+    """If False, a learned parameter replaces ``X W`` (the paper's input-independent gate)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,11 +81,7 @@ class Gate(Mechanism):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of :meth:`to_dict`; ``g1`` to ``g5`` are aliases of positions.
-
-        Raises:
-            ConfigError: an unknown setting, or a position that is given twice.
-        """
+        """Build the gate from the result of :meth:`to_dict`, where ``g1`` to ``g5`` are aliases."""
         if not isinstance(values, Mapping):
             return super().from_dict(values)  # raises the error
         for name in ALIASES.keys() & values:
@@ -97,23 +91,22 @@ class Gate(Mechanism):
 
     @property
     def positions(self) -> dict[Position, Granularity]:
-        """Gated positions in the order in which they act, with their granularity."""
+        """Gated positions and their granularity, in the order in which the gates are applied."""
         order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
         return {p: found for p in order if (found := getattr(self, p)) is not None}
 
     @property
     def is_stock(self) -> bool:
-        """Whether the output gate is Megatron's own, ``--attention-output-gate``."""
+        """Whether the output gate is the same as Megatron's ``--attention-output-gate``."""
         here = self.output, self.form, self.activation, self.reads_input
         return here == ("element", "multiply", "sigmoid", True)
 
     def acts_at(self, stage: Stage) -> bool:
-        """Return whether a gate acts at ``stage``."""
         at: Mapping[Position, Stage] = {"output": "output", "dense": "dense"}
         return stage in {at.get(position, "qkv") for position in self.positions}
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Return gates with scores per head, the output's first, as in Megatron. None in MLA."""
+        """Describe the gates with scores per head. As in Megatron, the output gate comes first."""
         if not self.reads_input or sizes.latent:
             return ()
         order = sorted(self.positions.items(), key=lambda item: item[0] != "output")
@@ -130,7 +123,6 @@ class Gate(Mechanism):
         )
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return gates that are not in :meth:`rows`: shared, dense or without input."""
         named = {row.name for row in self.rows(sizes)}
         return tuple(
             self._tensor(position, granularity, sizes)
@@ -158,7 +150,6 @@ class Gate(Mechanism):
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
     ) -> "dict[str, Tensor]":
-        """Gate the positions among ``tensors`` by their scores ``gate_{position}``."""
         changed: dict[str, Tensor] = {}
         for position in self.positions:
             if position in tensors:
@@ -170,17 +161,14 @@ class Gate(Mechanism):
         return changed
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count ``2 d`` for each row that is multiplied by the input."""
         if not self.reads_input:
             return 0
         numbers = [row.size(sizes) for row in self.rows(sizes)]
         return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the gated tensor, if multiplied, and its float32 score (two 16-bit elements).
-
-        Activations other than the sigmoid save a second score.
-        """
+        """Count the gated tensor (if multiplied) and its score in float32, which takes two 16-bit
+        values. Activations other than the sigmoid save a second score."""
         total = 0
         for position, granularity in self.positions.items():
             if position != "dense":
@@ -190,7 +178,6 @@ class Gate(Mechanism):
         return total
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Count the same for the ``dense`` gate."""
         return self._activations(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
 
     def _activations(self, size: int, score: int) -> int:
@@ -199,11 +186,7 @@ class Gate(Mechanism):
         return size * multiplied + 2 * score * scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """Return the projection before each multiplying sigmoid, which is 1/2 at zero.
-
-        Raises:
-            ConfigError: the gate at zero is not exactly invertible.
-        """
+        """Return the projection before each multiplicative sigmoid gate, which is 1/2 at zero."""
         if (self.form, self.activation) == ("multiply", "sigmoid"):
             return tuple("output" if p == "dense" else p for p in self.positions)
         if (self.form, self.activation) == ("add", "silu"):
@@ -214,7 +197,6 @@ class Gate(Mechanism):
         )
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Refuse all positions but ``output`` on MLA, and gates that QK-norm divides out."""
         if facts.attention:
             return super().unsupported_reason(facts)
         if facts.multi_latent and set(self.positions) != {"output"}:
@@ -240,17 +222,10 @@ def _heads(position: Position) -> Projection:
 
 
 def _features(position: Position) -> Projection:
-    """Return the projection whose heads have the same width; outputs are as wide as values."""
     return position if position in ("query", "key") else "value"
 
 
 def activate(score: "Tensor", activation: Activation) -> "Tensor":
-    """Apply the activation, in float32 at least, as in Megatron's own gate.
-
-    Args:
-        score: any shape and floating dtype.
-        activation: ``sigmoid``, ``silu``, or ``half_sigmoid``, which is ``0.5 + sigmoid / 2``.
-    """
     import torch
 
     score = score.to(torch.promote_types(score.dtype, torch.float32))
@@ -260,17 +235,11 @@ def activate(score: "Tensor", activation: Activation) -> "Tensor":
 
 
 def gated(x: "Tensor", score: "Tensor", form: Form) -> "Tensor":
-    """Return ``x * score`` or ``x + score``, rounded once to the dtype of ``x``.
-
-    Args:
-        x: ``[..., heads, D]`` or ``[..., hidden]``, any floating dtype.
-        score: activated; broadcasts to ``x``.
-        form: ``multiply`` or ``add``.
-    """
+    """Compute ``x * score`` or ``x + score`` and round the result once to the dtype of ``x``."""
     return (x * score if form == "multiply" else x + score).to(x.dtype)
 
 
 def observe_gate(position: str, score: "Callable[[], Tensor]", ranks: Ranks) -> None:
-    """Report the mean activated score, and the share of scores below :data:`CLOSED_THRESHOLD`."""
+    """Report the mean score and the fraction of scores below :data:`CLOSED_THRESHOLD`."""
     ranks.observe(f"gate-score/{position}", lambda: score().mean())
     ranks.observe(f"gate-shut/{position}", lambda: (score() < CLOSED_THRESHOLD).float().mean())

@@ -1,4 +1,4 @@
-"""Initial values of the parameters of head mechanisms."""
+"""Initialization of mechanism parameters."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ from kha_megatron.heads.mechanism import InitialValue
 def initial_weight(
     weight: Tensor, values: Sequence[InitialValue], *, std: float = 0.02, seed: int | None = None
 ) -> Tensor:
-    """Fill a parameter in place with its initial value (``HeadTensor.initial``) and return it.
+    """Initialize a parameter in place (see ``HeadTensor.initial``) and return it.
 
     Args:
-        weight: ``[n, ...]``, any device and dtype.
-        values: one word for each of the ``n`` entries. ``blocks`` gives each row of a matrix an
-            equal number of columns of its own, scaled to a mean square of 1.
-        std: standard deviation of ``normal``.
-        seed: seed of ``normal``, which is drawn in float32 on the CPU, so that all ranks and
-            devices get equal numbers. None uses torch's global state.
+        weight: Tensor of shape ``[n, ...]``.
+        values: Initialization of each of the ``n`` slices. ``blocks`` assigns an equal number of
+            columns to each row of a matrix, scaled to a mean square of 1.
+        std: Standard deviation for ``normal``.
+        seed: Seed for ``normal``. Samples are drawn in float32 on the CPU, so that they are the
+            same on all ranks and devices. By default, torch's global generator is used.
     """
     if "normal" in values:
         generator = None if seed is None else torch.Generator().manual_seed(seed)

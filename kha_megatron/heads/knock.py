@@ -1,9 +1,7 @@
 """Knocking heads (arXiv 2510.23052, section 3.2): matrices shared by all heads of a layer.
 
-Shape legend: ``D`` head dim; ``n`` matrices of the variant (:data:`MATRICES`); ``H`` heads of the
-knocked tensor; ``K`` input features of its projection; ``...`` any leading dimensions. The matrices
-of one projected tensor are one stacked weight ``[n, D, D]``, applied from the right, ``x @ W``, as
-in the paper. (``torch.nn.Linear`` has the transpose.)
+The ``n`` matrices of a projected tensor with head dim ``D`` are stacked in one weight ``[n, D, D]``
+and, as in the paper, multiplied from the right (``x @ W``, the transpose of ``torch.nn.Linear``).
 """
 
 from collections.abc import Mapping
@@ -30,7 +28,6 @@ Init = Literal["identity", "random"]
 Fold = Literal["auto", "always", "never"]
 
 PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
-"""Projections that can be knocked, in Megatron's order."""
 
 MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
     {"linear": ("proj",), "mlp": ("up", "gate", "down"), "gate": ("gate",)}
@@ -38,8 +35,7 @@ MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
 """Names of the ``[D, D]`` matrices of each variant, in stacking order."""
 
 SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 3})
-"""Tensors of the input's size that :func:`knock` keeps for backward: the input; for ``gate`` also
-both factors; for ``mlp`` also both factors and their product."""
+"""Number of tensors of the input's size that autograd saves for :func:`knock`."""
 
 INITS: tuple[Init, ...] = get_args(Init)
 
@@ -48,23 +44,22 @@ FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 @dataclass(frozen=True, kw_only=True)
 class KnockSettings:
-    """Variants of the knocked projections. Fields of ``Knock`` and of ``KHAConfig``."""
+    """Settings of the knocked projections, shared by ``Knock`` and ``KHAConfig``."""
 
     query: Variant | None = None
     """Variant for query heads, before QK-norm and RoPE."""
     key: Variant | None = None
-    """Variant for key heads, before QK-norm and RoPE."""
+    """Variant for key heads, applied before QK-norm and RoPE."""
     value: Variant | None = None
     """Variant for value heads."""
     init: Init = "identity"
-    """``identity`` starts as a bit-exact no-op. ``random`` is an ablation, for which the paper
-    reports much higher losses (section 3.3)."""
+    """``identity`` is a bit-exact no-op at initialization. ``random`` is an ablation, for which the
+    paper reports a much higher loss (section 3.3)."""
     init_seed: int = 1234
-    """Seed of ``init="random"``, independent of the random state of a rank."""
     fold: Fold = field(default="auto", compare=False)
-    """Whether Megatron folds linear matrices into the QKV weight during training
-    (``kha_megatron.mcore.folding``). ``auto`` chooses by the size of the microbatch. Does not
-    affect equality, and is not stored in checkpoints or exports."""
+    """Whether to fold linear matrices into the QKV weight during training (see
+    ``kha_megatron.mcore.folding``). ``auto`` decides by microbatch size. This setting is not stored
+    in checkpoints or exports and is ignored in comparisons."""
 
     def __post_init__(self) -> None:
         check_fields(self, "kha_")
@@ -75,13 +70,12 @@ class KnockSettings:
 
     @property
     def variants(self) -> dict[Projection, Variant]:
-        """The knocked projections and their variants."""
         return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knock(KnockSettings, Mechanism):
-    """The matrices that all heads of a projected tensor share."""
+    """Matrices that are shared by all heads of a projected tensor."""
 
     name: ClassVar[str] = "knock"
     presets: ClassVar = MappingProxyType(
@@ -94,11 +88,10 @@ class Knock(KnockSettings, Mechanism):
             "kha_mlp_qkv": {"query": "mlp", "key": "mlp", "value": "mlp"},
         }
     )
-    """The paper uses ``kha_mlp`` for MoE models, ``kha_linear`` for dense models and MLA (section
-    4.3). ``kha_gate_v`` is the harmful ablation of Table 2."""
+    """The paper uses ``kha_mlp`` for MoE models, and ``kha_linear`` for dense models and MLA
+    (section 4.3). ``kha_gate_v`` is the harmful ablation of Table 2."""
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return ``knock_{projection}`` ``[n, D, D]`` per projection, applied as ``x @ W``."""
         return tuple(
             HeadTensor(
                 name=f"knock_{projection}",
@@ -113,32 +106,26 @@ class Knock(KnockSettings, Mechanism):
         )
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count ``2 D^2`` per matrix and head (eq. 12: ``6 d^2 / n``), as applied to activations.
-
-        Sigmoids and element-wise products are not counted, as in eq. 12 and in Megatron.
-        """
+        """Count ``2 D^2`` FLOPs per matrix and head (eq. 12: ``6 d^2 / n``), without folding. As in
+        the paper and in Megatron, element-wise operations are not counted."""
         return sum(
             2 * sizes.dim(p) ** 2 * sizes.heads(p) * len(MATRICES[v])
             for p, v in self.variants.items()
         )
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count what :func:`knock` keeps (:data:`SAVED`), without folding."""
         return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
 
     @property
     def is_foldable(self) -> bool:
-        """Whether all matrices are linear: QK-norm and RoPE come after the knock (eq. 8)."""
         return set(self.variants.values()) <= {"linear"}
 
     def projections_to_double(self) -> tuple[()]:
-        """Return (), because the matrices start as the identity."""
         if self.init != "identity":
             raise ConfigError(f"{self} changes the outputs of a trained model. Set init=identity.")
         return ()
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Refuse nonlinear variants and ``fold=always`` on MLA and GLA (section 4.2.3)."""
         if not facts.multi_latent:
             return None
         if nonlinear := [f"{p}={v}" for p, v in self.variants.items() if v != "linear"]:
@@ -151,7 +138,6 @@ class Knock(KnockSettings, Mechanism):
         return None
 
     def __str__(self) -> str:
-        """Format for logs: ``query=linear key=linear``."""
         words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
         if words and self.init != "identity":
             words.append(f"init={self.init}")
@@ -159,20 +145,18 @@ class Knock(KnockSettings, Mechanism):
 
 
 def initial_values(variant: Variant, init: Init = "identity") -> tuple[InitialValue, ...]:
-    """Return the initial values of a variant's matrices. Gates start at zero: ``2 * sigmoid(0) =
-    1``."""
+    """Return the initialization of each matrix. Gates are zero, because ``2 * sigmoid(0) = 1``."""
     if init == "random":
         return tuple("normal" for _ in MATRICES[variant])
     return tuple("zeros" if name == "gate" else "identity" for name in MATRICES[variant])
 
 
 def module_name(matrix: str) -> str:
-    """Return the name of a matrix in our transformers class: ``up_proj`` for ``up``."""
     return matrix if matrix == "proj" else f"{matrix}_proj"
 
 
 def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
-    """Apply the matrices that all heads share to every head.
+    """Apply the shared matrices ``weight`` ``[n, D, D]`` to every head ``x`` ``[..., D]``.
 
     ==========  ==================================================================  =============
     ``linear``  ``x @ T``                                                           eq. 5-7
@@ -180,14 +164,8 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
     ``gate``    ``2 * x * sigmoid(x @ W_gate)``                                     Table 2, "Gate"
     ==========  ==================================================================  =============
 
-    Args:
-        x: ``[..., D]``, any floating dtype, any strides.
-        weight: ``[n, D, D]``, same dtype.
-        variant: row of the table.
-
-    Returns:
-        ``[..., D]``, same dtype. With the identity as initial value, it equals ``x`` bit for bit:
-        each product has one non-zero term and ``2 * sigmoid(0) == 1``.
+    At identity initialization the result equals ``x`` bit for bit, because each dot product has
+    only one non-zero term and ``2 * sigmoid(0) == 1``.
     """
     if variant == "linear":
         return x @ weight[0]
@@ -200,18 +178,10 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
 def gradients(
     x: "Tensor", dy: "Tensor", weight: "Tensor", variant: Variant
 ) -> "tuple[Tensor, Tensor]":
-    """Return the gradients of :func:`knock` for ``x`` and ``weight``, without autograd.
+    """Compute the gradients of :func:`knock` with respect to ``x`` and ``weight``.
 
-    Autograd does not record in a custom operator.
-
-    Args:
-        x: ``[..., D]``, the input of :func:`knock`.
-        dy: ``[..., D]``, the gradient of its result.
-        weight: ``[n, D, D]``.
-        variant: as in :func:`knock`.
-
-    Returns:
-        ``[..., D]`` and ``[n, D, D]``, with the dtypes of ``x`` and ``weight``.
+    They are computed by hand because autograd does not record inside a custom operator. ``dy`` is
+    the gradient of the output; see :func:`knock` for the other arguments.
     """
     import torch
 
@@ -231,33 +201,27 @@ def gradients(
 
 
 def _outer(rows: "Tensor", others: "Tensor") -> "Tensor":
-    """Return the sum over rows of their outer products, ``[D, D]``."""
     return rows.flatten(0, -2).mT @ others.flatten(0, -2)
 
 
 def fold(
     projection: "Tensor", weight: "Tensor", *, head_rows: int | None = None, start: int = 0
 ) -> "Tensor":
-    """Fold a ``linear`` knock into the projection before it: ``W' = W T`` (eq. 8).
+    """Fold a ``linear`` matrix ``[1, D, D]`` into the preceding projection: ``W' = W T`` (eq. 8).
 
-    Computed in float64, one head at a time, and rounded once to the projection's dtype.
-
-    In latent attention only some rows of a head are knocked. With ``n`` no-position features, a
-    rotary part of ``r`` and values of ``v``, fold the matrices into the up-projections like this::
+    The product is computed in float64 and then rounded to the projection's dtype. In latent
+    attention, only ``head_rows`` starting at ``start`` belong to the knocked tensor. With ``n``
+    no-position features, ``r`` rotary features and ``v`` value features, use::
 
         query_up = fold(query_up, t_query, head_rows=n + r)
         key_value_up = fold(key_value_up, t_key, head_rows=n + v)
         key_value_up = fold(key_value_up, t_value, head_rows=n + v, start=n)
 
     Args:
-        projection: ``[H * head_rows, K]`` weight or ``[H * head_rows]`` bias of a
-            ``torch.nn.Linear``, heads outermost.
-        weight: ``[1, D, D]``.
-        head_rows: rows of one head; ``D`` if None.
-        start: first of the ``D`` rows of a head that are knocked.
-
-    Returns:
-        Same shape and dtype as ``projection``. Rows that are not knocked keep their bits.
+        projection: Weight ``[H * head_rows, K]`` or bias ``[H * head_rows]``, heads outermost.
+        weight: Matrix of shape ``[1, D, D]``.
+        head_rows: Number of rows per head. Defaults to ``D``.
+        start: Offset within each head of the ``D`` rows to fold. Other rows are unchanged.
     """
     matrix = weight[0].double()
     folded = projection.clone().unflatten(0, (-1, head_rows or len(matrix)))

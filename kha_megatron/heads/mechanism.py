@@ -1,4 +1,4 @@
-"""Base class of head mechanisms, and the descriptions of their tensors."""
+"""Base class of head mechanisms and the descriptions of their tensors."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,30 +20,23 @@ Stage = Literal["qkv", "core", "output", "dense"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """Heads of one attention layer and their features, over all ranks or on one."""
+    """Head counts and dimensions of an attention layer, either over all ranks or on one rank."""
 
     query_heads: int
-    kv_heads: int
-    """As many as query heads in latent attention."""
-    head_dim: int
-    """Features of a query or key head; in latent attention, those without position."""
-    value_dim: int | None = None
-    """Features of a value head; None for ``head_dim``."""
-    hidden_size: int = 0
-    """Features of the layer's input; 0 if only names are needed."""
-    latent: bool = False
-    """Whether the attention is MLA or GLA, which have no common QKV projection."""
+    kv_heads: int  # equal to query_heads in latent attention
+    head_dim: int  # without the rotary part in latent attention
+    value_dim: int | None = None  # defaults to head_dim
+    hidden_size: int = 0  # may be 0 if only tensor names are needed
+    latent: bool = False  # MLA or GLA, which have no joint QKV projection
 
     def heads(self, projection: Projection) -> int:
-        """Return the number of heads of a projected tensor."""
         return self.query_heads if projection == "query" else self.kv_heads
 
     def dim(self, projection: Projection) -> int:
-        """Return the number of features of one head of a projected tensor."""
         return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
 
     def on_rank(self, tp: int) -> Self:
-        """Return the sizes on one of ``tp`` ranks; a head that ranks share counts as whole."""
+        """Return the sizes on one of ``tp`` ranks. A head that several ranks share counts fully."""
         return replace(
             self,
             query_heads=max(1, self.query_heads // tp),
@@ -53,231 +46,193 @@ class HeadSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """Facts about a model that a mechanism may not support."""
+    """Model properties that determine whether a mechanism is supported."""
 
     multi_latent: bool = False
-    """MLA or GLA."""
-    attention: str | None = None
-    """``gta``, ``gla`` or None."""
+    attention: str | None = None  # KHAConfig.attention
     qk_norm: bool = False
     flash_decode: bool = False
-    rotary_features: int = 0
-    """Features of a head that the rotary embedding rotates."""
-    predictions: int = 0
-    """Number of multi-token prediction layers."""
-    layers: int = 0
-    """Number of layers; 0 if unknown, as in the fields below."""
-    query_heads: int = 0
-    """Query heads of a layer, over all ranks."""
-    tokens: int = 0
-    """Length of the longest sequence."""
-    fused_attention: bool = False
-    """Whether only fused kernels may compute the attention."""
+    rotary_features: int = 0  # features per head that RoPE rotates
+    predictions: int = 0  # number of multi-token prediction layers
+    layers: int = 0  # 0 if unknown
+    query_heads: int = 0  # 0 if unknown
+    tokens: int = 0  # maximum sequence length, or 0 if unknown
+    fused_attention: bool = False  # whether only fused attention kernels are allowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTensor:
-    """A parameter of one layer."""
+    """Description of one parameter that a mechanism adds to a layer."""
 
     name: str
-    """Module beside Megatron's attention that holds it as ``weight``: ``{mechanism}_...``."""
-    shape: tuple[int, ...]
-    """Shape over all ranks."""
+    """Name of the submodule of Megatron's attention that owns ``weight``, e.g. ``knock_value``."""
+    shape: tuple[int, ...]  # over all ranks
     gradient: Gradient
-    """The gradient on one tensor-parallel rank: a partial sum over its ``heads``, over its
-    ``tokens`` (sequence parallelism), or the ``whole``. If ``reads_input``, the gradient of the
-    projection's output."""
-    heads: Projection
-    """The projected tensor whose heads it applies to."""
-    initial: tuple[InitialValue, ...] = ("zeros",)
-    """Initial value: one word, or one for each of ``matrices``."""
-    hf: str
-    """Module below ``self_attn`` of our transformers class."""
+    """Whether the gradient on a TP rank is a partial sum over its ``heads``, a partial sum over its
+    ``tokens`` (with sequence parallelism), or the ``whole`` gradient. If ``reads_input`` is set,
+    this refers to the projection's output."""
+    heads: Projection  # projected tensor whose heads use the parameter
+    initial: tuple[InitialValue, ...] = ("zeros",)  # or one entry for each of matrices
+    hf: str  # submodule of self_attn in our transformers class
     matrices: tuple[str, ...] = ()
-    """``nn.Linear`` modules below ``hf``, each holding one transposed entry of the first dimension.
-    Empty: ``hf`` holds the tensor as it is."""
-    per_head: bool = False
-    """Whether the first dimension counts heads and is sharded with them."""
+    """Names of ``nn.Linear`` modules in ``hf``, which hold the transposed slices along the first
+    dimension. If empty, ``hf`` itself holds the tensor."""
+    per_head: bool = False  # whether the first dimension is sharded with the heads
     reads_input: bool = False
-    """Whether it is a projection ``[features, hidden]`` or ``[heads, features, hidden]`` of the
-    layer's normed input. Its mechanism then gets the output instead of the weight."""
+    """Whether this is a projection of the normalized layer input (``[..., features, hidden]``),
+    whose output the mechanism receives instead of the weight."""
 
     @property
     def key(self) -> str:
-        """Name in Megatron's checkpoints, below ``decoder.layers.{layer}.``."""
+        """Name in Megatron checkpoints, after ``decoder.layers.{layer}.``"""
         return f"self_attention.{self.name}.weight"
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names in our transformers class, below ``model.layers.{layer}.``, in stacking order."""
+        """Names in our transformers class, after ``model.layers.{layer}.``"""
         parts = [f"{self.hf}.{matrix}" for matrix in self.matrices] or [self.hf]
         return tuple(f"self_attn.{part}.weight" for part in parts)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def ranks(self, tp: int) -> int:
-        """Return the number of ``tp`` ranks that shard it; 1 if it is replicated."""
         return tp if self.per_head and self.shape[0] % tp == 0 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """Rows of ``linear_qkv`` beside those of queries, keys and values.
+    """Additional rows of ``linear_qkv``, whose output ``[..., heads, features]`` the mechanism
+    receives.
 
-    They are stored with the KV head they belong to (``model.qkv.QKVLayout``), so they are sharded
-    like heads. The mechanism gets their output ``[..., heads, features]``.
+    They are stored with their KV head (see ``model.qkv.QKVLayout``), so that they are sharded like
+    heads.
     """
 
-    name: str
-    """Name by which the mechanism reads the output."""
+    name: str  # key under which Mechanism.apply receives the output
     heads: Projection
-    """The projected tensor whose heads they belong to."""
-    features: int
-    """Rows of one head."""
-    hf: str
-    """Module below ``self_attn`` of our transformers class: ``[heads * features, hidden]``."""
-    is_stock: bool = False
-    """Whether Megatron has the same rows, as with ``--attention-output-gate``."""
+    features: int  # rows per head
+    hf: str  # submodule of self_attn in our transformers class
+    is_stock: bool = False  # same rows as --attention-output-gate in stock Megatron
 
     def size(self, sizes: HeadSizes) -> int:
-        """Return the number of elements over all ranks."""
         return sizes.heads(self.heads) * self.features * sizes.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Base class of head mechanisms: a frozen dataclass of plain values.
+    """Base class of head mechanisms, which are frozen dataclasses of JSON-serializable settings.
 
-    The fields are flags (``--heads NAME.FIELD=VALUE``) and JSON keys. Subclasses implement
-    :meth:`tensors` and :meth:`apply`, and override other methods where the defaults are wrong.
-
-    Raises:
-        ConfigError: a field has an invalid value.
+    Each field can be set with ``--heads NAME.FIELD=VALUE``. Subclasses implement :meth:`tensors`
+    and :meth:`apply`, and override the other methods where the default does not apply.
     """
 
-    name: ClassVar[str]
-    """Name of its field in ``KHAConfig``."""
+    name: ClassVar[str]  # field name in KHAConfig
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
-    """Where :meth:`apply` is called: ``qkv`` between split and QK-norm, ``output`` on the core
-    attention's output, ``dense`` on the output projection's output. ``core`` replaces the core
-    attention."""
+    """Stages at which :meth:`apply` is called: ``qkv`` (after the QKV split, before QK-norm),
+    ``output`` (after core attention) and ``dense`` (after the output projection). A mechanism with
+    the stage ``core`` replaces core attention."""
     own_projections: ClassVar[tuple[Projection, ...]] = ()
-    """Projected tensors that it computes from the layer's input; ``linear_qkv`` has no rows for
+    """Projections that the mechanism computes itself, so that ``linear_qkv`` has no rows for
     them."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Named settings."""
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.name}.")
 
     def for_layer(self, layer: int) -> Self:
-        """Return the settings of the layer with this index (from 0)."""
+        """Return the settings for a layer index, counted from 0."""
         return self
 
     @property
     def own_dim(self) -> int | None:
-        """Features of each head of the ``own_projections``."""
         return None
 
     def acts_at(self, stage: Stage) -> bool:
-        """Return whether these settings change anything at ``stage``."""
         return stage in self.stages
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return the parameters of one layer, over all ranks."""
+        """Describe the parameters of one layer, with shapes over all ranks."""
         return ()
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Return its rows of ``linear_qkv``, in order."""
+        """Describe the additional rows of ``linear_qkv``, in order."""
         return ()
 
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
     ) -> "dict[str, Tensor]":
-        """Compute the mechanism at one stage. By default, nothing changes.
+        """Apply the mechanism at one stage. The default implementation is a no-op.
 
         Args:
-            tensors: ``query``, ``key`` and ``value`` at ``qkv`` and ``output`` at ``output``,
-                ``[..., heads, D]`` with this rank's heads (one head for ``own_projections``);
-                ``dense`` ``[..., hidden]`` at ``dense``. At every stage also the outputs of its
-                ``rows`` ``[..., heads, features]``, of its tensors that read the input (``[...,
-                features]``, or ``[..., 1, features]`` if all heads use it), and what earlier
-                stages added.
-            weights: its other parameters by name, with this rank's part of those per head.
-            ranks: communication with the ranks that have other heads and tokens.
+            tensors: The local heads of ``query``, ``key`` and ``value`` (stage ``qkv``) or
+                ``output`` (stage ``output``), of shape ``[..., heads, D]``, or ``dense`` of shape
+                ``[..., hidden]``. ``own_projections`` have a single head. Also contains the outputs
+                of :meth:`rows`, of tensors with ``reads_input`` and of earlier stages.
+            weights: The other parameters by name, with the local heads of ``per_head`` parameters.
+            ranks: Collectives over the ranks that hold other heads and tokens of the layer.
 
         Returns:
-            The tensors that change, and tensors of its own for later stages.
+            The tensors to replace, and any tensors that later stages need.
         """
         return {}
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """Count its parameters in one layer on each of ``tp`` ranks, without padding rows."""
+        """Count the parameters per layer on each of ``tp`` ranks, without padding rows."""
         rows = sum(row.size(sizes) for row in self.rows(sizes))
         return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count FLOPs of matrix products per token and layer, forward only."""
+        """Count the matmul FLOPs per token and layer in the forward pass."""
         return 0
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """Count extra FLOPs per query-key pair and layer over all heads, forward only."""
+        """Count the extra forward FLOPs per query-key pair and layer, over all heads."""
         return 0
 
     def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        """Count FLOPs of the heads that it switches off. Kernels do not skip them today.
-
-        Returns:
-            Per layer, forward: FLOPs of projections per token, and of scores and values per pair.
-        """
+        """Count the forward FLOPs per layer of inactive heads: projections per token, and attention
+        per query-key pair. Note that the current kernels do not skip them."""
         return 0, 0
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit elements per token and layer saved for backward, without recomputation."""
+        """Count 16-bit values per token and layer saved for backward, without recomputation."""
         return 0
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Count further saved elements per token, which sequence parallelism shards."""
+        """Count additional saved values per token, which sequence parallelism shards."""
         return 0
 
     def pair_activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit elements per query-key pair and layer saved for backward."""
+        """Count 16-bit values per query-key pair and layer saved for backward."""
         return 0
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """Count bytes per token, forward and backward, that the TP ranks of a layer exchange.
-
-        A rank sends ``(tp - 1) / tp`` of them. ``sizes`` are over all ranks; ``width`` is the
-        number of bytes of an activation. Projections of the input are not counted.
-        """
+        """Count the bytes per token that a layer's TP ranks exchange forward and backward, of which
+        each rank sends ``(tp - 1) / tp``. ``width`` is the number of bytes per activation. Input
+        projections are not included."""
         return 0, 0
 
     @property
     def adds_loss(self) -> bool:
-        """Whether it adds an auxiliary loss."""
         return False
 
     @property
     def is_foldable(self) -> bool:
-        """Whether it can be folded into the projections of a stock model."""
         return False
 
     @property
     def is_sparse(self) -> bool:
-        """Whether tokens use a part of the heads, so that upcycling changes the outputs."""
+        """Whether a token uses only some of the heads, so that upcycling changes the outputs."""
         return False
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """Return the projections to double when it is added to a trained model.
+        """Return the projections to double so that adding the mechanism preserves a model's
+        outputs.
 
-        Outputs then stay the same. Each is doubled as often as it is named, which is exact in any
-        dtype. Tensors that read the input start at zero.
-
-        Raises:
-            ConfigError: no initial value preserves the outputs (the default).
+        Tensors that read the input are then initialized to zero. A projection may be listed
+        repeatedly. By default, raise ConfigError because no initialization preserves the outputs.
         """
         raise ConfigError(
             f"{self} changes the outputs of a trained model with any initial value. Use it in a "
@@ -286,7 +241,7 @@ class Mechanism:
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Whether adding it with its own initial values preserves a model's outputs bit for bit."""
+        """Whether adding the mechanism with its own initialization keeps outputs bit-identical."""
         sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
             doubled = self.projections_to_double()
@@ -296,20 +251,17 @@ class Mechanism:
         return not (doubled or drawn or self.rows(sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return why fused attention kernels cannot compute its layer, or None if they can."""
+        """Return why fused attention kernels cannot compute the layer, or None if they can."""
         return None
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Return an error message if the model does not support it, otherwise None.
-
-        By default, mechanisms support MHA, MQA and GQA.
-        """
+        """Return an error message if the model is not supported, otherwise None. By default, all
+        attention types except MLA, GTA and GLA are supported."""
         kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
         return kind and f"{self} does not support {kind}. Use MHA, MQA or GQA."
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read the result of :meth:`to_dict`. Raises ConfigError for an unknown setting."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"Expected {cls.name} to be an object of settings, got {values!r}.")
         known = [f.name for f in fields(cls)]
@@ -320,25 +272,20 @@ class Mechanism:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values of all fields that take part in comparisons."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     def non_defaults(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
 
     def __str__(self) -> str:
-        """Format for logs: ``name``, or ``name(setting=value)``."""
         settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())
         return f"{self.name}({settings})" if settings else self.name
 
 
 def check_fields(settings: Any, prefix: str) -> None:
-    """Raise ConfigError if a field of a dataclass has a value that its annotation does not allow.
-
-    Numbers must not be negative. Error messages put ``prefix`` before the name of the field.
-    """
+    """Raise ConfigError if a field of a dataclass has a value that its annotation does not
+    allow."""
     for item in fields(settings):
         value, kind = getattr(settings, item.name), item.type
         kinds = (kind,) if get_origin(kind) in (None, Literal) else get_args(kind)
@@ -378,15 +325,10 @@ def apply_stage(
     seen: "dict[str, Tensor]",
     ranks: Ranks,
 ) -> "list[Tensor]":
-    """Apply the mechanisms of a stage to ``tensors`` and return these in the same order.
+    """Apply all mechanisms of a stage in order and return the updated ``tensors``.
 
-    Args:
-        stage: which mechanisms act.
-        mechanisms: with their weights, in order.
-        tensors: tensors of the stage (see :meth:`Mechanism.apply`).
-        seen: outputs of earlier stages and of projections of the input. Tensors that mechanisms add
-            are stored here.
-        ranks: see :meth:`Mechanism.apply`.
+    ``seen`` holds the outputs of earlier stages and of input projections, and receives any new
+    tensors. See :meth:`Mechanism.apply` for the other arguments.
     """
     for mechanism, weights in mechanisms:
         if mechanism.acts_at(stage):

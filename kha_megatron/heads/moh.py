@@ -1,11 +1,9 @@
-"""Mixture-of-Head attention (MoH, arXiv 2410.11842): a router weighs heads and drops some.
+"""Mixture-of-Head attention (MoH, arXiv 2410.11842): a router selects and weights heads per token.
 
-The first ``S`` query heads are shared by all tokens. Of the other ``R`` (routed) heads, a token
-uses the ``K`` that its router scores highest. Equation numbers are the paper's. Where the paper and
-the authors' code (SkyworkAI/MoH) differ, a setting selects one of them.
-
-Shape legend: ``...`` tokens; ``H`` query heads. Every rank routes over all heads, in float32 at
-least, so that all ranks choose the same heads.
+The first ``S`` of ``H`` query heads are shared by all tokens. Of the remaining ``R`` routed heads,
+each token uses the ``K`` with the highest router scores. Where the paper and the authors' code
+(SkyworkAI/MoH) differ, a setting selects one of them. Every rank routes over all heads in float32
+or wider, so that all ranks select the same heads. Equation numbers refer to the paper.
 """
 
 import math
@@ -29,9 +27,9 @@ RouterStart = Literal["normal", "zeros"]
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfHeads(Mechanism):
-    """Numbers of shared and active heads, the router and the weights.
+    """Settings of the router and of the numbers of shared and active heads.
 
-    Set ``shared`` and ``active``, or ``share``, or ``share`` and one of the two.
+    Set either ``shared`` and ``active``, or ``share`` and optionally one of the two.
     """
 
     name: ClassVar[str] = "moh"
@@ -41,30 +39,32 @@ class MixtureOfHeads(Mechanism):
     )
 
     shared: int | None = None
-    """``S``: the first heads of a layer, which every token uses (section 4.4)."""
+    """``S``, the number of heads that every token uses (section 4.4)."""
     active: int | tuple[int, ...] | None = None
-    """``K``: routed heads that a token uses, one number or one per layer."""
+    """``K``, the number of routed heads per token. Can be a list with one number per layer."""
     share: float | None = None
-    """``(S + K) / H``, rounded to whole heads (the paper's "activated"). By default, half of them,
-    rounded down, are shared."""
+    """Fraction of heads in use, ``(S + K) / H`` ("activated" in the paper), rounded to whole heads.
+    By default, half of these heads, rounded down, are shared."""
     router: Router = "learned"
-    """``learned`` projects the layer's input (equations 5 and 6). ``query_norm`` uses the norms of
-    knocked queries before QK-norm, without parameters (section 4.4)."""
+    """``learned`` projects the layer input (equations 5 and 6). ``query_norm`` has no parameters
+    and uses the norms of the knocked queries before QK-norm (section 4.4)."""
     quantized: bool = False
-    """Whether used heads have weight 1 and the router learns by a straight-through gradient
-    (equations 9 and 10), as for converting a trained model."""
+    """Whether the heads in use have weight 1 and the router is trained with a straight-through
+    gradient (equations 9 and 10), e.g. to convert a trained model."""
     scale: Source = "code"
-    """``paper``: equation 5; weights of a learned router sum to at most 1. ``code``: weights are
-    about 1, and query norms are divided by their spread over the routed heads."""
+    """``paper``: equation 5, where weights of a learned router sum to at most 1. ``code``: weights
+    are about 1, and query norms are divided by their standard deviation over the routed heads."""
     balance: float = 0.01
-    """``beta`` of equation 8, the weight of the load-balance loss; 0 disables it."""
+    """Weight ``beta`` of the load-balance loss (equation 8). Set to 0 to disable the loss."""
     balance_scale: Source = "code"
-    """``paper``: equation 7, summed over layers. ``code``: ``R`` times as much, averaged over
+    """``paper``: equation 7, summed over layers. ``code``: ``R`` times equation 7, averaged over
     layers."""
     anneal: int = 0
-    """Iterations over which a token's routed heads go from ``R`` to ``K``; 0 disables annealing."""
+    """Number of iterations over which the routed heads per token decrease from ``R`` to ``K``. Set
+    to 0 to disable annealing."""
     start: RouterStart = "normal"
-    """Initial value of the learned router. At ``zeros`` with ``scale=code``, all heads weigh 1."""
+    """Initialization of the learned router. With ``zeros`` and ``scale=code``, all heads have
+    weight 1."""
 
     def __post_init__(self) -> None:
         if isinstance(self.active, list):  # from JSON
@@ -90,7 +90,6 @@ class MixtureOfHeads(Mechanism):
             )
 
     def shared_heads(self, heads: int) -> int:
-        """Return ``S`` of a layer with ``heads`` query heads."""
         if self.shared is not None:
             return self.shared
         assert self.share is not None
@@ -99,10 +98,10 @@ class MixtureOfHeads(Mechanism):
         return on // 2 if self.active is None else on - self.active
 
     def active_heads(self, heads: int, iteration: int | None = None) -> int:
-        """Return ``K`` of a layer with ``heads`` query heads; call :meth:`for_layer` first.
+        """Return ``K`` for ``heads`` query heads, after :meth:`for_layer` has selected the layer.
 
-        Args:
-            iteration: number of completed iterations, for ``anneal``; None for a trained model.
+        ``iteration`` is the number of completed iterations for annealing, or None for a trained
+        model.
         """
         shared, active = self.shared_heads(heads), self.active
         assert not isinstance(active, tuple)
@@ -115,13 +114,11 @@ class MixtureOfHeads(Mechanism):
         return routed - (routed - active) * iteration // self.anneal
 
     def for_layer(self, layer: int) -> Self:
-        """Return the settings with this layer's number of active heads."""
         if not isinstance(self.active, tuple):
             return self
         return replace(self, active=self.active[layer])
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return ``moh_router`` ``[H + 2, hidden]``: ``W_s``, ``W_r``, ``W_h`` (equations 5, 6)."""
         if self.router == "query_norm":
             return ()
         return (
@@ -139,7 +136,6 @@ class MixtureOfHeads(Mechanism):
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
     ) -> "dict[str, Tensor]":
-        """Compute query norms at ``qkv``, if routing uses them; weight the heads at ``output``."""
         if "query" in tensors:
             return {"moh_norms": _widen(tensors["query"]).norm(dim=-1)}
         if self.router == "learned":
@@ -154,11 +150,9 @@ class MixtureOfHeads(Mechanism):
         return {"output": (output * ranks.own_heads(factors).unsqueeze(-1)).to(output.dtype)}
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count the FLOPs of the router."""
         return 2 * sum(tensor.size for tensor in self.tensors(sizes))
 
     def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        """Count output projection, logits and values of unused heads, and queries if unused."""
         heads, hidden = sizes.query_heads, sizes.hidden_size
         idle = heads - self.shared_heads(heads) - self.active_heads(heads)
         query, value = sizes.dim("query"), sizes.dim("value")
@@ -166,45 +160,34 @@ class MixtureOfHeads(Mechanism):
         return 2 * idle * hidden * projected, 2 * idle * (query + value)
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the output, five float32 numbers per head, and float32 queries for ``query_norm``.
-
-        One float32 counts as two 16-bit elements.
-        """
         heads = sizes.query_heads
         queries = 2 * heads * sizes.dim("query") if self.router == "query_norm" else 0
         return heads * (sizes.dim("value") + 10) + queries
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """Count gathered float32 query norms, and gathered gradients of the weights."""
         of_heads = 4 * sizes.query_heads
         return (of_heads if self.router == "query_norm" else 0), of_heads
 
     def acts_at(self, stage: Stage) -> bool:
-        """Return whether it acts at ``stage``; a learned router does not change queries."""
         return super().acts_at(stage) and (stage == "output" or self.router == "query_norm")
 
     @property
     def adds_loss(self) -> bool:
-        """Whether there is a load-balance loss."""
         return self.balance > 0
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Whether tokens start with all heads at weight 1."""
         return self.quantized and (self.anneal > 0 or self.share == 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         values = super().to_dict()
         return values | {"active": list(self.active)} if isinstance(self.active, tuple) else values
 
     @property
     def is_sparse(self) -> bool:
-        """Always True."""
         return True
 
     def projections_to_double(self) -> tuple[()]:
-        """Return (). Heads in use weigh 1 (section 4.4), but not with a learned router."""
         if self.router == "learned" or not self.quantized:
             raise ConfigError(
                 f"{self} changes the weights of a trained model's heads. Set "
@@ -213,7 +196,6 @@ class MixtureOfHeads(Mechanism):
         return ()
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Refuse MLA, GTA and numbers that do not fit the model's heads or layers."""
         if why := super().unsupported_reason(facts):
             return why
         layers, heads = facts.layers, facts.query_heads
@@ -233,24 +215,18 @@ class MixtureOfHeads(Mechanism):
 
 
 class Routing(NamedTuple):
-    """The chosen heads of each token and their weights."""
+    """Result of :func:`route`."""
 
-    weights: "Tensor"
-    """``[..., H]``: 0 for heads that the token does not use."""
-    probabilities: "Tensor"
-    """``[..., R]``: softmax over the routed heads."""
-    chosen: "Tensor"
-    """``[..., R]``: 1 for heads that the token uses, otherwise 0; without gradient."""
+    weights: "Tensor"  # [..., H], 0 for inactive heads
+    probabilities: "Tensor"  # [..., R], softmax over the routed heads
+    chosen: "Tensor"  # [..., R], 1 for active heads and 0 otherwise, without gradient
 
 
 def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -> Routing:
-    """Choose and weight the heads of each token.
+    """Select and weight the heads of each token.
 
-    Args:
-        scores: ``[..., H + 2]`` of a learned router: ``W_s x``, ``W_r x`` and ``W_h x``. Otherwise
-            norms ``[..., H]``.
-        moh: settings of one layer.
-        iteration: see :meth:`MixtureOfHeads.active_heads`.
+    ``scores`` are the concatenated ``W_s x``, ``W_r x`` and ``W_h x`` of a learned router, of shape
+    ``[..., H + 2]``, or otherwise query norms of shape ``[..., H]``.
     """
     import torch
 
@@ -285,7 +261,7 @@ def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -
 
 
 def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "Tensor":
-    """Return the weights, with the load-balance loss (equations 7 and 8) in their gradient."""
+    """Attach the load-balance loss (equations 7 and 8) to the gradient of the weights."""
     _, probabilities, chosen = routing
     frequency = ranks.token_mean(chosen)
     loss = (probabilities.flatten(0, -2).mean(0) * frequency).sum()
@@ -298,7 +274,7 @@ def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "T
 
 
 def _load(routing: Routing, ranks: Ranks) -> "Tensor":
-    """Return the share of tokens that use each head, ``[H]``."""
+    """Return the fraction of tokens that use each head, ``[H]``."""
     import torch
 
     frequency = ranks.token_mean(routing.chosen)
@@ -307,7 +283,6 @@ def _load(routing: Routing, ranks: Ranks) -> "Tensor":
 
 
 def _spread(norms: "Tensor") -> "Tensor":
-    """Return the standard deviation over heads ``[..., 1]``, or a small number if it is zero."""
     import torch
 
     offset = norms - norms.mean(-1, keepdim=True)
@@ -316,7 +291,6 @@ def _spread(norms: "Tensor") -> "Tensor":
 
 
 def _entropy(probabilities: "Tensor") -> "Tensor":
-    """Return the mean entropy over tokens, divided by its maximum."""
     import torch
 
     entropy = torch.special.entr(probabilities).sum(-1).mean()

@@ -1,4 +1,4 @@
-"""Communication of head mechanisms over the ranks that share a layer's heads and tokens."""
+"""Collectives over the ranks that share the heads and tokens of a layer."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -7,26 +7,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Listener = Callable[[str, Callable[[], "Tensor"]], None]
-"""Receives the name of a figure and a function that computes it (:meth:`Ranks.observe`)."""
+"""Callback that receives the name of a metric and a function that computes it."""
 
 
 class Ranks:
-    """A single rank with all heads and all tokens. ``mcore.head_ranks`` has Megatron's.
-
-    ``...`` stands for any leading dimensions, including the tokens.
-    """
+    """Collectives of a single rank, where they are no-ops. See ``mcore.head_ranks`` for
+    Megatron's."""
 
     listeners: Sequence[Listener] = ()
-    """Receive the figures of :meth:`observe`."""
 
     @property
     def trains(self) -> bool:
-        """Whether a model is training, so that losses are added."""
+        """Whether the model is training, so that auxiliary losses are needed."""
         return False
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model."""
         return 1
 
     def iteration(self) -> int | None:
@@ -34,41 +30,29 @@ class Ranks:
         return None
 
     def all_heads(self, x: "Tensor") -> "Tensor":
-        """Gather ``[..., heads]`` over the ranks.
-
-        All ranks compute the same from the result, so backward does not sum gradients.
-        """
+        """All-gather ``[..., heads]``. Since all ranks compute the same from the result, gradients
+        are not summed in the backward pass."""
         return x
 
     def own_heads(self, x: "Tensor") -> "Tensor":
-        """Return this rank's part of ``[..., heads]``, which is equal on all ranks.
-
-        Backward gathers the gradients, so that every rank has the gradient of the whole.
-        """
+        """Return the local slice of a replicated ``[..., heads]`` tensor. The backward pass
+        all-gathers gradients, so that every rank has the full gradient."""
         return x
 
     def token_mean(self, x: "Tensor") -> "Tensor":
-        """Return the mean ``[n]`` of ``[..., n]`` over the sequence's tokens, without gradient."""
+        """Average ``[..., n]`` over the tokens of the sequence, without gradient."""
         return x.detach().flatten(0, -2).mean(0)
 
     def add_loss(self, carrier: "Tensor", loss: "Tensor") -> "Tensor":
-        """Return ``carrier``; its backward pass adds the gradient of ``loss`` during training.
+        """Return ``carrier`` and add the gradient of ``loss`` in its backward pass during training.
 
-        The printed loss does not change.
-
-        Args:
-            carrier: any tensor that the model's output depends on.
-            loss: 0-d, a mean over this rank's tokens, equal on all tensor-parallel ranks.
+        The logged loss does not change. ``carrier`` can be any tensor that contributes to the model
+        output. ``loss`` is a scalar mean over the local tokens, equal on all tensor-parallel ranks.
         """
         return carrier
 
     def observe(self, name: str, figure: "Callable[[], Tensor]") -> None:
-        """Pass a figure of this layer to the listeners.
-
-        Args:
-            name: logged as ``kha-{name}/layer-L``.
-            figure: returns a mean ``[]`` over this rank's tokens, or ``[heads]`` of all heads,
-                logged as ``kha-{name}/head-i/layer-L``.
-        """
+        """Pass a metric to the listeners, which log it as ``kha-{name}/layer-L``. ``figure``
+        returns a mean over the local tokens, either as a scalar or for each head of the layer."""
         for listener in self.listeners:
             listener(name, figure)

@@ -1,7 +1,7 @@
 """Talking-heads attention (Shazeer et al. 2020, arXiv 2003.02436): heads mix logits and weights.
 
-A learnt ``[H, H]`` matrix mixes the logits of all heads before the softmax, and another one the
-weights after it.
+A learned ``[H, H]`` matrix mixes the logits of all heads before the softmax, and a second one mixes
+the attention weights after the softmax.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkingHeads(Mechanism):
-    """Mixing before and after the softmax. Both matrices start as a bit-exact no-op.
+    """Settings of mixing before and after the softmax, which is a bit-exact no-op at
+    initialization.
 
-    No fused kernel computes them, so a layer holds ``H L^2`` logits and weights for ``L`` tokens.
+    Since no fused kernel supports talking heads, a layer materializes ``H L^2`` logits and weights
+    for ``L`` tokens.
     """
 
     name: ClassVar[str] = "talking"
@@ -28,11 +30,11 @@ class TalkingHeads(Mechanism):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"talking": {}})
 
     pre: bool = True
-    """Mix logits before the mask and the softmax (the paper's ``P_l``)."""
+    """Whether to mix logits before the mask and the softmax (``P_l`` in the paper)."""
     post: bool = True
-    """Mix weights after the softmax (the paper's ``P_w``)."""
+    """Whether to mix weights after the softmax (``P_w`` in the paper)."""
     max_tokens: int = field(default=2048, compare=False)
-    """Longest supported sequence. Not stored in checkpoints."""
+    """Maximum sequence length. This setting is not stored in checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,14 +43,9 @@ class TalkingHeads(Mechanism):
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        """``pre`` and ``post``, if enabled."""
         return tuple(word for word in ("pre", "post") if getattr(self, word))
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Return ``talking_pre`` and ``talking_post`` ``[H, H]``: input heads are rows.
-
-        A tensor-parallel rank has all heads of some query tokens, so its gradient is a partial sum.
-        """
         heads = sizes.query_heads
         return tuple(
             HeadTensor(
@@ -73,27 +70,23 @@ class TalkingHeads(Mechanism):
         mask: "Tensor | None" = None,
         dropout: "Callable[[Tensor], Tensor] | None" = None,
     ) -> "tuple[Tensor, Tensor]":
-        """Compute scaled dot-product attention whose heads mix logits and weights (section 2).
+        """Compute scaled dot-product attention with talking heads (section 2).
 
-        Logits are mixed before the mask, because ``-inf * 0`` is NaN. With identity matrices, this
-        is ordinary attention bit for bit. The softmax is computed in float32 at least.
-
-        Shape legend: ``B`` batch, ``H`` heads, ``G`` KV heads, ``S`` queries, ``K`` keys, ``D``
-        features of a key, ``V`` of a value.
+        Logits are mixed before masking, because ``-inf * 0`` is NaN. With identity matrices, the
+        result is bit-identical to ordinary attention. The softmax is computed in float32 or wider.
 
         Args:
-            query: ``[B, H, S, D]``, all heads of the layer, any floating dtype.
-            key: ``[B, G, K, D]``; each KV head serves ``H / G`` consecutive query heads.
-            value: ``[B, G, K, V]``.
-            weights: ``talking_pre`` and ``talking_post`` ``[H, H]``, if enabled.
-            scale: factor on the logits.
-            mask: broadcasts to ``[B, H, S, K]``: booleans that are True for hidden keys, or numbers
-                to add to the mixed logits. A query without visible keys attends to all equally.
-            dropout: applied to the weights before they meet the values.
+            query: All heads of the layer, of shape ``[B, H, S, D]``.
+            key: Tensor of shape ``[B, G, K, D]``. Each KV head is used by ``H / G`` consecutive
+                heads.
+            value: Tensor of shape ``[B, G, K, V]``.
+            weights: ``talking_pre`` and ``talking_post`` of shape ``[H, H]``, if enabled.
+            mask: Broadcastable to ``[B, H, S, K]``: either booleans that are True for masked keys,
+                or values added to the mixed logits. Queries without visible keys attend to all keys
+                equally.
 
         Returns:
-            ``[B, H, S, V]``, and the weights ``[B, H, S, K]`` before dropout, in the dtype of
-            ``query``.
+            Output ``[B, H, S, V]`` and attention weights ``[B, H, S, K]`` before dropout.
         """
         import torch
 
@@ -122,11 +115,9 @@ class TalkingHeads(Mechanism):
         return output.unflatten(0, query.shape[:2]), scores
 
     def projections_to_double(self) -> tuple[()]:
-        """Return (): both mixings start as the identity."""
         return ()
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Refuse MLA, GTA and sequences longer than ``max_tokens``."""
         return super().unsupported_reason(facts) or self.too_long(facts.tokens)
 
     def too_long(self, tokens: int) -> str | None:
@@ -140,29 +131,21 @@ class TalkingHeads(Mechanism):
         )
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """Count ``2 H^2`` per mixing."""
         return 2 * sizes.query_heads**2 * len(self.mixings)
 
     def pair_activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit elements: the input of each mixing, the float32 softmax and the final
-        weights."""
         return sizes.query_heads * (3 + len(self.mixings))
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """Count two all-to-alls of queries and outputs, and the gather of all keys and values.
-
-        Ranks that share a KV head each send it.
-        """
         features = sizes.dim("key") + sizes.dim("value")
         turned = sizes.query_heads * features // tp
         gathered = max(sizes.kv_heads, tp) * features
         return width * (turned + gathered), width * (turned + gathered)
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return the reason, which applies to every model."""
         return "heads mix their logits, and fused kernels process one head at a time"
 
 
 def mix_heads(x: "Tensor", weight: "Tensor") -> "Tensor":
-    """Return ``[B, H, S, K]``: head ``k`` is the sum over heads ``h`` of ``x_h * weight[h, k]``."""
+    """Mix heads: output head ``k`` is the sum over heads ``h`` of ``x_h * weight[h, k]``."""
     return (weight.mT @ x.flatten(2)).unflatten(2, x.shape[2:])

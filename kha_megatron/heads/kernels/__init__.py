@@ -1,1 +1,1 @@
-"""Triton kernels that knock, their tilings and their launchers."""
+"""Triton kernels for KHA, their tile sizes and launchers."""

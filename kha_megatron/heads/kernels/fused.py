@@ -1,18 +1,17 @@
-"""Choose between the Triton kernels and torch for each call of ``fused_knock``.
+"""Dispatch KHA to the Triton kernels or to PyTorch.
 
 The environment variable ``KHA_KERNELS`` controls the choice:
 
 ==========  ======================================================================================
-``auto``    (default) the kernels where they support the tensors and agree with torch
-            (:mod:`kha_megatron.heads.kernels.verification`), torch otherwise
-``torch``   always torch
-``triton``  the kernels without a comparison, or an error that states why they cannot run. With
-            ``TRITON_INTERPRET=1`` also on the CPU in Triton's interpreter, which is slow
+``auto``    (default) Use the kernels if they support the tensors and agree with PyTorch (see
+            :mod:`kha_megatron.heads.kernels.verification`), otherwise PyTorch
+``torch``   Always use PyTorch
+``triton``  Use the kernels without comparing them, or raise an error if they cannot run. With
+            ``TRITON_INTERPRET=1``, they also run (slowly) in Triton's interpreter on the CPU
 ==========  ======================================================================================
 
-Each choice is logged once on rank 0. Both ways compute the same function. The kernels save only
-their input for the backward pass; torch saves ``kha_megatron.heads.knock.SAVED`` tensors of its
-size.
+Each choice is logged once on rank 0. Note that the kernels save only their input for the backward
+pass, whereas PyTorch saves ``kha_megatron.heads.knock.SAVED`` tensors of that size.
 """
 
 import functools
@@ -32,18 +31,18 @@ from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import Variant
 
 KERNELS_VARIABLE = "KHA_KERNELS"
-"""Environment variable that chooses between the kernels and torch."""
+"""Environment variable that selects the backend."""
 
 
 def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Pass every head's row through the matrices that all heads share.
+    """Apply the shared matrices to every head, with the Triton kernels where possible.
 
-    See ``kha_megatron.heads.knock.knock`` for arguments, result and equations. The kernels
-    cannot be differentiated twice.
+    See ``kha_megatron.heads.knock.knock`` for the arguments and equations. The kernels do not
+    support double backward.
 
     Raises:
-        ConfigError: ``KHA_KERNELS`` has an unknown value, or is ``triton`` and the kernels do not
-            support these tensors.
+        ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` and the kernels do not support
+            the tensors.
     """
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(x.device.type):  # autocast does not apply to custom operators
@@ -57,7 +56,7 @@ def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
 
 
 def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
-    """Return why the kernels cannot knock ``x`` with ``weight``, or None if they can."""
+    """Return why the kernels do not support these tensors, or None if they do."""
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is enabled"
     for tensor in (x, weight):
@@ -86,7 +85,7 @@ def _reason(
 
 
 def triton_reason() -> str | None:
-    """Return why the kernels cannot use the installed Triton, or None if they can."""
+    """Return why the installed Triton is not supported, or None if it is."""
     try:
         import triton
     except Exception as error:  # depends on how the installed Triton and torch do not fit
@@ -103,7 +102,6 @@ def _is_interpreting() -> bool:
 
 
 def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
-    """Return whether this call runs in the kernels; log each choice once."""
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ConfigError(f"Expected {KERNELS_VARIABLE} to be auto, torch or triton, got {choice}.")

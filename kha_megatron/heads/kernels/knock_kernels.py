@@ -1,14 +1,13 @@
-"""The Triton kernels that knock activations: forward, input gradient, weight gradients.
+"""Triton kernels for KHA: forward, input gradient and weight gradients.
 
-Shape legend, in addition to that of ``tiles``: ``R`` rows, every head of every token; ``n``
-matrices of the variant; ``S`` splits. A kernel reads the input rows ``X`` and recomputes what its
-own products need; nothing else is saved between forward and backward.
+Shape legend, in addition to that of ``tiles``: ``R`` rows (all heads of all tokens), ``n`` matrices
+of the variant, ``S`` splits. The backward kernels recompute the matmuls they need from the input
+rows.
 
-Each kernel iterates over tiles of ``M`` rows with as many programs as the device runs at once, so
-that a program loads the matrices once. Rows come through pointers (any stride between tokens and
-between heads) or, with ``TMA``, through a descriptor of ``[R, D]`` in blocks ``[M, P]``, which
-needs one stride between all rows and saves address registers. A tile in registers cannot be
-indexed by column, so the columns of a block (``x_j``) are loaded again.
+The kernels are persistent: each program loads the matrices once and iterates over tiles of ``M``
+rows. Rows are loaded through pointers, which allow any stride between tokens and heads, or with
+``TMA`` through a descriptor, which requires a uniform row stride but saves address registers. Since
+a tile in registers cannot be indexed by column, the columns of a block (``x_j``) are loaded again.
 """
 
 # ruff: noqa: RET505 (Triton compiles what follows an `if` that returned: it needs the `else`)
@@ -32,7 +31,6 @@ def read_tile(
     X, first, R, heads, token, head,
     D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Load the whole rows ``[M, P]`` from row ``first`` on."""
     if TMA:
         return X.load([first, 0])
     else:
@@ -41,7 +39,6 @@ def read_tile(
 
 @triton.jit
 def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.constexpr):
-    """Store the whole rows ``tile`` ``[M, P]`` from row ``first`` on, in the dtype of ``X``."""
     if TMA:
         X.store([first, 0], tile.to(X.dtype))
     else:
@@ -60,12 +57,11 @@ def knock_forward_kernel(
     """Compute ``Y = knock(X)``.
 
     Args:
-        X: the rows, with ``x_heads`` heads per token and strides in elements; likewise ``Y``.
-        W: ``[n, D, D]``, contiguous.
-        R: number of rows.
-        VARIANT: the equation.
-        D, P, M, J: sizes of the tile, see ``tiles``.
-        TMA: whether ``X`` and ``Y`` are descriptors.
+        X: Rows with ``x_heads`` heads per token and strides in elements, as for ``Y``.
+        W: Contiguous ``[n, D, D]``.
+        R: Number of rows.
+        D, P, M, J: Tile sizes, see ``tiles``.
+        TMA: Whether ``X`` and ``Y`` are tensor descriptors.
     """
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
@@ -97,7 +93,7 @@ def knock_backward_input_kernel(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``DX``, the gradient of ``X``, from ``DY``, the gradient of ``Y``."""
+    """Compute the input gradient ``DX`` from the output gradient ``DY``."""
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
     for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
@@ -126,7 +122,6 @@ def knock_backward_input_kernel(
 
 @triton.jit
 def store_matrix(W, rows, columns, value, D: tl.constexpr):
-    """Store ``W[rows, columns] = value`` in a contiguous ``[D, D]`` matrix."""
     inside = (rows < D)[:, None] & (columns < D)[None, :]
     tl.store(W + rows[:, None] * D + columns[None, :], value, mask=inside)
 
@@ -141,13 +136,11 @@ def knock_backward_weight_kernel(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the matrices, one partial sum per split of the rows.
+    """Compute the matrices' gradients as one partial sum per split of the rows.
 
-    The grid is ``(S, blocks)``. A program owns ``J`` columns of every matrix (rows of ``down``), so
-    that its accumulators stay in registers and no product is computed twice.
-
-    Args:
-        PARTIAL: ``[S, n, D, D]`` float32; every element is written.
+    The grid is ``(S, blocks)``. Each program owns ``J`` columns of every matrix (rows of ``down``),
+    so that its accumulators stay in registers and no matmul is repeated. The output ``PARTIAL`` has
+    shape ``[S, n, D, D]`` and is in float32.
     """
     j = tl.program_id(1) * J
     every = tl.arange(0, P)
@@ -183,13 +176,8 @@ def knock_backward_weight_kernel(
 
 @triton.jit(do_not_specialize=["S", "N"])
 def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum ``PARTIAL`` ``[S, N]`` (float32) over ``S`` into ``DW`` ``[N]``, in a fixed order.
-
-    Args:
-        PARTIAL: ``[S, N]`` float32.
-        DW: ``[N]``, any floating dtype.
-        SPLITS: splits that are loaded together, to hide the latency of the memory.
-    """
+    """Sum ``PARTIAL`` ``[S, N]`` over ``S`` into ``DW`` ``[N]`` in a fixed order, loading
+    ``SPLITS`` rows at a time to hide memory latency."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, S, SPLITS):

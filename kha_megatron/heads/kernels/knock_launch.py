@@ -1,8 +1,4 @@
-"""Launch the knock kernels over the rows of a tensor, and the autograd function.
-
-Needs Triton, and a CUDA device or Triton's interpreter (``TRITON_INTERPRET=1``). Shape legend:
-``...`` any leading dimensions, ``R`` their product; ``D`` head dim; ``n`` matrices of the variant.
-"""
+"""Launchers of the KHA kernels and their autograd function. This module requires Triton."""
 
 import functools
 from typing import Any
@@ -21,35 +17,29 @@ from kha_megatron.heads.knock import Variant
 
 PROGRAMS_INTERPRETED = 3
 REDUCTION = {"SPLITS": 16, "BLOCK": 128}
-"""Splits and elements that one program of ``sum_partials`` sums at once."""
+"""Number of splits and elements that one program of ``sum_partials`` sums at once."""
 
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Return what ``heads.knock.knock`` returns, as a contiguous ``[..., D]``."""
+    """Compute ``heads.knock.knock`` and return a contiguous tensor."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch("forward", variant, weight, x, y)
     return y
 
 
 def knock_backward_input(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Return the gradient of ``x``.
-
-    Args:
-        x: ``[..., D]``, the input of the forward pass.
-        dy: same shape and dtype, the gradient of the result.
-        weight: ``[n, D, D]``, contiguous, same dtype.
-        variant: the equation.
-    """
+    """Compute the gradient of ``x`` from the output gradient ``dy``. ``weight`` must be
+    contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch("backward_input", variant, weight, x, dy, dx)
     return dx
 
 
 def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Return the gradient ``[n, D, D]`` of the matrices; arguments of :func:`knock_backward_input`.
+    """Compute the gradient ``[n, D, D]`` of the matrices.
 
-    Rows are summed in float32 in a fixed order: first within each split, then over the splits. The
-    partial sums use ``4 n D^2`` bytes per split during the call.
+    Rows are summed in float32 in a fixed order, first within each split and then over the splits.
+    The partial sums temporarily use ``4 n D^2`` bytes per split.
     """
     if x.numel() == 0:
         return torch.zeros_like(weight)
@@ -63,11 +53,10 @@ def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Varian
 
 
 class FusedKnock(torch.autograd.Function):
-    """Save only ``x`` (in Megatron a view of the QKV buffer) and the weight; recompute the rest."""
+    """Autograd function that saves only ``x`` (a view of Megatron's QKV buffer) and the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-        """See ``heads.knock.knock``."""
         weight = weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.variant = variant
@@ -76,7 +65,6 @@ class FusedKnock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of ``x`` and the weight that autograd needs."""
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         dy = dy.contiguous()  # the layout that the self-check compares with torch
@@ -86,16 +74,10 @@ class FusedKnock(torch.autograd.Function):
 
 
 def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) -> Tensor | None:
-    """Run one kernel over all rows.
+    """Launch one kernel over all rows.
 
-    Args:
-        kernel: name of the kernel.
-        variant: the equation.
-        weight: ``[n, D, D]``, contiguous.
-        tensors: ``[..., D]`` each; the last one is the output, except for ``backward_weight``.
-
-    Returns:
-        For ``backward_weight`` the partial sums ``[S, n, D, D]`` in float32, otherwise None.
+    ``tensors`` have shape ``[..., D]`` and end with the output, except for ``backward_weight``,
+    which instead returns float32 partial sums of shape ``[S, n, D, D]``.
     """
     count, head_dim = tensors[0].shape[:-1].numel(), weight.shape[-1]
     if count == 0:
@@ -123,7 +105,7 @@ def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) 
 
 
 def _fits_a_descriptor(tensor: Tensor, strides: Strides) -> bool:
-    """Return whether the tensor memory accelerator can address the rows: multiples of 16 bytes."""
+    """Check that TMA can address the rows, which requires multiples of 16 bytes."""
     step = strides.token * tensor.element_size()
     return strides.heads == 1 and step > 0 and not (step | tensor.data_ptr()) % 16
 
@@ -131,7 +113,6 @@ def _fits_a_descriptor(tensor: Tensor, strides: Strides) -> bool:
 def _arguments(
     tensor: Tensor, strides: Strides, count: int, block: int, tma: bool
 ) -> tuple[Any, ...]:
-    """Return the kernel arguments of a tensor of ``count`` rows: pointer or descriptor, strides."""
     if not tma:
         return tensor, *strides
     width = tensor.shape[-1]
@@ -141,7 +122,6 @@ def _arguments(
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the number of programs that run at once, one per multiprocessor."""
     if INTERPRETED:
         return PROGRAMS_INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count

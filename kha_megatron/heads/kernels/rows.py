@@ -1,7 +1,4 @@
-"""Strides of head rows, as the kernels address them. Does not import Triton.
-
-Shape legend: ``...`` any leading dimensions; ``D`` features of a row.
-"""
+"""Strides of head rows, as the kernels address them. This module does not import Triton."""
 
 from typing import NamedTuple
 
@@ -9,10 +6,8 @@ from torch import Tensor
 
 
 class Strides(NamedTuple):
-    """Strides in elements: row ``r`` is head ``r % heads`` of token ``r // heads``.
-
-    If one stride separates all rows, ``heads`` is 1.
-    """
+    """Strides in elements, where row ``r`` is head ``r % heads`` of token ``r // heads``. If all
+    rows have a uniform stride, ``heads`` is 1."""
 
     heads: int
     token: int
@@ -20,7 +15,8 @@ class Strides(NamedTuple):
 
 
 def strides_of(x: Tensor) -> Strides | None:
-    """Return the strides of the rows of ``x`` ``[..., D]``, or None if two do not describe them."""
+    """Return the strides of the rows of ``x`` ``[..., D]``, or None if two strides are not
+    enough."""
     steps: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
@@ -37,6 +33,6 @@ def strides_of(x: Tensor) -> Strides | None:
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Strides]:
-    """Return ``x`` ``[..., D]`` and its strides; copy ``x`` if two strides do not describe it."""
+    """Return ``x`` ``[..., D]`` and its strides, after making ``x`` contiguous if necessary."""
     strides = strides_of(x)
     return rows_of(x.contiguous()) if strides is None else (x, strides)

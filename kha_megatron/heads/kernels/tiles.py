@@ -1,16 +1,15 @@
-"""Device functions that knock one tile of head rows.
+"""Device functions that apply KHA to one tile of head rows.
 
-Shape legend: ``M`` rows of a tile, one head of one token each; ``D`` head dim; ``P`` the power of
-two from ``D`` up, because Triton's tiles have no other sizes; ``J`` columns of the block that a
-product works on. Columns from ``D`` to ``P`` are zero in every tile and matrix.
+Shape legend: ``M`` rows per tile (one head of one token each), ``D`` head dim, ``P`` the next power
+of two from ``D``, as required by Triton, ``J`` columns per block. Tiles and matrices are padded
+with zeros.
 
-All heads share the matrices, so a kernel loads them once and passes tile after tile through them.
-If they do not fit into shared memory, a kernel processes ``J < P`` columns at a time: hidden
-features for ``mlp``, whose blocks each add to all of ``y``; output features for ``gate`` and
-``linear``, whose blocks are columns of ``y``.
+If the matrices do not fit into shared memory, a kernel processes ``J < P`` columns at a time. For
+``mlp`` these are hidden features, and each block adds to the whole ``y``. For ``gate`` and
+``linear`` these are output features, and each block computes some columns of ``y``.
 
-Products accumulate in float32. What one product passes to the next is rounded to the dtype of the
-weights, as cuBLAS would store it.
+Matmuls accumulate in float32. Intermediate results are rounded to the dtype of the weights, as if
+cuBLAS had stored them.
 """
 
 # ruff: noqa: RET505 (Triton compiles what follows an `if` that returned: it needs the `else`)
@@ -21,12 +20,12 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-"""Whether kernels run in Triton's interpreter, which cannot multiply bfloat16."""
+"""Whether kernels run in Triton's interpreter, which does not support bfloat16 matmuls."""
 
 
 @triton.jit
 def dot(a, b):
-    """Return ``a @ b`` in float32, without TF32."""
+    """Compute ``a @ b`` in float32, without TF32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -35,7 +34,6 @@ def dot(a, b):
 
 @triton.jit
 def dot_add(a, b, total):
-    """Return ``total + a @ b`` in float32, without TF32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -44,10 +42,11 @@ def dot_add(a, b, total):
 
 @triton.jit
 def doubled_sigmoid(x, dtype: tl.constexpr):
-    """Return ``2 * sigmoid(x)`` of a float32 ``x``; exactly 1 at 0.
+    """Compute ``2 * sigmoid(x)`` for a float32 ``x``, which is exactly 1 at 0.
 
-    For bfloat16 products it is ``1 + tanh(x / 2)`` by ``tanh.approx.f32``, whose relative error is
-    at most 2**-11 (PTX), an eighth of bfloat16's rounding. The interpreter applies all of it.
+    For bfloat16 matmuls, ``1 + tanh(x / 2)`` is computed with ``tanh.approx.f32``. Its relative
+    error is at most 2**-11 (PTX), i.e. one eighth of bfloat16's rounding error. The interpreter
+    simulates this maximum error.
     """
     if dtype != tl.bfloat16:
         return 2.0 * tl.sigmoid(x)
@@ -62,10 +61,6 @@ def doubled_sigmoid(x, dtype: tl.constexpr):
 
 @triton.jit
 def offsets(rows, columns, heads, token, head):
-    """Return the offsets in elements of ``columns`` in ``rows``.
-
-    Row ``r`` is head ``r % heads`` of token ``r // heads``; ``token`` and ``head`` are strides.
-    """
     starts = (rows // heads).to(tl.int64) * token + (rows % heads).to(tl.int64) * head
     return starts[:, None] + columns[None, :]
 
@@ -74,7 +69,8 @@ def offsets(rows, columns, heads, token, head):
 def load_rows(
     X, first, count, j, heads, token, head, D: tl.constexpr, M: tl.constexpr, J: tl.constexpr
 ):
-    """Load columns ``j`` to ``j + J`` of ``M`` rows from ``first`` on; zero from ``count`` on."""
+    """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows from ``count`` on are filled with
+    zeros."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
@@ -83,7 +79,6 @@ def load_rows(
 
 @triton.jit
 def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
-    """Store ``tile`` ``[M, J]`` where :func:`load_rows` loads it, in the dtype of ``X``."""
     rows = first + tl.arange(0, tile.shape[0])
     columns = j + tl.arange(0, tile.shape[1])
     inside = (rows < count)[:, None] & (columns < D)[None, :]
@@ -93,23 +88,13 @@ def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
 
 @triton.jit
 def load_matrix(W, rows, columns, D: tl.constexpr):
-    """Load ``W[rows, columns]`` of a contiguous ``[D, D]`` matrix; zero beyond ``D``."""
     inside = (rows < D)[:, None] & (columns < D)[None, :]
     return tl.load(W + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, J: tl.constexpr):
-    """Load the block from column ``j`` of each matrix of the variant.
-
-    Args:
-        W: the stacked weight, contiguous ``[n, D, D]``, in the order of ``heads.knock.MATRICES``.
-        j: first column of the block, a multiple of ``J``.
-
-    Returns:
-        ``mlp``: up ``[P, J]``, gate ``[P, J]`` and rows of down ``[J, P]``. ``gate`` and
-        ``linear``: their matrix ``[P, J]``.
-    """
+    """Load columns ``j`` to ``j + J`` of each matrix of the variant (rows for ``down``)."""
     every = tl.arange(0, P)
     block = j + tl.arange(0, J)
     if VARIANT == "mlp":
@@ -123,16 +108,13 @@ def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, 
 
 @triton.jit
 def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
-    """Knock one tile of rows (the equations of ``kha_megatron.heads.knock.knock``).
+    """Apply KHA to one tile of rows (see ``kha_megatron.heads.knock.knock``).
 
-    Args:
-        x: ``[M, P]``, in the dtype of the weights.
-        x_j: ``[M, J]``, the block's columns of ``x``, only read by ``gate``; ``x`` if ``J == P``.
-        weights: result of :func:`load_weights`.
+    Only ``gate`` uses ``x_j``, the block's columns ``[M, J]`` of ``x`` ``[M, P]``.
 
     Returns:
-        float32. ``mlp``: ``[M, P]``, the block's summand of ``y``. ``gate`` and ``linear``:
-        ``[M, J]``, the block's columns of ``y``.
+        In float32, the block's contribution to ``y`` ``[M, P]`` for ``mlp``, otherwise its columns
+            ``[M, J]``.
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -146,18 +128,12 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
 
 @triton.jit
 def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
-    """Recompute the gradients before the last product of the input and weight gradients.
-
-    Args:
-        x: ``[M, P]``, in the dtype of the weights; ``x_j`` ``[M, J]`` as in :func:`knock_tile`.
-        dy: ``[M, P]``, gradient of ``y``, same dtype, read by ``mlp``; ``dy_j`` ``[M, J]`` its
-            columns of the block, read by the other variants.
-        weights: result of :func:`load_weights`.
+    """Recompute the gradients that the final matmuls of both backward kernels need.
 
     Returns:
-        A tuple of ``[M, J]`` in the dtype of ``x``. ``mlp``: the gradients of ``x @ W_up`` and
-        ``x @ W_gate``, and the hidden features. ``gate``: the gradient of ``x @ W_gate``, and that
-        of ``x_j`` as a factor (float32). ``linear``: ``dy_j``.
+        A tuple of ``[M, J]`` tiles in the dtype of ``x``. ``mlp``: the gradients of ``x @ W_up``
+            and ``x @ W_gate``, and the hidden features. ``gate``: the gradient of ``x @ W_gate``,
+            and the direct contribution to the gradient of ``x_j`` in float32. ``linear``: ``dy_j``.
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -177,14 +153,7 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
 
 @triton.jit
 def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
-    """Return ``dx`` ``[M, P]`` (float32) plus the block's summand of the gradient of ``x``.
-
-    Args:
-        dx: the sum over the earlier blocks.
-        gradients: result of :func:`hidden_gradients`.
-        weights: result of :func:`load_weights` for the same block.
-        j: first column of the block.
-    """
+    """Add the block's contribution to ``dx`` ``[M, P]``, the float32 gradient of ``x``."""
     if VARIANT == "mlp":
         dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
         return dot_add(gradients[1], tl.trans(weights[1]), dx)

@@ -1,7 +1,7 @@
-"""Tile sizes and launch options of the knock kernels, found by compiling for Hopper (sm_90).
+"""Tile sizes and launch options of the KHA kernels, tuned by compiling for Hopper (sm_90).
 
-Does not import Triton. ``tools/cross_compile.py`` compiles every row and checks it against its
-bound of spilled registers and against the shared memory of a multiprocessor.
+This module does not import Triton. ``tools/cross_compile.py`` compiles every row and checks it
+against its limit of spilled registers and against the shared memory of a multiprocessor.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,17 @@ Kernel = Literal["forward", "backward_input", "backward_weight"]
 _TilingVariant = Variant | Literal["float32"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dims that the kernels are tested for."""
+"""Head dims that the kernels are tested with."""
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 OLDEST_TRITON = (3, 5)
-"""The first release with host-side tensor descriptors (3.4) and ``disable_licm`` (3.5)."""
+"""First release with host-side tensor descriptors (3.4) and ``disable_licm`` (3.5)."""
 
 ARCHITECTURE = "sm_90"
-"""The only architecture that has tilings."""
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one program may use on that architecture."""
+"""Bytes of shared memory available to one program on that architecture."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +33,20 @@ class Tiling:
     """Tile sizes (see ``tiles``) and launch options of one kernel."""
 
     rows: int
-    """``M``."""
     columns: int
-    """``J``: the padded head dim if the matrices fit into shared memory, otherwise a block."""
+    """The padded head dim if the matrices fit into shared memory, otherwise the block size
+    ``J``."""
     warps: int
-    stages: int
-    """Depth of software pipelining; 1 disables it. Asynchronous loads also free registers."""
-    spills: int = 0
-    """Bytes of registers per thread that the compiler may spill."""
-    per_processor: int = 1
-    """Programs that a multiprocessor runs at once."""
+    stages: int  # depth of software pipelining, which also saves registers; 1 disables it
+    spills: int = 0  # maximum bytes of spilled registers per thread
+    per_processor: int = 1  # programs that run concurrently on a multiprocessor
 
     def allows_descriptors(self, variant: Variant, head_dim: int, dtype: torch.dtype) -> bool:
-        """Return whether rows may come through TMA descriptors, which have no column blocks."""
+        """Whether rows can be loaded with TMA descriptors, which do not support column blocks."""
         whole = variant == "mlp" or self.columns == padded(head_dim)
         return whole and dtype.itemsize == 2
 
     def options(self, variant: Variant, head_dim: int) -> dict[str, Any]:
-        """Return the compile-time arguments of a kernel, except ``TMA``."""
         return {
             "VARIANT": variant,
             "D": head_dim,
@@ -64,12 +59,10 @@ class Tiling:
 
 
 def padded(head_dim: int) -> int:
-    """Return the smallest power of two that is at least ``head_dim``."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def tiling(kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """Return the tiling of a kernel for one of :data:`HEAD_DIMS` and :data:`KERNEL_DTYPES`."""
     kind: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
     return TILINGS[kernel, kind, padded(head_dim)]
 
@@ -113,4 +106,5 @@ TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("backward_weight", "float32", 128): Tiling(16, 16, 8, 1),
     ("backward_weight", "float32", 256): Tiling(16, 16, 8, 1, spills=712),
 }
-"""By kernel, variant (``float32`` for all variants in that dtype) and padded head dim."""
+"""Tilings by kernel, variant (or ``float32`` for all variants in that dtype) and padded head
+dim."""

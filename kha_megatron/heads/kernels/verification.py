@@ -1,9 +1,9 @@
-"""Compare the Triton kernels with the definition in float64 before ``auto`` uses them.
+"""Self-check of the Triton kernels against a float64 reference, which ``auto`` requires.
 
-The first call with a given layout in a process triggers one comparison on random numbers. It uses
-more rows than the running programs take in one turn of their loop and a last tile that is not full,
-and judges every row separately. It needs a few hundred MB while it runs. Each rank decides for
-itself: kernels and torch compute the same function, and both all-reduce the same gradients.
+The first call with a new layout triggers one comparison on random data. It uses more rows than the
+concurrent programs process in one loop iteration and ends with a partial tile, and each row is
+checked separately. The check temporarily needs a few hundred MB. Since kernels and PyTorch compute
+the same function and all-reduce the same gradients, each rank can decide independently.
 """
 
 import functools
@@ -24,23 +24,23 @@ from kha_megatron.heads.kernels.tilings import Kernel, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
 
 MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Largest relative error of a row or matrix, by norm: a few roundings of half a unit in the last
-place each (the interpreter truncates bfloat16), for the worst of many rows."""
+"""Maximum relative error (by norm) of a row or matrix. It allows for a few roundings of half a unit
+in the last place, for the worst of many rows."""
 
 CHUNK = 4096
-"""Rows that are computed in float64 at a time, to bound the memory."""
+"""Number of rows per float64 computation, which limits the memory."""
 
 
 @dataclass(frozen=True)
 class KnockCase:
-    """A variant of knocking and the memory layout of its rows."""
+    """A KHA variant and the memory layout of its rows."""
 
     variant: Variant
     head_dim: int
     dtype: torch.dtype
     strides: Strides
     shift: int
-    """Bytes from a multiple of 16 to the first row. Triton compiles aligned loads differently."""
+    """Offset of the first row in bytes, modulo 16, because Triton specializes on alignment."""
     device: torch.device = field(repr=False)
 
     def __str__(self) -> str:
@@ -48,17 +48,16 @@ class KnockCase:
 
     @classmethod
     def of(cls, x: Tensor, variant: Variant) -> "KnockCase":
-        """Return the case of ``knock(x, weight, variant)``. Other strides are copied first."""
+        """Return the case of ``knock(x, weight, variant)``, where unsupported strides are
+        copied."""
         strides, shift = strides_of(x), x.data_ptr() % 16
         if strides is None:
             strides, shift = Strides(1, x.shape[-1], 0), 0
         return cls(variant, x.shape[-1], x.dtype, strides, shift, x.device)
 
     def find_error(self) -> str | None:
-        """Return a description of the first wrong result of the kernels, or None.
-
-        Raises whatever the kernels raise.
-        """
+        """Return a description of the first wrong result, or None. Kernel exceptions are
+        propagated."""
         from kha_megatron.heads.kernels import knock_launch as kernels
 
         generator = torch.Generator(self.device).manual_seed(0)  # leave the global state alone
@@ -94,7 +93,7 @@ class KnockCase:
         return self._difference("gradient of the matrices", dw.flatten(1), want_dw.flatten(1))
 
     def _draw_rows(self, tokens: int, draw: Callable[..., Tensor]) -> Tensor:
-        """Return ``[tokens, heads, D]`` with these strides, and NaN in all gaps."""
+        """Return random ``[tokens, heads, D]`` rows with these strides, and NaN in all gaps."""
         sizes = tokens, self.strides.heads, self.head_dim
         strides = (*self.strides[1:], 1)
         first = self.shift // self.dtype.itemsize
@@ -105,7 +104,6 @@ class KnockCase:
         return buffer.as_strided(sizes, strides, first).copy_(draw(sizes))
 
     def _difference(self, name: str, got: Tensor, want: Tensor) -> str | None:
-        """Return a message if a row of ``got`` ``[..., D]`` differs too much from ``want``."""
         size = want.norm(dim=-1).clamp_min(1e-30)
         errors = (got.double() - want).norm(dim=-1) / size
         worst = errors.nan_to_num(nan=math.inf).max().item()
@@ -118,10 +116,10 @@ _trusted: dict[KnockCase, bool] = {}
 
 
 def is_trusted(case: KnockCase) -> bool:
-    """Return whether the kernels agree with torch for this case; compare them at the first call.
+    """Return whether the kernels agree with PyTorch in this case.
 
-    If they differ or fail, log a warning on every rank. A CUDA graph that is being captured allows
-    no comparison: such a call uses torch, and a later one compares.
+    The first call runs the comparison and logs a warning on every rank if it fails. During CUDA
+    graph capture the comparison is not possible, so PyTorch is used and a later call compares.
     """
     if case not in _trusted:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -156,10 +154,10 @@ def _compare(case: KnockCase) -> str | None:
 
 
 def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
-    """Return factors ``[count]`` for rows that are summed up.
+    """Return factors ``[count]`` that scale up the rows after the first turn and of the last tile.
 
-    The rows after the first turn, and those of the last tile, then weigh as much in a sum of
-    squares as all others, so that leaving them out is noticed.
+    In a sum of squares these rows then have as much weight as all others, so that omitting them is
+    detected.
     """
     factors = torch.ones(count, device=device)
     for rest in (count - turn, count % tile):
