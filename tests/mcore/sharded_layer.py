@@ -1,8 +1,7 @@
-"""One layer's attention on tensor-parallel ranks, put together as one process would hold it.
+"""Compare one layer's attention on tensor-parallel ranks with the oracle.
 
-The weights, the input and what comes back from above are those of every layout; with sequence
-parallelism a rank has its part of the tokens. Sizes are ugly on purpose, 7 tokens where they need
-not divide.
+Weights, input and upstream gradient are the same under every layout. With sequence parallelism a
+rank has its part of the tokens. Sizes are awkward on purpose: 7 tokens where they need not divide.
 """
 
 from contextlib import nullcontext
@@ -12,9 +11,14 @@ import numpy as np
 import torch
 
 from kha_megatron.config import KHAConfig
-from tests.distributed.pieces import assemble, pieces
+from tests.distributed.pieces import assemble, fill, pieces
+from tests.mcore import twins
 
-HIDDEN, BATCH, BASE = 28, 2, 10000.0
+HIDDEN, BATCH = 28, 2
+TOLERANCE = 1e-6  # results travel in float32, and Megatron's rotary frequencies are float32
+SIZES = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 10}
+ON_RANKS = {"num_attention_heads": 8, "num_query_groups": 4}
+LATENT = {"multi_latent_attention": True}
 
 
 class Pass(NamedTuple):
@@ -33,49 +37,51 @@ def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, dtype=torch.float64, generator=generator).unbind(0)
 
 
-def build(kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]) -> tuple[Any, Any]:
-    """This rank's layer in float64, filled, and the rotary embedding of a model."""
+def build(
+    kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return this rank's layer in float64, filled, and the options of its forward pass."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     from tests.distributed import models
-    from tests.distributed.pieces import fill
 
     models.initialize(tensor_model_parallel_size=tp)
     config = models.transformer_config(
         hidden_size=HIDDEN,
+        num_layers=twins.LAYERS,
         tensor_model_parallel_size=tp,
         sequence_parallel=sp,
         params_dtype=torch.float64,
         **sizes,
     )
-    layer = models.attention(config, kha).double()
+    layer = models.attention(config, kha, layer_number=2).double()
+    if kha.moh:  # as Megatron's schedules do
+        scale = torch.tensor([twins.LOSS_SCALE])
+        layer.config.experimental_attention_variant_loss_scale_func(scale)
     fill([layer])
-    rotary = RotaryEmbedding(config.kv_channels, 1.0, rotary_base=BASE, use_cpu_initialization=True)
-    return layer, rotary(tokens).double()
-
-
-def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs for seven tokens at once, and from Megatron's static cache in pieces."""
-    layer, rotary = build(kha, tp, False, 7, sizes)
-    layer.eval()
-    hidden, _ = draw(7)
-    return decode(layer, hidden, None, rotary_pos_emb=rotary)
+    if config.multi_latent_attention:
+        return layer, {}
+    percent = 0.5 if kha.attention == "gta" else 1.0
+    rotary = RotaryEmbedding(
+        config.kv_channels, percent, rotary_base=twins.BASE, use_cpu_initialization=True
+    )
+    return layer, {"rotary_pos_emb": rotary(tokens).double()}
 
 
 @torch.no_grad()
-def decode(
-    layer: Any, hidden: torch.Tensor, mask: torch.Tensor | None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs for seven tokens ``[7, b, h]`` at once, and from Megatron's static cache."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    whole, _ = layer(hidden, mask, **options)
-    context = StaticInferenceContext(hidden.shape[1], 7)
+    layer, options = build(kha, tp, False, 7, sizes)
+    layer.eval()
+    hidden, _ = draw(7)
+    whole, _ = layer(hidden, None, **options)
+    context = StaticInferenceContext(BATCH, 7)
     steps = []
     for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
         context.sequence_len_offset = start
-        part = None if mask is None else mask[..., start:end, :end]
-        step, _ = layer(hidden[start:end], part, inference_context=context, **options)
+        step, _ = layer(hidden[start:end], None, inference_context=context, **options)
         steps.append(step)
     return whole, torch.cat(steps)
 
@@ -86,13 +92,16 @@ def on_rank(
     """This rank's part of a :class:`Pass`; ``mutate`` gives a context that breaks something."""
     from megatron.core import parallel_state
 
-    layer, rotary = build(kha, tp, sp, tokens, sizes)
+    layer, options = build(kha, tp, sp, tokens, sizes)
     rank = parallel_state.get_tensor_model_parallel_rank()
     hidden, upstream = (x.chunk(tp)[rank] if sp else x for x in draw(tokens))
     hidden = hidden.clone().requires_grad_()
     with mutate() if mutate else nullcontext():
-        output, _ = layer(hidden, None, rotary_pos_emb=rotary)
+        output, _ = layer(hidden, None, **options)
         output.backward(upstream)
+    for name, parameter in layer.named_parameters():
+        if "layernorm" in name and tp > 1:  # as Megatron's finalize_model_grads does
+            torch.distributed.all_reduce(parameter.grad)
     return (
         rank * len(hidden) if sp else 0,
         output.detach().float().numpy(),
@@ -119,20 +128,38 @@ def put_together(ranks: list[tuple[Any, ...]], tokens: int) -> Pass:
     return Pass(*wholes, *(assemble([rank[i] for rank in ranks]) for i in (3, 4)))
 
 
-def errors(found: Pass, twin: Any) -> dict[str, float]:
-    """Relative errors, of norms, against the oracle's layer ``twin(hidden [B, S, K], weights)``."""
+def differences(
+    ranks: Any,
+    kha: KHAConfig,
+    tp: int = 1,
+    sp: bool = False,
+    *,
+    twin: Any = twins.twin,
+    mutate: Any = None,
+    **sizes: Any,
+) -> dict[str, float] | str:
+    """Return relative errors, of norms, beyond ``TOLERANCE``, or how replicas differ."""
+    tokens = 12 if sp else 7
+    sizes = SIZES | (ON_RANKS if tp > 1 else {}) | sizes
+    parts = ranks(on_rank, tp, kha, tp, sp, tokens, sizes, mutate)
+    try:
+        found = put_together(parts, tokens)
+    except AssertionError as difference:
+        return str(difference)
     weights = {n: torch.from_numpy(w).double().requires_grad_() for n, w in found.weights.items()}
-    hidden, upstream = draw(len(found.output))
+    hidden, upstream = draw(tokens)
     hidden.requires_grad_()
-    expected = twin(hidden.transpose(0, 1), weights).transpose(0, 1)
-    expected.backward(upstream)
+    output, loss = twin(kha, sizes, hidden.transpose(0, 1), weights)
+    expected = output.transpose(0, 1)
+    ((expected * upstream).sum() + loss).backward()
     pairs = {
         "output": (found.output, expected),
         "input gradient": (found.input_gradient, hidden.grad),
     }
     pairs |= {name: (found.gradients[name], w.grad) for name, w in weights.items()}
     with torch.no_grad():
-        return {
+        off = {
             name: float((torch.from_numpy(ours).double() - theirs).norm() / theirs.norm())
             for name, (ours, theirs) in pairs.items()
         }
+    return {name: error for name, error in off.items() if not error < TOLERANCE}

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from kha_megatron.heads import TalkingHeads
+from tests.mcore.sharded_layer import LATENT
+from tests.mcore.test_family import GLA, GTA, MLA
+from tests.mcore.test_mechanisms import BOTH
 
+TALKING = KHAConfig(talking=TalkingHeads())
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
 
@@ -21,35 +26,40 @@ def attention_layer(models, kha, built_with=None, **overrides):
     return models.attention(config, kha, **built_with or {})
 
 
-def identity_outputs(kha, dtype, overrides):
-    """Per-token losses of stock Megatron, of the baseline spec and of the knocked model."""
+def stock_spec(config):
+    """Megatron's own layer spec for the local backend."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
+    from kha_megatron.mcore.specs import with_kha
+
+    spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
+    if config.multi_latent_attention:  # upstream's local core attention cannot be built for MLA
+        spec = with_kha(spec, KHAConfig())
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = MLASelfAttention
+            layer.submodules.self_attention.params.pop("kha", None)
+    return spec
+
+
+def initial_losses(khas, dtype, overrides, stock):
+    """Per-token losses of new models, the first of which is stock Megatron's if ``stock``."""
     from tests.distributed import models
 
-    config = models.transformer_config(
-        params_dtype=dtype, bf16=dtype == torch.bfloat16, num_query_groups=2, **overrides
-    )
     models.initialize()
-    stock = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm"
+    bf16 = dtype == torch.bfloat16
+    config = models.transformer_config(
+        **{"params_dtype": dtype, "bf16": bf16, "num_query_groups": 2} | overrides
     )
+    builds = [(KHAConfig(), stock_spec(config))] if stock else []
     outputs = []
-    for configured, spec in ((KHAConfig(), stock), (KHAConfig(), None), (kha, None)):
+    for kha, spec in builds + [(kha, None) for kha in khas]:
         models.initialize()
-        model = models.gpt_model(config, configured, layer_spec=spec, perturbed=False)
+        model = models.gpt_model(config, kha, layer_spec=spec, perturbed=False)
         tokens, positions, mask = models.batch()
         with torch.no_grad():
             outputs.append(model(tokens, positions, mask, labels=tokens))
     return outputs
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kha", [MIXED], ids=str)
-def test_initial_value_is_identity_bit_for_bit(ranks, kha, dtype):
-    stock, baseline, knocked = ranks(identity_outputs, 1, kha, dtype, {})[0]
-    assert torch.equal(stock, baseline)
-    assert torch.equal(stock, knocked)
 
 
 MOE = {
@@ -62,29 +72,51 @@ MOE = {
 }
 
 
-@pytest.mark.parametrize("overrides", [MOE, {"attention_output_gate": True}], ids=["moe", "gate"])
-def test_identity_in_moe_and_with_output_gate(ranks, overrides):
-    stock, baseline, knocked = ranks(identity_outputs, 1, MIXED, torch.float32, overrides)[0]
-    assert torch.equal(stock, baseline)
-    assert torch.equal(stock, knocked)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("khas", "overrides", "stock"),
+    [
+        pytest.param([KHAConfig(), MIXED, TALKING, BOTH], {}, True, id="mha"),
+        pytest.param([KHAConfig(), MIXED], MOE, True, id="moe"),
+        pytest.param([KHAConfig(), MIXED], {"attention_output_gate": True}, True, id="gate"),
+        pytest.param(MLA, LATENT, True, id="mla"),
+        pytest.param([GLA[2], GLA[0]], LATENT, False, id="gla"),
+        pytest.param(GTA, {"kv_channels": 12}, False, id="gta"),
+    ],
+)
+def test_initial_value_is_identity_bit_for_bit(ranks, khas, overrides, stock, dtype):
+    first, *others = ranks(initial_losses, 1, khas, dtype, overrides, stock)[0]
+    assert len(others) == len(khas) - 1 + stock
+    assert all(torch.equal(first, other) for other in others)
 
 
-def random_start():
-    """Matrices of a random start, for two layers, under this rank's own random state."""
+def drawn(kha, name, overrides):
+    """The replicated weights of two layers of a new model on this rank."""
     import torch.distributed as dist
 
     from tests.distributed import models
 
-    models.initialize(seed=100 + dist.get_rank(), tensor_model_parallel_size=2)
-    config = models.transformer_config(tensor_model_parallel_size=2)
-    model = models.gpt_model(config, KHAConfig(value="mlp", init="random"), perturbed=False)
-    return [layer.self_attention.knock_value.weight.detach() for layer in model.decoder.layers]
+    # a random start ignores the random state of its rank
+    seed = 100 + dist.get_rank() if kha.init == "random" else 7
+    models.initialize(seed, tensor_model_parallel_size=2)
+    config = models.transformer_config(tensor_model_parallel_size=2, **overrides)
+    model = models.gpt_model(config, kha, perturbed=False)
+    return [getattr(x.self_attention, name).weight.detach() for x in model.decoder.layers]
 
 
-def test_random_start_is_the_same_on_all_ranks(ranks):
-    first, second = ranks(random_start, 2)
+@pytest.mark.parametrize(
+    ("kha", "name", "overrides"),
+    [
+        (KHAConfig(value="mlp", init="random"), "knock_value", {}),
+        # drawn where training on a GPU draws it
+        (GTA[0], "linear_k_rope", {"kv_channels": 8, "use_cpu_initialization": False}),
+    ],
+    ids=["knocking", "gta"],
+)
+def test_random_start_is_the_same_on_all_ranks(ranks, kha, name, overrides):
+    first, second = ranks(drawn, 2, kha, name, overrides)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(*first)
     assert 0.01 < first[0].std() < 0.03
 
 

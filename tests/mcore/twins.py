@@ -1,0 +1,161 @@
+"""Build the oracle's twin of one attention layer from the layer's weights."""
+
+from typing import Any
+
+from torch import Tensor
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import HeadSizes
+from kha_megatron.model.qkv import QKVLayout
+from tests import oracle
+
+BASE = 10000.0
+LAYERS, LOSS_SCALE = 2, 0.5
+Weights = dict[str, Tensor]
+
+
+def twin(
+    kha: KHAConfig, sizes: dict[str, Any], hidden: Tensor, weights: Weights
+) -> tuple[Tensor, Tensor | float]:
+    """Return the output ``[B, S, K]`` for ``hidden`` of the same shape, and the added loss."""
+    matrices = {p: list(weights[f"knock_{p}.weight"]) for p in kha.variants}
+    if kha.moh:
+        return _mixture(kha, sizes, hidden, weights, matrices)
+    if kha.attention == "gta":
+        return _tied(kha, sizes, hidden, weights, matrices), 0.0
+    if sizes.get("multi_latent_attention"):
+        return _latent(kha, sizes, hidden, weights, matrices), 0.0
+    if kha.talking or kha.collaborative:
+        return _mixed(kha, sizes, hidden, weights), 0.0
+    return _attention(kha, sizes, hidden, weights, matrices), 0.0
+
+
+def _norms(sizes, weights, key="k"):
+    if not sizes.get("qk_layernorm", True):
+        return {}
+    return {f"{name}_norm": weights[f"{name}_layernorm.weight"] for name in ("q", key)}
+
+
+def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
+    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
+    head_dim = sizes["kv_channels"]
+    facts = HeadSizes(query_heads=heads, kv_heads=groups, head_dim=head_dim)
+    extra = kha.rows(facts)
+    layout = QKVLayout(groups=groups, queries=heads // groups, head_dim=head_dim, extra=extra)
+    rows = weights["linear_qkv.weight"].unflatten(0, (groups, -1))
+    parts = {name: rows[:, part.rows].flatten(0, 1) for name, part in layout.parts.items()}
+    gates = {
+        row.name.removeprefix("gate_"): parts[row.name].unflatten(0, (-1, row.features))
+        for row in extra
+    }
+    own = [name.removesuffix(".weight") for name in weights if name.startswith("gate_")]
+    gates |= {name.removeprefix("gate_"): weights[f"{name}.weight"] for name in own}
+    return oracle.attention(
+        hidden,
+        *(parts[name].T for name in ("query", "key", "value")),
+        weights["linear_proj.weight"].T,
+        kha,
+        matrices,
+        num_query_groups=groups,
+        head_dim=head_dim,
+        rotary_base=BASE,
+        weigh=weigh,
+        gate=kha.gate,
+        gate_weights=gates,
+        **_norms(sizes, weights),
+    )
+
+
+def _mixture(kha, sizes, hidden, weights, matrices):
+    routing, losses = kha.moh, []
+    shared, active = routing.shared, routing.active
+    if routing.share:  # 75 % of 8: 6 heads, half of them shared
+        shared, active = 3, 3
+    if isinstance(active, tuple):
+        active = active[1]  # of the second layer
+
+    def weigh(queries):
+        found, loss = oracle.mixture_weights(
+            hidden,
+            queries,
+            weights["moh_router.weight"] if routing.router == "learned" else None,
+            shared=shared,
+            active=active,
+            scale=routing.scale,
+            quantized=routing.quantized,
+        )
+        losses.append(loss)
+        return found
+
+    output = _attention(kha, sizes, hidden, weights, matrices, weigh)
+    routed = sizes["num_attention_heads"] - shared
+    factor = routed / LAYERS if routing.balance_scale == "code" else 1
+    return output, LOSS_SCALE * routing.balance * factor * losses[0]
+
+
+def _mixed(kha, sizes, hidden, weights):
+    groups, head_dim = sizes["num_query_groups"], sizes["kv_channels"]
+    blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
+    projections = [blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]]
+    projections = [x.flatten(0, 2) for x in projections]
+    options = {}
+    if kha.collaborative:
+        projections[:2] = [weights[f"collaborative_{name}.weight"] for name in ("query", "key")]
+        options["mixing"] = weights["collaborative_mixing.weight"]
+    for name in kha.talking.mixings if kha.talking else ():
+        options[name] = weights[f"talking_{name}.weight"]
+    return oracle.mixed_attention(
+        hidden,
+        *(x.T for x in projections),
+        weights["linear_proj.weight"].T,
+        num_query_groups=groups,
+        rotary_base=BASE,
+        rotary_dim=head_dim,
+        **options,
+        **_norms(sizes, weights),
+    )
+
+
+def _tied(kha, sizes, hidden, weights, matrices):
+    groups, head_dim = sizes["num_query_groups"], sizes["kv_channels"]
+    blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
+    return oracle.tied_attention(
+        hidden,
+        blocks[:, :-1].flatten(0, 2).T,
+        blocks[:, -1].flatten(0, 1).T,
+        weights["linear_k_rope.weight"].T,
+        weights["linear_proj.weight"].T,
+        kha,
+        matrices,
+        num_query_groups=groups,
+        head_dim=head_dim,
+        rotary_base=BASE,
+        **_norms(sizes, weights),
+    )
+
+
+def _latent(kha, sizes, hidden, weights, matrices):
+    from tests.distributed.models import LATENT
+
+    rank, nope = LATENT["kv_lora_rank"], LATENT["qk_head_dim"]
+    heads = sizes["num_attention_heads"]
+    down = weights["linear_kv_down_proj.weight"].T
+    up = weights["linear_kv_up_proj.weight"].unflatten(0, (heads, -1))
+    direct = "linear_q_proj.weight" in weights
+    return oracle.latent_attention(
+        hidden,
+        weights["linear_q_proj.weight" if direct else "linear_q_up_proj.weight"].T,
+        down[:, :rank],
+        up[:, :nope].flatten(0, 1).T,
+        up[:, nope:].flatten(0, 1).T,
+        down[:, rank:],
+        weights["linear_proj.weight"].T,
+        kha,
+        matrices,
+        heads=heads,
+        rotary_base=BASE,
+        w_query_latent=None if direct else weights["linear_q_down_proj.weight"].T,
+        gate=kha.gate,
+        gate_weights={"output": weights.get("gate_output.weight")},
+        **_norms(sizes, weights, "kv"),
+    )
