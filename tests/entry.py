@@ -25,6 +25,8 @@ import psutil
 
 from tests.ports import free_port
 
+TIMEOUT = 300.0
+"""Seconds until the ranks of a run are killed."""
 GRACE = 60.0
 """Seconds until ranks are killed after one has failed, and child processes after all ranks."""
 
@@ -58,12 +60,12 @@ class Ended:
 
     @property
     def knocks(self) -> str:
-        """The logged description of the knocked layers."""
+        """The logged line that describes the knocked layers."""
         return "\n".join(re.findall(r"^kha_megatron: (knocks .*)$", self.output, re.MULTILINE))
 
 
 class Entry:
-    """Run the entry point with ``entry(words, ranks)``; the server lives as long as this process.
+    """Run the entry point with ``entry(words, ranks)``. The server ends with this process.
 
     Args:
         install: function that installs the CPU runtime, if not ``kha_megatron.mcore.cpu.install``.
@@ -81,21 +83,20 @@ class Entry:
         program: str | None = None,
         before: Callable[[int], None] | None = None,
         kill_after: Callable[[], float] | None = None,
-        timeout: float = 300,
         grace: float = GRACE,
     ) -> Ended:
         """Run on ``ranks`` processes in the caller's environment.
 
         Args:
             program: Python source to run instead of the entry point.
-            before: called with the rank in each process, before anything else.
-            kill_after: called in the server when the run has started; returns the seconds after
-                which all ranks are killed.
+            before: called first in each process, with the rank.
+            kill_after: called when the run has started. Returns the seconds until all ranks are
+                killed.
         """
         if self._connection is None:
             self._start()
         life = functools.partial(_rank, list(words), dict(os.environ), program, before)
-        self._connection.send((life, ranks, kill_after, timeout, grace))
+        self._connection.send((life, ranks, kill_after, grace))
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -112,7 +113,7 @@ class Entry:
 
 def _serve(connection: Any, install: Callable[[], None] | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    mp.set_start_method(None, force=True)  # what a process has that nobody spawned
+    mp.set_start_method(None, force=True)  # as in a process that was not spawned
     from kha_megatron.mcore import cpu
 
     if install:
@@ -141,7 +142,6 @@ def _run(
     life: Callable[[dict[str, str], int], None],
     ranks: int,
     kill_after: Callable[[], float] | None,
-    timeout: float,
     grace: float,
 ) -> Ended:
     port = str(free_port())
@@ -158,7 +158,7 @@ def _run(
         if kill_after is not None:
             time.sleep(kill_after())
             os.killpg(pids[0], signal.SIGKILL)
-        codes, overdue = _wait(pids, timeout, grace)
+        codes, overdue = _wait(pids, grace)
         deadline = time.monotonic() + grace
         while (helpers := _lives(pids[0])) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -181,8 +181,8 @@ def _lives(group: int) -> bool:
     return False
 
 
-def _wait(pids: list[int], timeout: float, grace: float) -> tuple[list[int], list[int]]:
-    deadline = time.monotonic() + timeout
+def _wait(pids: list[int], grace: float) -> tuple[list[int], list[int]]:
+    deadline = time.monotonic() + TIMEOUT
     codes: dict[int, int] = {}
     overdue: list[int] = []
     while len(codes) < len(pids):

@@ -1,12 +1,13 @@
 """Runs of the training entry point, and their data."""
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.entry import Ended, run
+from kha_megatron.config import KHAConfig
+from tests.conversion.checkpoints import save_gpt
+from tests.entry import run as start  # noqa: F401
 
 LAYERS = 4
 HEAD_DIM = 6
@@ -30,11 +31,6 @@ EXPERTS = shlex.split("""
 """)
 
 
-def start(words: Sequence[str], ranks: int = 1, *, program: str | None = None) -> Ended:
-    """Run the entry point on ``ranks`` processes; ``program`` is Python source to run instead."""
-    return run(words, ranks, program=program, timeout=300)
-
-
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
     """Return TensorBoard's scalars: tag to iteration to value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -50,6 +46,15 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def losses(folder: Path) -> dict[int, float]:
     """Return the loss of each iteration, exactly as it was written."""
     return scalars(folder)["lm loss"]
+
+
+@pytest.fixture(scope="session")
+def saved(ranks, tmp_path_factory) -> Path:
+    """Return a directory with checkpoints of plain Megatron, the baseline preset and KHA-MLP."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, kha in (("plain", None), ("baseline", KHAConfig()), ("kha", KHAConfig(value="mlp"))):
+        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, {})
+    return folder
 
 
 def _prepare(out: str) -> None:

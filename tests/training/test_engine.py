@@ -54,23 +54,16 @@ def weights(folder):
     }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("more", "layout"),
-    [
-        pytest.param([], TENSOR_PARALLEL, id="dense", marks=pytest.mark.whole),
-        pytest.param(
-            [*EXPERTS, "--moe-grouped-gemm"],
-            EXPERT_PARALLEL,
-            id="experts",
-            marks=pytest.mark.whole,
-        ),
-    ],
+    [([], TENSOR_PARALLEL), (EXPERTS, EXPERT_PARALLEL)],
+    ids=["dense", "experts"],
 )
 def test_a_checkpoint_moves_between_both_kinds_of_layers_and_converts(
     start_engine, corpus, run, tmp_path, more, layout
 ):
     """Runs with a learning rate of zero save the same bits that they load."""
-    grouped = {"--moe-grouped-gemm"}
 
     def trained(begin, name, words, origin=None):
         words = [*words, *MODEL, *TRAINING, *corpus, "--train-iters", "2"]
@@ -86,7 +79,7 @@ def test_a_checkpoint_moves_between_both_kinds_of_layers_and_converts(
 
     written = trained(start_engine, "fp8", [*FP8, *more, *layout])
     assert any("knock_value" in name for name in written)
-    local = [word for word in more if word not in grouped]
+    local = [word for word in more if word != "--moe-grouped-gemm"]
     found = {"local": trained(start, "local", local, "fp8")}
     assert convert("to-hf", "fp8", "hf")["verification"]["agrees"]
     assert any("v_knock" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
@@ -105,16 +98,13 @@ MOVES = "--dist-ckpt-optim-fully-reshardable"
 
 
 def in_turns(words, folder, *turns):
-    """Return the losses of six steps in runs of two steps each."""
-    kept = ["--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "tb")]
-    for begin, more in turns:
-        ended = begin([*words, *SIX, "--exit-interval", "2", *kept, *more])
-        assert ended.codes == [0], ended.output[-4000:]
-    return losses(folder / "tb")
+    """Return the losses of runs of two steps each."""
+    words = [*words, "--save", str(folder), "--load", str(folder), "--exit-interval", "2"]
+    return [at_once(words, folder, *turn) for turn in turns][-1]
 
 
 def at_once(words, folder, begin, more):
-    """Return the losses of six steps in one run."""
+    """Return the losses of a run of six steps."""
     ended = begin([*words, *SIX, *more, "--tensorboard-dir", str(folder / "tb")])
     assert ended.codes == [0], ended.output[-4000:]
     return losses(folder / "tb")

@@ -17,7 +17,6 @@ from kha_megatron.model.recorded import kha_of
 from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_same_kha, restored_kha
-from tests.conversion.checkpoints import save_gpt
 from tests.training.comparison import assert_same_bytes
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
@@ -89,18 +88,9 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path):
         assert checkpoint.args["consumed_train_samples"] == 6 * iteration
 
 
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
-    """A checkpoint with KHA-MLP, and one of plain Megatron."""
-    folder = tmp_path_factory.mktemp("resume")
-    for name, kha in (("kha", KHA), ("plain", None)):
-        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, {})
-    return folder
-
-
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """The checkpoint with KHA, to be damaged."""
+    """Return a copy of the checkpoint with KHA."""
     return shutil.copytree(saved / "kha", tmp_path / "save")
 
 
@@ -127,9 +117,8 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
     moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
     with pytest.raises(CheckpointError, match="for --tensor-model-parallel-size 1 only"):
         check(copy, KHA, **moved, transformer_impl="local")
-    select_checkpoint(copy).newest.rename(
-        copy / "release"
-    )  # a converted checkpoint has no optimizer
+    # a converted checkpoint has no optimizer
+    select_checkpoint(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
     check(copy, KHA, **moved)
 
@@ -203,10 +192,9 @@ def test_settings_are_restored_from_the_checkpoint(saved, tmp_path):
 def test_ckpt_step_is_checked_without_a_tracker_file(copy):
     (copy / TRACKER).unlink()
     check(copy, KHA, ckpt_step=7)
-    with pytest.raises(CheckpointError, match="was trained with KHA on value=mlp"):
-        check(copy, KHAConfig(), ckpt_step=7)
-    with pytest.raises(CheckpointError, match="iter_0000008"):
-        check(copy, KHA, ckpt_step=8)
+    for kha, step, message in ((KHAConfig(), 7, "KHA on value=mlp"), (KHA, 8, "iter_0000008")):
+        with pytest.raises(CheckpointError, match=message):
+            check(copy, kha, ckpt_step=step)
 
 
 def test_a_misleading_tracker_of_another_directory_is_refused(copy):

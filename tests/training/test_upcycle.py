@@ -11,7 +11,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.model.recorded import kha_of, knock_weights
 from kha_megatron.training.resume import checkpoint_to_upcycle
-from tests.conversion.checkpoints import save_gpt
 from tests.training.conftest import HEAD_DIM, MODEL, TRAINING, losses, start
 from tests.training.test_resume import arguments
 from tests.training.test_stock_script import STOCK
@@ -33,8 +32,7 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     assert not any("kha" in name for name in (*base.args, *base.keys()))
 
     stock = start(
-        [*words, *tensorboard("stock"), "--pretrained-checkpoint", str(plain)],
-        program=STOCK,
+        [*words, *tensorboard("stock"), "--pretrained-checkpoint", str(plain)], program=STOCK
     )
     upcycle = ["--device", "cpu", *words, "--kha-preset", "kha_mlp", "--kha-upcycle"]
     upcycle += ["--pretrained-checkpoint", str(plain), "--load", str(run), "--save", str(run)]
@@ -61,21 +59,8 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
         assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in weight)
 
 
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
-    """Checkpoints of plain Megatron, of the baseline preset and of KHA-MLP."""
-    folder = tmp_path_factory.mktemp("upcycle")
-    for name, kha in (("plain", None), ("baseline", KHAConfig()), ("kha", KHA)):
-        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, {})
-    return folder
-
-
 def planned(base, run, kha=KHA, **changes):
-    args = {
-        "kha_upcycle": True,
-        "pretrained_checkpoint": base,
-        "save": run,
-    }
+    args = {"kha_upcycle": True, "pretrained_checkpoint": base, "save": run}
     return checkpoint_to_upcycle(arguments(run, **args | changes), kha)
 
 
