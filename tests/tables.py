@@ -36,7 +36,7 @@ class Tables:
 
 def _machine() -> str:
     versions = f"megatron-core {version('megatron-core')}, torch {version('torch')}"
-    return f"Run on {date.today()}, {os.cpu_count()} CPU cores, {versions}"
+    return f"Measured on {date.today()} with {versions} on {os.cpu_count()} CPU cores"
 
 
 def _parallelism(rows: Rows) -> str:
@@ -52,35 +52,34 @@ def _parallelism(rows: Rows) -> str:
 
 _PARALLELISM = """# Parallel runs compared with an unsharded run
 
-Each row compares ten optimizer steps of a sharded run with the same steps in one process: losses,
-outputs, input gradients, all weight gradients, the gradient norm, the first clipped update and the
-final weights. The table lists the quantity with the largest relative error of its norm. Replicas of
-a tensor must be bitwise equal. `tests/distributed/test_parallelism.py` explains the cases and the
-reasons for the tolerances. `make test-all` writes this page.
+Sharded runs compute the same results as an unsharded run, up to rounding. Each row compares ten
+optimizer steps in losses, outputs, gradients, the first update and the final weights, and shows the
+value with the largest relative error. Replicated tensors must be bitwise equal. The tolerances are
+explained in `tests/distributed/test_parallelism.py`. To update this page, run `make test-all`.
 
-{machine}: {rows} runs. Largest
-error: {fp32:.1e} in float32 (tolerance 1e-5), {bf16:.1e} in bf16 (tolerances in the test).
+{machine}. In {rows} runs,
+the largest error is {fp32:.1e} in float32 (tolerance 1e-5) and {bf16:.1e} in bf16.
 
 | case | KHA | largest error | quantity |
 |---|---|---|---|"""
 
 SECTIONS = {
     "Kills": (
-        "`kill -9` of one rank or of all ranks while they write a checkpoint. The next run of the "
-        "same command resumes from the last complete checkpoint.",
+        "Ranks are killed with `kill -9` while they write a checkpoint. The next run resumes from "
+        "the last complete checkpoint.",
         ("checkpointing", "killed", "during", "checkpoint complete", "next run loads"),
     ),
     "Full disks": (
-        "A write of the second checkpoint fails with ENOSPC. The run exits with a one-line error, "
-        "and the next run resumes from the first checkpoint.",
+        "Saving the second checkpoint fails with ENOSPC. The run exits with a one-line error, and "
+        "the next run resumes from the first checkpoint.",
         ("failing write", "exit codes", "next run loads"),
     ),
     "Fuzz": (
-        "Files with random damage are refused with a one-line error or read correctly.",
+        "Randomly corrupted files are rejected with an error or read correctly.",
         ("input", "cases", "refused", "read"),
     ),
     "Hostile inputs": (
-        "Files from untrusted sources: what they could do, and how they are handled.",
+        "These files could come from an untrusted source. All of them are rejected.",
         ("input", "danger", "result"),
     ),
 }
@@ -90,8 +89,8 @@ SECTIONS = {
 def _faults(rows: Rows) -> str:
     """Format rows of the name of a section and its cells."""
     lines = ["# Fault tests", ""]
-    lines += ["Written by `make test-all`, or"]
-    lines += ["`pytest --whole tests/faults tests/conversion --faults-table FILE`."]
+    lines += ["All runs resume from a complete checkpoint, and all corrupted files are"]
+    lines += ["rejected or read correctly. To update this page, run `make test-all`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
         found = [tuple(cells) for section, *cells in rows if section == name]

@@ -94,7 +94,7 @@ TENSORS: dict[Kernel, int] = {"forward": 2, "backward_input": 3, "backward_weigh
 WORDS: dict[Kernel, str] = {
     "forward": "forward",
     "backward_input": "input gradient",
-    "backward_weight": "weight gradients and their sum",
+    "backward_weight": "weight gradients (with reduction)",
 }
 
 
@@ -137,7 +137,7 @@ def all_launches() -> list[Launch]:
 
 HEADER = [
     *("kernel", "memory MB", "GFLOP", "H100 µs", "H200 µs", "bound by", "as tiled, H200"),
-    *("registers", "spilled bytes", "programs of a multiprocessor", "instructions"),
+    *("registers", "spilled bytes", "programs per SM", "instructions"),
 ]
 
 
@@ -152,7 +152,7 @@ def row(work: Work, report: Report) -> list[str]:
         f"{work.products / 1e9:.2f}",
         f"{1e6 * work.floor(h100):.1f}",
         f"{1e6 * work.floor(h200):.1f}",
-        "memory" if by_memory else "products",
+        "memory" if by_memory else "compute",
         f"{1e6 * work.as_tiled(h200):.1f}",
         *map(str, (*compiled, sum(report.instructions.values()))),
     ]
@@ -160,18 +160,17 @@ def row(work: Work, report: Report) -> list[str]:
 
 PAGE = """# Kernel roofline
 
-Lower bounds for the time of each kernel on one rank of the paper's models (32 query and 4 KV
-heads of 128, bfloat16). **These numbers are computed, not measured.** To write this page, run
-`python tools/roofline.py > benchmarks/roofline.md`. No GPU is needed.
+This page estimates how fast each kernel can be at best on one rank of the paper's models (32 query
+and 4 KV heads of 128, bfloat16). Most kernels are bound by memory, except for the gradients of
+KHA-MLP. **The numbers are computed, not measured**, so you can update them without a GPU:
+`python tools/roofline.py > benchmarks/roofline.md`
 
-- *memory*: bytes that must be read or written once.
-- *H100*, *H200*: the larger of memory over bandwidth (3.35 and 4.8 TB/s) and FLOPs over 989
-  TFLOP/s (NVIDIA's data sheets; 132 multiprocessors).
-- *as tiled*: the bound for one program per multiprocessor. The first load and the last store
-  overlap with nothing, and all programs wait for those with one tile more: 256 tiles of 128 rows
-  are two waves of 132 programs.
-- *registers*, *spilled bytes*, *programs of a multiprocessor* and *instructions* are reported by
-  ptxas for sm_90 ({triton}).
+- *memory* is the number of bytes that must be read or written.
+- *H100* and *H200* are lower bounds from the memory bandwidth (3.35 and 4.8 TB/s) and the peak
+  throughput (989 TFLOP/s) in NVIDIA's data sheets.
+- *as tiled* also accounts for our tiling, i.e. one program on each of 132 multiprocessors, where
+  the first load and the last store do not overlap with computation.
+- The remaining columns are reported by ptxas for sm_90 ({triton}).
 
 {tables}
 """
