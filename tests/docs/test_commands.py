@@ -38,7 +38,6 @@ FORMS = (
     ("kha-megatron *", "run"),
     ("torchrun * pretrain_gpt.py *", "megatron"),
     ("torchrun * examples/stock_script.py *", "megatron"),
-    ("torchrun * -m tests.transformer_engine *", "entry"),
     ("torchrun * -m kha_megatron.training *", "entry"),
     ("make *", "make"),
     ("export KHA_CONFIG=*", "setting"),
@@ -167,7 +166,7 @@ def _parse_arguments(lines):
 def test_arguments_of_trainings_exist(ranks):
     lines = []
     for command in of_form("entry", "megatron"):
-        script = r"\.py$|\.training$|\.transformer_engine$"
+        script = r"\.py$|\.training$"
         start = next(i for i, word in enumerate(command.words, 1) if re.search(script, word))
         # Patched Megatron scripts have our arguments.
         form = "entry" if command.place.startswith("patches/") else form_of(command)
