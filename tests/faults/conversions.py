@@ -1,8 +1,9 @@
 """Kill conversions at every step, in forks of a process that has imported torch."""
 
+import contextlib
 import gc
-import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -36,23 +37,28 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
     Returns:
         The number of kills, and a line for each one after which the old output was not there.
     """
-    old, first = tree(target), target.with_name("first")
+    first, note = target.with_name("first"), target.parent.with_name("steps")
+    old_copy = shutil.copytree(target, target.parent.with_name("old"))
     convert(kind, source, first)  # imports what the children would import one by one
     gc.collect()  # forks have no threads
-    new = tree(first)
-    steps = _steps(kind, source, first)
+    old, new = tree(target), tree(first)
+    assert not _forked(lambda: note.write_text(_follow(kind, source, first)))
     assert tree(first) == new
+    steps = note.read_text().splitlines()
     last = range(max(0, len(steps) - 8), len(steps))
     chosen = sorted({*range(0, len(steps), -(-len(steps) // most)), *last})
     wrong = []
     for number in chosen:
-        status = _forked(lambda n=number: _killed(kind, source, target, n))
-        place = f"step {number} ({' '.join(steps[number])})"
+        status = _forked(lambda n=number: _follow(kind, source, target, n))
+        place = f"step {number} ({steps[number]})"
         if status != -signal.SIGKILL:
             wrong.append(f"{place}: it ended with {status}")
-        _recover(target)
+        with contextlib.suppress(OutputError):
+            check_output_folder(target, overwrite=False)  # as the next command does
+            wrong.append(f"{place}: the directory would be replaced without --overwrite")
         if tree(target) == new:
-            _forked(lambda: _restore(target, old))
+            shutil.rmtree(target)
+            shutil.copytree(old_copy, target)
         elif tree(target) != old:
             wrong.append(f"{place}: neither the old directory nor the new one is there")
     if _forked(lambda: convert(kind, source, target)) or tree(target) != new:
@@ -63,48 +69,18 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
     return len(chosen), wrong
 
 
-def _recover(target: Path) -> None:
-    """Check the output directory as the next command does."""
-    try:
-        check_output_folder(target, overwrite=False)
-    except OutputError:
-        return
-    raise AssertionError(f"{target} would be replaced without --overwrite")
-
-
-def _restore(target: Path, old: Tree) -> None:
-    from kha_megatron.checkpoint.staging import staged_folder
-
-    with staged_folder(target) as staged:
-        for name, content in old.items():
-            (staged / name).parent.mkdir(parents=True, exist_ok=True)
-            (staged / name).write_bytes(content)
-
-
-def _steps(kind: str, source: Path, target: Path) -> list[writes.Step]:
-    note = target.with_name("steps")
-
-    def listed() -> None:
-        steps: list[writes.Step] = []
-        writes.watch(target.parent, steps.append)
-        convert(kind, source, target)
-        note.write_text("\n".join(" ".join(step) for step in steps))
-
-    assert _forked(listed) == 0
-    steps = [tuple(line.split(" ", 1)) for line in note.read_text().splitlines()]
-    note.unlink()
-    return steps
-
-
-def _killed(kind: str, source: Path, target: Path, number: int) -> None:
-    counter = itertools.count()
+def _follow(kind: str, source: Path, target: Path, number: int | None = None) -> str:
+    """Convert and return a line for each step, or kill this process at step ``number``."""
+    steps: list[str] = []
 
     def at(step: writes.Step) -> None:
-        if next(counter) == number:
+        if len(steps) == number:
             os.kill(os.getpid(), signal.SIGKILL)
+        steps.append(" ".join(step))
 
     writes.watch(target.parent, at)
     convert(kind, source, target)
+    return "\n".join(steps)
 
 
 def _forked(function: Callable[[], object]) -> int:

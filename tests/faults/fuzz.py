@@ -85,6 +85,13 @@ KINDS = {
 """Functions that write a directory, choose the file to damage, and read the directory."""
 
 
+def flip(file: Path, place: float) -> None:
+    """Flip one bit at a fraction of the file."""
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 1 << 3
+    file.write_bytes(content)
+
+
 class Bomb:
     """Creates a file when it is unpickled."""
 

@@ -52,14 +52,6 @@ def refused(kind, source, target, match, error=KHAError):
     assert tree(target.parent) == before
 
 
-def flip(file, at):
-    with file.open("r+b") as stream:
-        stream.seek(at)
-        value = stream.read(1)[0]
-        stream.seek(at)
-        stream.write(bytes([value ^ 8]))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_disk(sources, tmp_path, monkeypatch, kind):
     with small_disk(tmp_path, "200k") as disk:
@@ -89,10 +81,9 @@ def test_a_kill_at_any_step_loses_nothing(sources, old, kind, whole):
 def test_a_flipped_bit_is_detected(source, old, kind):
     folder = source(kind)
     for file in sorted(folder.rglob("*.distcp" if kind == "to-hf" else "*.safetensors")):
-        at = int(0.99 * (file.stat().st_size - 1))
-        flip(file, at)
+        fuzz.flip(file, 0.99)
         refused(kind, folder, old, "is damaged", CheckpointError)
-        flip(file, at)
+        fuzz.flip(file, 0.99)
     convert(kind, folder, old)
 
 

@@ -5,12 +5,7 @@ import shutil
 
 import pytest
 
-from kha_megatron.checkpoint.integrity import (
-    INTEGRITY,
-    read_hashes,
-    verify_hashes,
-    write_hashes,
-)
+from kha_megatron.checkpoint.integrity import INTEGRITY, read_hashes, verify_hashes, write_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
 from tests.faults import fuzz
@@ -22,13 +17,6 @@ def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "save")
 
 
-def flip(file, place):
-    """Flip one bit at a fraction of the file."""
-    content = bytearray(file.read_bytes())
-    content[int(place * len(content))] ^= 1 << 3
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize("place", [0.1, 0.98])
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"])
 def test_a_flipped_bit_is_detected_before_the_file_is_read(copy, name, place):
@@ -36,7 +24,7 @@ def test_a_flipped_bit_is_detected_before_the_file_is_read(copy, name, place):
     tensors = MegatronCheckpoint.open(folder)._folder.tensors
     keys = (k for k, t in tensors.items() if any(c.file == name for c in t.chunks))
     key = next(keys, None)
-    flip(folder / name, place)
+    fuzz.flip(folder / name, place)
     with pytest.raises(CheckpointError, match=rf"{name} is damaged. Expected SHA-256") as caught:
         MegatronCheckpoint.open(folder)._folder.read(key)
     assert "\n" not in str(caught.value)
@@ -63,7 +51,7 @@ def test_damaged_and_missing_lists_of_hashes(copy):
 
 
 def test_training_refuses_damage_on_every_rank(entry, copy):
-    flip(iteration_folder(copy, 2) / "__1_0.distcp", 0.4)
+    fuzz.flip(iteration_folder(copy, 2) / "__1_0.distcp", 0.4)
     before = sorted(path.name for path in copy.iterdir())
     run = entry(arguments(copy), 2)
     assert run.codes == [2, 2], run.output[-3000:]
@@ -78,8 +66,7 @@ HOSTILE = {"index": "damaged or hostile", "common_state": "hostile", "rng_state"
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")],
+    "where", ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")]
 )
 def test_training_does_not_run_a_hostile_pickle(entry, copy, tmp_path, where):
     file, folder = tmp_path / "created", iteration_folder(copy, 2)

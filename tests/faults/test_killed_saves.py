@@ -52,15 +52,23 @@ def _last_complete(folder: Path) -> int:
     return max((int(path.parent.name[5:]) for path in marks), default=0)
 
 
-def _killed_at_random(entry, folder, seed, longest, *words):
-    """Kill a run up to ``longest`` seconds after it began to save. Return the time in words."""
+def _kill_at_random(entry, faults_table, folder, seed, longest, *words):
+    """Kill a run up to ``longest`` seconds after it began to save. Return the last iteration."""
     before = _last_complete(folder)
     delay = random.Random(seed).uniform(0, longest)
     moment = functools.partial(_once_saving, iteration_folder(folder, before + 1), delay)
     run = entry(arguments(folder, *words), 2, kill_after=moment)
     assert run.codes == [-9, -9], run.output[-3000:]
     assert resumed(run.output) == before
-    return f"{1000 * delay:.0f} ms after its first file"
+    last = _last_complete(folder)
+    assert last >= before
+    place, complete = (
+        f"{1000 * delay:.0f} ms after its first file",
+        "yes" if last > before else "no",
+    )
+    kind = "asynchronous" if words else "synchronous"
+    faults_table("Kills", kind, "both ranks", place, complete, last)
+    return last
 
 
 def test_killed_jobs_resume_from_the_last_complete_checkpoint(entry, tmp_path, whole, faults_table):
@@ -85,10 +93,7 @@ def test_killed_jobs_resume_from_the_last_complete_checkpoint(entry, tmp_path, w
         assert complete or broken, where
 
     for seed in range(RANDOM if whole else 0):
-        place = _killed_at_random(entry, folder, seed, 0.1)
-        before, last = last, _last_complete(folder)
-        complete = "yes" if last > before else "no"
-        faults_table("Kills", "synchronous", "both ranks", place, complete, last)
+        last = _kill_at_random(entry, faults_table, folder, seed, 0.1)
 
     rest = entry(arguments(folder, *until(last + 2)), 2)
     assert rest.codes == [0, 0], rest.output[-3000:]
@@ -97,13 +102,9 @@ def test_killed_jobs_resume_from_the_last_complete_checkpoint(entry, tmp_path, w
 
 @pytest.mark.whole
 def test_jobs_killed_during_an_asynchronous_save_resume(entry, tmp_path, faults_table):
-    folder, last = tmp_path / "save", 0
+    folder = tmp_path / "save"
     for seed in range(12):
-        place = _killed_at_random(entry, folder, seed, 1, *ASYNC)
-        before, last = last, _last_complete(folder)
-        assert last >= before
-        complete = "yes" if last > before else "no"
-        faults_table("Kills", "asynchronous", "both ranks", place, complete, last)
+        last = _kill_at_random(entry, faults_table, folder, seed, 1, *ASYNC)
     rest = entry(arguments(folder, *until(last + 1), *ASYNC), 2)
     assert rest.codes == [0, 0], rest.output[-3000:]
     assert resumed(rest.output) == last

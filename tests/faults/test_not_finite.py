@@ -4,82 +4,39 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
+from tests.distributed.cases import FULL, OVERLAP, ZERO, case
+from tests.distributed.parallelism import _Run, initialize
 
 
-def train(fault, culprit, layout, ddp, config, bad_step=0):
-    """Train with Megatron's schedule. Step ``bad_step`` has a fault on rank ``culprit``.
+def train(case, fault, bad_step=0):
+    """Train with Megatron's schedule. Step ``bad_step`` has a fault on rank 1.
 
     Return the step, the error, and whether the parameters of this rank are unchanged.
     """
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.module import Float16Module
-
     from kha_megatron.errors import NonFiniteError
     from kha_megatron.mcore.finite import stop_before_non_finite_steps
-    from tests.distributed import models
 
-    models.initialize(**layout)
-    transformer = models.transformer_config(num_layers=4, **layout, **config)
-    torch.manual_seed(7)
-    model = models.gpt_model(
-        transformer,
-        KHAConfig(value="mlp", key="linear"),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
+    initialize(case.layout)
+    run = _Run(case, case.khas[0])
+    (model,) = run.chunks
     stop_before_non_finite_steps([model])
-    wrapped = DistributedDataParallel(
-        transformer,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=transformer.bf16, **ddp),
-        Float16Module(transformer, model) if transformer.bf16 else model,
-    )
-    if ddp.get("overlap_grad_reduce"):
-        transformer.no_sync_func = wrapped.no_sync
-    distributed = ddp.get("use_distributed_optimizer", False)
-    settings = OptimizerConfig(
-        optimizer="adam", lr=0.01, bf16=transformer.bf16, use_distributed_optimizer=distributed
-    )
-    optimizer = get_megatron_optimizer(settings, [wrapped])
-    transformer.grad_scale_func = optimizer.scale_loss
-    step = get_forward_backward_func()
-    mine = torch.distributed.get_rank() == culprit
+    culprit = torch.distributed.get_rank() == 1
     try:
         for number in range(bad_step + 1):
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
             before = [p.detach().clone() for p in model.parameters()]
-            handles = fault(model) if mine and number == bad_step else []
+            handles = fault(model) if culprit and number == bad_step else []
             try:
-                step(
-                    forward_step_func=_forward,
-                    data_iterator=iter([1, 2]),
-                    model=wrapped,
-                    num_microbatches=2,
-                    seq_length=models.SEQUENCE,
-                    micro_batch_size=models.BATCH,
-                    forward_only=False,
-                )
+                run._accumulate(4)
             except NonFiniteError as error:
                 unchanged = all(map(_same, before, model.parameters()))
                 return number, str(error), unchanged
             finally:
                 for handle in handles:
                     handle.remove()
-            assert optimizer.step()[0]
+            assert run.optimizer.step()[0]
         return None
     finally:
-        vars(wrapped).clear()
-
-
-def _forward(data, model):
-    from tests.distributed import models
-
-    tokens, positions, mask = models.batch(next(data))
-    output = model(tokens, positions, mask, labels=tokens)
-    return output, lambda losses: (losses.mean(), {})
+        vars(run.ddp[0]).clear()
 
 
 def _same(before, after):
@@ -144,44 +101,31 @@ FAULTS = {
     nan_backward: "the gradient of decoder.layers.2.",
 }
 
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-DISTRIBUTED = {"use_distributed_optimizer": True}
+SMALL = {"khas": (KHAConfig(value="mlp", key="linear"),), "layers": 4}
 
 
-def check(ranks, n, fault, culprit, layout=None, ddp=None, config=None, where=None, **kwargs):
-    answers = ranks(train, n, fault, culprit, layout or {}, ddp or {}, config or {}, **kwargs)
-    tp = (layout or {}).get("tensor_model_parallel_size", 1)
-    overlap = (ddp or {}).get("overlap_grad_reduce")
-    note = ", summed over data-parallel ranks (--overlap-grad-reduce)," if overlap else ""
-    words = FAULTS[fault].format(where or f"rank {culprit}", size=1920 // tp, note=note)
-    for number, message, unchanged in answers:
-        assert number == kwargs.get("bad_step", 0)
-        assert words in message
-        assert "\n" not in message
-        assert unchanged
-    assert len({message for _, message, _ in answers}) == 1
-
-
-@pytest.mark.parametrize("fault", [nan_parameter, inf_activation, nan_gradient])
-def test_a_later_step_with_the_distributed_optimizer_in_bf16(ranks, fault):
-    check(ranks, 2, fault, 1, ddp=DISTRIBUTED, config=BF16, bad_step=2)
-
-
-def test_pipeline_stages_with_full_recompute(ranks):
-    check(ranks, 2, nan_backward, 1, {"pipeline_model_parallel_size": 2}, config=FULL)
-
-
-def test_tensor_parallel_ranks(ranks):
-    check(ranks, 2, nan_gradient, 1, {"tensor_model_parallel_size": 2})
-
-
-def test_overlapped_gradient_reduction_reports_the_ranks_of_the_sum(ranks):
-    check(ranks, 2, nan_gradient, 1, ddp={"overlap_grad_reduce": True}, where="ranks 0, 1")
+@pytest.mark.parametrize(
+    ("fault", "fields", "bad_step", "where"),
+    [
+        *((fault, {"dp": 2, "ddp": ZERO, "bf16": True}, 2, "rank 1") for fault in list(FAULTS)[:3]),
+        pytest.param(nan_backward, {"pp": 2, "savings": FULL}, 0, "rank 1", id="full recompute"),
+        pytest.param(nan_gradient, {"tp": 2}, 0, "rank 1", id="tensor parallel"),
+        # the ranks of the sum
+        pytest.param(nan_gradient, {"dp": 2, "ddp": OVERLAP}, 0, "ranks 0, 1", id="overlap"),
+    ],
+)
+def test_every_rank_stops_and_names_the_origin(ranks, fault, fields, bad_step, where):
+    answers = ranks(train, 2, case(**SMALL, **fields), fault, bad_step)
+    summed = fields.get("ddp") is OVERLAP
+    note = ", summed over data-parallel ranks (--overlap-grad-reduce)," if summed else ""
+    words = FAULTS[fault].format(where, size=1920 // fields.get("tp", 1), note=note)
+    (message,) = {message for _, message, _ in answers}
+    assert words in message
+    assert "\n" not in message
+    assert [(step, unchanged) for step, _, unchanged in answers] == [(bad_step, True)] * 2
 
 
 def test_a_healthy_run_does_not_stop(ranks):
-    layout = {"pipeline_model_parallel_size": 2}
-    overlap = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-    assert ranks(train, 1, healthy, 0, {}, overlap, BF16, 2) == [None]
-    assert ranks(train, 2, healthy, 0, layout, {}, {}, 1) == [None] * 2
+    overlapped = case(**SMALL, ddp=OVERLAP | ZERO, bf16=True)
+    assert ranks(train, 1, overlapped, healthy, 2) == [None]
+    assert ranks(train, 2, case(**SMALL, pp=2), healthy, 1) == [None] * 2

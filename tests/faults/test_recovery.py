@@ -69,24 +69,20 @@ def test_the_tracker_file_is_repaired(tmp_path, capsys, found, saves, resume, wh
 
 
 @pytest.mark.parametrize(
-    ("saves", "older"),
-    [((COMPLETE, COMPLETE, COMPLETE), 2), ((COMPLETE, COMPLETE), 1)],
-    ids=["rolled back with --ckpt-step", "copied in another order"],
+    ("found", "saves", "touched"),
+    [
+        ("2", (COMPLETE, COMPLETE), None),
+        ("release", (PARTIAL,), None),
+        (None, (), None),
+        ("", (PARTIAL,), None),
+        pytest.param("2", (COMPLETE,) * 3, 2, id="rolled back with --ckpt-step"),
+        pytest.param("2", (COMPLETE,) * 2, 1, id="copied in another order"),
+    ],
 )
-def test_times_of_the_marks_do_not_replace_a_valid_tracker(tmp_path, capsys, saves, older):
-    make(tmp_path, "2", *saves)
-    os.utime(tmp_path / f"iter_000000{older}" / COMMIT_MARK, (9, 9))
-    recovery.repair_tracker(args(tmp_path))
-    assert tracker(tmp_path) == "2"
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("found", "saves"),
-    [("2", (COMPLETE, COMPLETE)), ("release", (PARTIAL,)), (None, ()), ("", (PARTIAL,))],
-)
-def test_no_repair_without_a_better_checkpoint(tmp_path, capsys, found, saves):
+def test_no_repair_without_a_better_checkpoint(tmp_path, capsys, found, saves, touched):
     make(tmp_path, found, *saves)
+    if touched:
+        os.utime(tmp_path / f"iter_000000{touched}" / COMMIT_MARK, (9, 9))
     recovery.repair_tracker(args(tmp_path))
     assert (tmp_path / TRACKER).exists() == (found is not None)
     assert found is None or tracker(tmp_path) == found
@@ -104,12 +100,11 @@ def test_only_the_directory_that_the_run_saves_to_is_repaired(tmp_path):
 
 
 def test_with_ckpt_step_only_unreadable_tracker_files_are_repaired(tmp_path):
-    make(tmp_path, "3", COMPLETE, COMPLETE, PARTIAL)
-    recovery.repair_tracker(args(tmp_path, ckpt_step=1))
-    assert tracker(tmp_path) == "3"
-    (tmp_path / TRACKER).write_text("")
-    recovery.repair_tracker(args(tmp_path, ckpt_step=1))
-    assert tracker(tmp_path) == "2"
+    make(tmp_path, None, COMPLETE, COMPLETE, PARTIAL)
+    for found, repaired in (("3", "3"), ("", "2")):
+        (tmp_path / TRACKER).write_text(found)
+        recovery.repair_tracker(args(tmp_path, ckpt_step=1))
+        assert tracker(tmp_path) == repaired
 
 
 def test_a_damaged_checkpoint_with_hashes_is_not_skipped_silently(tmp_path):

@@ -38,12 +38,6 @@ def state(folder):
     return {str(f.relative_to(folder)): f.stat().st_mtime_ns for f in folder.rglob("*")}
 
 
-def with_tracker(saved, folder, word):
-    shutil.copytree(saved, folder)
-    (folder / TRACKER).write_text(word)
-    return state(folder)
-
-
 @pytest.mark.usefixtures("nemorun_home")
 @pytest.mark.parametrize("word", ["", pytest.param("1", marks=pytest.mark.whole)])
 def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, word):
@@ -54,8 +48,9 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
         output=tmp_path / "compare",
         overrides=["--mock-data", "--train-iters", "40", *HEADS],
     ).runs
-    folder = run.folder / "checkpoints"
-    before = with_tracker(saved, folder, word)
+    folder = shutil.copytree(saved, run.folder / "checkpoints")
+    (folder / TRACKER).write_text(word)
+    before = state(folder)
 
     found, logged = command("inspect", folder, tmp_path / "pictures", "--json")
     assert found["iteration"] == 2
