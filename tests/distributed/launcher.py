@@ -1,8 +1,8 @@
-"""Ranks that live through many test cases.
+"""Run test cases on ranks that stay alive for many cases.
 
-Importing Megatron costs seconds, so a case must not start processes of its own. The pool spawns its
-workers once; every case makes and destroys a process group among the first ``n`` of them: gloo on
-the CPU runtime, which is installed in the workers only, never in pytest's own process, or NCCL.
+Importing Megatron takes seconds. The pool therefore spawns its workers once. Each case creates and
+destroys a process group of the first ``n`` workers: gloo on the CPU runtime, which is installed in
+the workers only, or NCCL.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 _START = 300  # seconds for a new rank
-_THREADS = 400  # of a rank: each gloo group that anything still refers to keeps some
+_THREADS = 400  # of a rank: each gloo group that is still referenced has some
 
 
 class RankError(AssertionError):
@@ -31,8 +31,8 @@ class RankPool:
     """Worker processes that act as ranks 0 to ``n - 1`` of one case after another.
 
     Args:
-        device: ``cpu``, or ``cuda`` for one GPU and NCCL a rank.
-        prepare: what every worker calls before it imports torch; of a module that does not either.
+        device: ``cpu``, or ``cuda`` for NCCL with one GPU for each rank.
+        prepare: function that every worker calls first, of a module that does not import torch.
         install: function that installs the CPU runtime, if not ``kha_megatron.mcore.cpu.install``.
     """
 
@@ -72,16 +72,16 @@ class RankPool:
         results = self._collect(n, timeout)
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
         if failures or len(results) < n:
-            self.close()  # the silent may hang for ever, and torch in the others count groups apart
+            self.close()  # a rank may hang, and the others have created other numbers of groups
             silent = sorted(set(range(n)) - set(results))
             raise RankError("\n".join([*failures, f"ranks without an answer: {silent}"]))
         answers = [results[rank][1] for rank in range(n)]
         if any(psutil.Process(worker.pid).num_threads() > _THREADS for worker, _ in self._workers):
-            self.close()  # before the machine's limit is felt, by whatever test comes then
+            self.close()  # before a later test reaches the limit of the machine
         return answers
 
     def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
-        """What the ranks that answered in time said: whether the case passed, and its result."""
+        """Return for each rank that answered in time whether the case passed, and its result."""
         pending = {connection: rank for rank, (_, connection) in enumerate(self._workers[:n])}
         results: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
@@ -93,7 +93,7 @@ class RankPool:
                 rank = pending.pop(connection)
                 with contextlib.suppress(EOFError):  # it died
                     results[rank] = connection.recv()
-                if not results.get(rank, (False,))[0]:  # a moment for the others to fail as well
+                if not results.get(rank, (False,))[0]:  # the others may fail as well
                     deadline = min(deadline, time.monotonic() + 3)
         return results
 
@@ -120,13 +120,7 @@ class RankPool:
         self._workers.clear()
 
 
-def _worker(
-    connection: Any,
-    port: int,
-    device: str,
-    prepare: Callable[[], None] | None,
-    install: Callable[[], None] | None,
-) -> None:
+def _worker(connection: Any, port: int, device: str, prepare: Any, install: Any) -> None:
     if prepare:
         prepare()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -146,21 +140,14 @@ def _worker(
     connection.send("ready")
     while True:
         try:
-            case, args, kwargs, rank, world_size, name = connection.recv()
+            *request, name = connection.recv()
         except EOFError:
             return
-        named = PrefixStore(name, store)
-        connection.send(_run(case, args, kwargs, rank, world_size, named, device))
+        connection.send(_run(*request, PrefixStore(name, store), device))
 
 
 def _run(
-    case: Callable[..., Any],
-    args: tuple,
-    kwargs: dict,
-    rank: int,
-    world_size: int,
-    store: Any,
-    device: str,
+    case: Any, args: Any, kwargs: Any, rank: int, world_size: int, store: Any, device: str
 ) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
@@ -174,13 +161,12 @@ def _run(
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=200),  # below the pool's: who waits in vain says where
+            timeout=timedelta(seconds=200),  # below the pool's, so that the error names the place
         )
-        torch.manual_seed(0)  # whatever ran before it
+        torch.manual_seed(0)
         result = case(*args, **kwargs)
-        # a rank that leaves a gloo group closes its connections: another that is still on its way
-        # into the same group, which a busy machine delays, would take that for a failure; the pool
-        # waits no longer than the case may take
+        # A rank that leaves a gloo group closes its connections. A slower rank that still creates
+        # the group would fail. The pool waits no longer than the case may take
         store.set(f"through {rank}", "")
         store.wait([f"through {r}" for r in range(world_size)], timedelta(hours=1))
         return True, result
@@ -188,8 +174,8 @@ def _run(
         return False, traceback.format_exc()
     finally:
         if engine := sys.modules.get("transformer_engine.pytorch.quantization"):
-            engine.FP8GlobalStateManager.reset()  # it goes on reducing over the groups of this case
+            engine.FP8GlobalStateManager.reset()  # it would use the groups of this case again
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # models hold their groups in cycles, and a gloo group holds threads
+        gc.collect()  # models refer to their groups in cycles, and a gloo group has threads

@@ -1,4 +1,4 @@
-"""Small Megatron models for the workers of ``launcher.py``, in ugly sizes on purpose."""
+"""Build small Megatron models with awkward sizes on the ranks of ``launcher.py``."""
 
 import warnings
 from typing import Any
@@ -7,10 +7,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import (
-    MLATransformerConfig,
-    TransformerConfig,
-)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.mcore.attention import KnockedAttention
@@ -26,11 +23,11 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 10,
     "rope_type": "rope",
 }
-"""Sizes of multi-latent attention, all different; four ranks can divide them."""
+"""Sizes of multi-latent attention: all different and divisible by four ranks."""
 
 
 def transformer_config(**overrides: Any) -> TransformerConfig:
-    """Two layers, hidden 40, 8 query heads of 6 features, float32, local modules."""
+    """Return a config of two layers, 8 query heads of 6 features, float32 and local modules."""
     settings: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 40,
@@ -66,7 +63,7 @@ def transformer_config(**overrides: Any) -> TransformerConfig:
 
 
 def initialize(seed: int = 7, **sizes: int) -> None:
-    """Megatron's process groups and random states, for ``tensor_model_parallel_size=2`` etc."""
+    """Initialize process groups and random states, e.g. ``tensor_model_parallel_size=2``."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -81,7 +78,7 @@ def gpt_model(
     perturbed: bool = True,
     **overrides: Any,
 ) -> GPTModel:
-    """A GPTModel; ``perturbed`` moves its shared matrices away from their initial value."""
+    """Build a GPTModel. ``perturbed`` moves its shared matrices away from their initial value."""
     if kha is not None and kha.attention == "gta":
         overrides["rotary_percent"] = 0.5
     with warnings.catch_warnings():
@@ -102,14 +99,14 @@ def gpt_model(
 def attention(
     config: TransformerConfig, kha: KHAConfig, layer_number: int = 1, **options: Any
 ) -> Any:
-    """The attention of one layer, as the layer spec of a GPTModel builds it."""
+    """Build the attention of one layer from the layer spec of a GPTModel."""
     spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
     return build_module(spec, config=config, layer_number=layer_number, **options)
 
 
 @torch.no_grad()
 def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
-    """Add noise to every shared matrix: at the identity, half of the gradients would vanish."""
+    """Add noise to every shared matrix. At the identity, half of the gradients are zero."""
     for module in model.modules():
         if not isinstance(module, KnockedAttention):
             continue
@@ -121,7 +118,7 @@ def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
 
 
 def batch(seed: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids ``[b, s]``, position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]``."""
+    """Return token ids ``[b, s]``, position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]``."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
     positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)

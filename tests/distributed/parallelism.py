@@ -1,11 +1,10 @@
-"""One description of a parallel training run, and the run.
+"""Train a model under a layout, to compare it with an unsharded run.
 
-A :class:`Case` names a layout, a model and an optimizer. :func:`train` runs it on the ranks of
-``launcher.py`` with Megatron's own schedules, data parallelism and optimizer, and keeps what
-``pieces.py`` compares with the unsharded twin.
+A :class:`Case` describes layout, model and optimizer. :func:`train` runs it on the ranks of
+``launcher.py`` with Megatron's schedules, data parallelism and optimizer, and returns the tensors
+that ``pieces.py`` compares with the unsharded twin.
 
-Legend: ``s`` sequence, ``b`` microbatch, ``h`` hidden; a microbatch has a global number, and
-data-parallel rank ``r`` of ``dp`` takes the ``r``-th run of them.
+Shapes: ``s`` sequence, ``b`` microbatch, ``h`` hidden. Microbatches are numbered over all ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +24,9 @@ from tests.versions import on_this_cp_rank
 
 VOCAB, SEQUENCE, MICROBATCH = 56, 12, 2
 MICROBATCHES = 6, 2
-"""Over all ranks: of the first step, whose gradients are looked at, and of each one after it."""
+"""Microbatches of all ranks in the first step, whose gradients are compared, and in later steps."""
 CLIP = 0.1  # far below the norm of every case, so that clipping acts
 
-DENSE: dict[str, Any] = {}
 MOE: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_ffn_hidden_size": 20,
@@ -57,7 +55,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of ranks; expert parallelism lives within them."""
+        """Number of ranks. Expert parallelism needs no further ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
@@ -72,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. ``khas`` are trained one after the other in the same process groups."""
+    """A run. ``khas`` are trained one after the other in the same process groups."""
 
     layout: Layout
     khas: tuple[KHAConfig, ...]
@@ -84,18 +82,18 @@ class Case:
     layers: int = 2
     steps: int = 3
     fold: str = "auto"
-    """``KHAConfig.fold``; what it chooses must not change a result."""
+    """``KHAConfig.fold``, which must not change a result."""
     fsdp: str = ""
     """``torch`` (FSDP2 in Megatron's wrapper) or ``megatron``, in place of Megatron's DDP."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the TransformerConfig that make another model."""
+    """Fields of the TransformerConfig that change the model."""
     savings: dict[str, Any] = field(default_factory=dict)
-    """Fields of it that save memory or time and must not change a result."""
+    """Fields of the TransformerConfig that must not change a result."""
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of the DistributedDataParallelConfig."""
 
     def twin(self) -> "Case":
-        """The same model and data in one process, with nothing that saves memory or time."""
+        """Return the same model and data in one process, without what must not change a result."""
         return replace(self, layout=Layout(), fold="never", fsdp="", savings={}, ddp={})
 
     def __str__(self) -> str:
@@ -113,7 +111,7 @@ class Case:
 
 
 def initialize(layout: Layout) -> None:
-    """Make Megatron's groups of ranks anew for this layout."""
+    """Initialize Megatron's process groups for this layout."""
     from tests.distributed import models
 
     models.initialize(
@@ -127,7 +125,7 @@ def initialize(layout: Layout) -> None:
 
 
 def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
-    """Run on this rank; ``mutate`` returns a context manager that breaks something."""
+    """Run a case on this rank. ``mutate`` returns a context manager that breaks something."""
     initialize(case.layout)
     with ExitStack() as stack:
         if mutate is not None:
@@ -161,7 +159,7 @@ class _Run:
         self.microbatch = 0
 
     def _connect(self, ddp_config: Any) -> None:
-        """What Megatron's training loop does before its first step."""
+        """Set the functions that Megatron's training loop sets before its first step."""
         from megatron.core.distributed import finalize_model_grads
 
         def one_or_all(functions: list[Any]) -> Any:
@@ -193,19 +191,21 @@ class _Run:
             norms.append(float(self.optimizer.step()[1]))
         self._gather_parameters()
         trained = list(pieces(self.chunks, gathered))
-        # autograd's hooks close over the model where the garbage collector cannot see: without this
-        # it would live on, and with it the threads of its process groups
+        # autograd's hooks refer to the model, and the garbage collector does not see them. Without
+        # this, the threads of its process groups would stay alive
         for ddp in self.ddp:
             vars(ddp).clear()
         return Result(self.initial, activations, filled, gradients, stepped, trained, norms)
 
     def _accumulate(self, microbatches: int) -> None:
+        from megatron.core.parallel_state import get_data_parallel_rank
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        mine = _my_microbatches(self.case, microbatches)
+        each = microbatches // self.case.layout.dp
+        mine = range(microbatches)[get_data_parallel_rank() * each :][:each]
         get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=[iter(mine) for _ in self.ddp] if len(self.ddp) > 1 else iter(mine),
@@ -238,7 +238,7 @@ class _Run:
             yield chunk.decoder.register_forward_hook(partial(keep, "output"))
 
     def _activations(self) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-        """Losses ``[b, s]`` turned to ``[s, b]``, and hidden states ``[s, b, h]`` of this rank."""
+        """Yield losses as ``[s, b]`` and hidden states ``[s, b, h]`` of this rank."""
         layout = self.case.layout
         # a rank's loss is a mean over its own tokens, and these ranks are averaged afterwards
         share = 1 if self.case.per_token_loss else layout.cp * layout.dp
@@ -252,7 +252,7 @@ class _Run:
                 yield "input gradient", microbatch, mine, as_array(x.grad / share)
 
     def _complete_gradients(self) -> None:
-        """With the distributed optimizer, each rank has reduced its own part of a bucket only."""
+        """Gather the parts of each bucket that the distributed optimizer reduced on other ranks."""
         if not self.case.ddp.get("use_distributed_optimizer"):
             return
         for ddp in self.ddp:
@@ -295,7 +295,7 @@ def _transformer_config(case: Case) -> Any:
 
 
 def _build(config: Any, case: Case, kha: KHAConfig) -> list[Any]:
-    """The model chunks of this rank, one for each virtual stage."""
+    """Build the model chunks of this rank, one for each virtual stage."""
     from megatron.core import parallel_state as ps
     from megatron.core.enums import ModelType
 
@@ -351,16 +351,8 @@ def _optimizer(case: Case, ddp: list[Any]) -> Any:
     )
 
 
-def _my_microbatches(case: Case, microbatches: int) -> list[int]:
-    from megatron.core import parallel_state as ps
-
-    each = microbatches // case.layout.dp
-    first = ps.get_data_parallel_rank() * each
-    return list(range(first, first + each))
-
-
 def _batch(microbatch: int, ragged: bool) -> dict[str, Tensor]:
-    """This context-parallel rank's share of a microbatch; ``ragged`` masks some of its tokens."""
+    """Return the part of a microbatch of this CP rank. ``ragged`` masks some of its tokens."""
     from megatron.core import parallel_state as ps
 
     generator = torch.Generator().manual_seed(microbatch)
@@ -379,7 +371,7 @@ def _batch(microbatch: int, ragged: bool) -> dict[str, Tensor]:
 
 
 def _positions(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """The places of this rank's tokens in the sequence: before and after sequence parallelism."""
+    """Return the positions of this rank's tokens without and with sequence parallelism."""
     from megatron.core import parallel_state as ps
 
     rank = ps.get_context_parallel_rank()

@@ -1,8 +1,8 @@
-"""What the ranks of a sharded run hold, put together and compared as one process would hold it.
+"""Assemble the shards of a run to whole tensors, and compare them with those of one process.
 
-Megatron's own ``sharded_state_dict`` tells the pieces apart: each carries the key of a whole tensor
-and its place in it, so that weights and gradients of any layout are filled, gathered and compared
-in one way, and places that two ranks share must hold the same bits.
+Megatron's ``sharded_state_dict`` gives for each shard the name of the whole tensor and the offsets
+in it. Weights and gradients of any layout are therefore filled, gathered and compared in one way.
+Replicas must be bitwise equal.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Piece(NamedTuple):
-    """A box of a whole tensor, as one rank holds it."""
+    """A shard of a tensor on one rank."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,10 +26,10 @@ class Piece(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one rank saw of the run of one configuration."""
+    """The result of one rank for one configuration."""
 
     initial: list[Piece]
-    """The shared matrices as the model was built."""
+    """The initial shared matrices."""
     activations: list[tuple[str, int, np.ndarray, np.ndarray]]
     """``(what, microbatch, positions, [len(positions), ...])`` of the first step."""
     filled: list[Piece]
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 def pieces(chunks: list[Any], value: Callable[[Any], Tensor] | None = None) -> Iterator[Piece]:
-    """What this rank holds of every weight, or of ``value(parameter)`` in its place."""
+    """Yield this rank's shard of every weight, or of ``value(parameter)`` instead."""
     for chunk in chunks:
         with _replaced(chunk, value) if value is not None else nullcontext():
             for tensor in _sharded(chunk):
@@ -51,9 +51,9 @@ def pieces(chunks: list[Any], value: Callable[[Any], Tensor] | None = None) -> I
 
 @contextmanager
 def _replaced(chunk: Any, value: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Parameters that hold ``value(parameter)``, with the marks by which Megatron shards them.
+    """Replace parameters with ``value(parameter)``. Keep the attributes that Megatron reads.
 
-    Other objects, because a parameter whose data change their dtype drops autograd's hooks.
+    Changing the dtype of a parameter's data instead would drop autograd's hooks.
     """
     new = {}
     for parameter in chunk.parameters():
@@ -74,10 +74,9 @@ def _replaced(chunk: Any, value: Callable[[Any], Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill(chunks: list[Any]) -> None:
-    """Give every weight the value that its place in the whole tensor has under any layout.
+    """Set every weight to values that do not depend on the layout.
 
-    Shared matrices are moved away from where they start: at the identity, half of their gradients
-    would vanish.
+    Noise is added to the shared matrices. At the identity, half of their gradients are zero.
     """
     for tensor in (t for chunk in chunks for t in _sharded(chunk)):
         generator = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
@@ -94,7 +93,7 @@ def fill(chunks: list[Any]) -> None:
 
 
 def _sharded(chunk: Any) -> Iterator[Any]:
-    """The ShardedTensors of a model, which share memory with its parameters and buffers."""
+    """Yield the ShardedTensors of a model. They share memory with parameters and buffers."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -104,7 +103,7 @@ def _sharded(chunk: Any) -> Iterator[Any]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A parameter or gradient that torch's FSDP keeps in shards, gathered."""
+    """Return a parameter or gradient. Gather it if torch's FSDP sharded it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -113,10 +112,10 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def assemble(ranks: list[list[Piece]]) -> dict[str, np.ndarray]:
-    """Whole tensors from the pieces of all ranks.
+    """Assemble whole tensors from the pieces of all ranks.
 
     Raises:
-        AssertionError: a place that two ranks share differs by a bit, or one that nobody holds.
+        AssertionError: replicas differ, or a part of a tensor is on no rank.
     """
     whole: dict[str, np.ndarray] = {}
     for name, shape, offsets, data in (piece for rank in ranks for piece in rank):
@@ -148,7 +147,7 @@ def _place(name: str, place: np.ndarray, data: np.ndarray) -> None:
 
 
 def quantities(ranks: list[Result]) -> dict[str, np.ndarray]:
-    """Everything that is compared of one run, by name, as one process would hold it."""
+    """Return all compared tensors of a run by name, assembled from all ranks."""
     norms = {str(rank.norms) for rank in ranks}
     assert len(norms) == 1, f"ranks disagree on the gradient norm: {norms}"
     found = {"grad norm": np.array(ranks[0].norms[:1])}
@@ -162,10 +161,10 @@ def quantities(ranks: list[Result]) -> dict[str, np.ndarray]:
 def errors(
     got: dict[str, np.ndarray], want: dict[str, np.ndarray], epsilon: float = 2**-23
 ) -> dict[str, float]:
-    """Relative error, of norms, of every quantity, and of the first step's update.
+    """Return the relative error of the norm of every quantity and of the first step's update.
 
-    An update is seen as the difference of two rounded weights: what their rounding alone explains,
-    at ``epsilon`` of their dtype, is not counted.
+    An update is the difference of two rounded weights. An error up to that rounding, ``epsilon`` of
+    their dtype, is not counted.
     """
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
     found = {name: _ratio(_norm(got[name] - want[name]), want[name]) for name in want}

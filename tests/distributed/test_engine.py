@@ -13,13 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.distributed import parallelism, pieces
-from tests.distributed.cases import (
-    FOLDED,
-    FULL,
-    OVERLAP_ALL,
-    RANDOM,
-    case,
-)
+from tests.distributed.cases import FOLDED, FULL, OVERLAP_ALL, RANDOM, case
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import FP32
@@ -31,7 +25,6 @@ GROUPED = ENGINE | {"moe_grouped_gemm": True}
 
 
 def whole(case):
-    """Leave a case to ``make test-all``."""
     return pytest.param(case, marks=pytest.mark.whole, id=str(case))
 
 
@@ -47,8 +40,7 @@ CASES = [
 
 @contextmanager
 def one_name_for_each_norm():
-    """In checkpoints Megatron's local layers of experts name their norm as dense layers do, and
-    Transformer Engine's by itself."""
+    """Rename the norm of Transformer Engine's expert layers as in Megatron's local layers."""
     sharded = pieces._sharded
 
     def renamed(chunk):
@@ -86,40 +78,28 @@ SCALED = [
 
 
 BLOCKS = 128
-"""Of these multiples, tokens of a rank and hidden, block-scaled tensors are gathered in FP8."""
+"""Block-scaled tensors are gathered in FP8 if tokens of a rank and hidden are multiples of it."""
 
 
 def train_long(case):
-    """:func:`train` on sequences of which each rank has as many tokens as FP8 needs."""
+    """Run :func:`train` on sequences of which each rank has as many tokens as FP8 needs."""
     blocks = case.config["hidden_size"] == BLOCKS
     with mock.patch.object(parallelism, "SEQUENCE", BLOCKS if blocks else 32):
         return train(case)
 
 
-@pytest.fixture(scope="module")
-def in_one_process(ranks, ranks_with_engine):
-    """What one process computes, in FP8 or, without Transformer Engine, in float32; once each."""
-    known = {}
-
-    def run(case):
-        if repr(case) not in known:
-            pool = ranks_with_engine if case.savings else ranks
-            ((result,),) = pool(train_long, 1, case, timeout=600)
-            known[repr(case)] = quantities([result])
-        return known[repr(case)]
-
-    return run
-
-
 @pytest.mark.parametrize("case", SCALED, ids=str)
-def test_fp8_rounds_alike_under_every_parallelism(ranks_with_engine, in_one_process, case):
+def test_fp8_rounds_alike_under_every_parallelism(ranks, ranks_with_engine, case):
+    def trained(pool, case):
+        results = pool(train_long, case.layout.world, case, timeout=600)
+        return quantities([result for (result,) in results])
+
     config = WIDE | ({"hidden_size": BLOCKS} if BLOCKWISE.items() <= case.savings.items() else {})
     case = replace(case, bf16=True, config=config, steps=1)
-    several = ranks_with_engine(train_long, case.layout.world, case, timeout=600)
-    want = in_one_process(replace(case.twin(), bf16=False))
+    want = trained(ranks, replace(case.twin(), bf16=False))
     scaled = {name: case.savings[name] for name in (*ENGINE, "fp8", "fp8_recipe")}
-    rounding = errors(in_one_process(replace(case.twin(), savings=scaled)), want)
-    found = errors(quantities([result for (result,) in several]), want)
+    rounding = errors(trained(ranks_with_engine, replace(case.twin(), savings=scaled)), want)
+    found = errors(trained(ranks_with_engine, case), want)
     compared = [name for name in found if name.startswith(("loss", "gradients"))]
     assert any("knock_" in name for name in compared)
     # the norms of two draws of n errors differ by chance too, by 1 / sqrt(2n) each

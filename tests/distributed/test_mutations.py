@@ -148,6 +148,7 @@ GRADIENT = r"gradients decoder\.layers\.self_attention\."
 ROUTER = rf"{GRADIENT}moh_router"
 LATENT_TP = {"tp": 2, "config": LATENT}
 GATES_TP = {"khas": (GATES,), "tp": 2}
+GTA_TP = {"khas": (GTA,), "tp": 2, "config": TIED}
 
 
 @pytest.mark.parametrize(
@@ -160,12 +161,8 @@ GATES_TP = {"khas": (GATES,), "tp": 2}
         (with_matrices_reduced_like_experts, {"dp": 2, "ep": 2, "model": "moe"}, MATRICES_DIFFER),
         (with_megatrons_rotary_key, {"khas": (MLA,)} | LATENT_TP, "linear_kv_down_proj"),
         (with_megatrons_query_norm, {"khas": (MLA,)} | LATENT_TP, rf"{GRADIENT}q_layernorm"),
-        (without_copy_of_rotary_key, {"khas": (GTA,), "tp": 2, "config": TIED}, "replicas of"),
-        (
-            without_copy_of_rotary_key,
-            {"khas": (GTA,), "tp": 2, "sp": True, "config": TIED},
-            "replicas of",
-        ),
+        (without_copy_of_rotary_key, GTA_TP, "replicas of"),
+        (without_copy_of_rotary_key, GTA_TP | {"sp": True}, "replicas of"),
         (with_copy_on_projections, GATES_TP, f"(?s){GRADIENT}gate_dense.*{GRADIENT}gate_key"),
         (without_sum_over_tokens, GATES_TP | {"sp": True}, r"replicas of .*gate_(dense|key)"),
         (without_sum_over_heads, GATES_TP, "replicas of (input gradient|.*gate_key)"),
