@@ -70,7 +70,7 @@ SECTIONS = {
         ("checkpointing", "killed", "during", "checkpoint complete", "next run loads"),
     ),
     "Full disks": (
-        "Saving the second checkpoint fails with ENOSPC. The run exits with a one-line error, and "
+        "Saving the second checkpoint fails with ENOSPC. The run exits with an error, and "
         "the next run resumes from the first checkpoint.",
         ("failing write", "exit codes", "next run loads"),
     ),
@@ -89,7 +89,7 @@ SECTIONS = {
 def _faults(rows: Rows) -> str:
     """Format rows of the name of a section and its cells."""
     lines = ["# Fault tests", ""]
-    lines += ["All runs resume from a complete checkpoint, and all corrupted files are"]
+    lines += ["Runs resume from a complete checkpoint, and corrupted files are"]
     lines += ["rejected or read correctly. To update this page, run `make test-all`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():

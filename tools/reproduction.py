@@ -64,17 +64,17 @@ def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(title: str, report: Mapping[str, Any]) -> str:
+    floors = " and ".join(
+        f"{floor['rms']:.2g} (largest {floor['largest']:.2g}) in {kind.replace(' ', '-')} loss"
+        for kind, (key, _) in KINDS.items()
+        if (floor := report["floor"].get(key))
+    )
+    noise = f" The noise floor is {floors}." if floors else ""
     lines = [
         f"### {title[0].upper()}{title[1:]}",
         "",
-        f"`{report['recipe']}`, {report['iterations']:,} iterations; "
-        + "; ".join(
-            f"floor, {kind}: {floor['rms']:.2g} (root mean square of {floor['seeds']} null runs, "
-            f"largest {floor['largest']:.2g})"
-            for kind, (key, _) in KINDS.items()
-            if (floor := report["floor"].get(key))
-        )
-        + ".",
+        f"The models are trained with `{report['recipe']}` for {report['iterations']:,} iterations."
+        f"{noise}",
         "",
         "| variant | seeds | loss | ΔL | verdict | held out | ΔL held out | verdict |",
         "|---|---|---|---|---|---|---|---|",
