@@ -5,6 +5,7 @@ import torch
 
 from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.heads.gate import activate, gated
+from tests.heads.saving import saved_tensors
 
 SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_size=22)
 
@@ -27,15 +28,9 @@ def test_activations_count_what_autograd_saves(gate, shape, score, activation, f
     tokens = 4
     x = torch.randn(tokens, *shape, dtype=torch.bfloat16, requires_grad=True)
     scores = torch.randn(tokens, *score, dtype=torch.bfloat16, requires_grad=True)
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address returns
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors() as saved:
         gated(x, activate(scores, activation), form).sum()
-    found = sum(tensor.nbytes for tensor in kept.values()) / 2
+    found = sum(tensor.nbytes for tensor in saved.values()) / 2
     mechanism = Gate(**gate, activation=activation, form=form)
     assert found == tokens * (mechanism.activations(SIZES) + mechanism.sharded_activations(SIZES))
     assert bool(mechanism.sharded_activations(SIZES)) == ("dense" in gate)
