@@ -16,13 +16,13 @@ HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
 
 def attention_layer(models, kha, built_with=None, **overrides):
     """One layer's attention, from the layer spec that a GPTModel would be built with."""
-    config = models.transformer_config(
-        num_attention_heads=HEADS,
-        num_query_groups=overrides.pop("num_query_groups", GROUPS),
-        kv_channels=overrides.pop("kv_channels", HEAD_DIM),
-        hidden_size=HIDDEN,
-        **overrides,
-    )
+    settings = {
+        "num_attention_heads": HEADS,
+        "num_query_groups": GROUPS,
+        "kv_channels": HEAD_DIM,
+        "hidden_size": HIDDEN,
+    }
+    config = models.transformer_config(**settings | overrides)
     return models.attention(config, kha, **built_with or {})
 
 

@@ -19,11 +19,11 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads.fold_autograd import fold_matrices
 from tests.distributed.parallelism import Case, Layout, train
 from tests.distributed.pieces import errors, quantities
+from tests.mcore.test_attention import BATCH, HEADS, HIDDEN, TOKENS, attention_layer
 
 LINEAR = KHAConfig(query="linear", key="linear", value="linear")
 VALUE = KHAConfig(value="linear")
 KHAS = [LINEAR, VALUE, KHAConfig(query="gate", key="linear", value="mlp")]
-HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
 EXACT, SINGLE = 1e-12, 1e-5  # relative errors: float64, and sums in another order in float32
 
 
@@ -60,15 +60,8 @@ def test_the_identity_folds_bit_for_bit(dtype):
 
 def layer(models, kha, **overrides):
     """One attention of its layer spec, with weights that do not depend on ``kha.fold``."""
-    settings = {
-        "num_attention_heads": HEADS,
-        "num_query_groups": GROUPS,
-        "kv_channels": HEAD_DIM,
-        "hidden_size": HIDDEN,
-    }
-    config = models.transformer_config(**settings | overrides)
     torch.manual_seed(3)
-    built = models.attention(config, kha)
+    built = attention_layer(models, kha, **overrides)
     models.perturb(built)
     with torch.no_grad():
         for name, parameter in built.named_parameters():
@@ -169,10 +162,9 @@ def test_auto_folds_where_it_moves_fewer_bytes(ranks, kha, training, tokens, ove
 def test_each_way_is_logged_once_and_never_if_the_user_chose_it(ranks):
     ways, said = ranks(chosen, 1, LINEAR, True, (3, 19, 4, 20), {}, {})[0]
     assert ways == [False, True, False, True]
-    assert ["applied to activations" in said[0], "folded into the QKV weight" in said[1]] == [
-        True
-    ] * 2
-    assert len(said) == 2
+    direct, folded = said
+    assert "applied to activations" in direct
+    assert "folded into the QKV weight" in folded
     assert ranks(chosen, 1, replace(LINEAR, fold="never"), True, (60,), {}, {})[0] == ([False], [])
 
 

@@ -13,6 +13,10 @@ from kha_megatron.heads.moh import MixtureOfHeads
 
 TOLERANCE = 1e-5
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+MIXTURE = KHAConfig(
+    value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
+)
+"""The loss of ``code`` is a mean over all layers, of which a hybrid model has more."""
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 TP = {"tensor_model_parallel_size": 2}
 LAYERS = 3
@@ -48,13 +52,18 @@ def hybrid_model(models, config, spec, pattern, **overrides):
     )
 
 
-def gpt_name(name):
-    """The GPTModel's name of a HybridModel's tensor, for patterns of attention and MLP in turn."""
+def renumbered(name, number_of):
+    """Return the name of a tensor in the layer ``number_of(its layer)``."""
     head, layers, rest = name.partition("decoder.layers.")
     if not layers:
-        return name.replace("final_norm", "final_layernorm")
+        return name
     number, rest = rest.split(".", 1)
-    return f"{head}{layers}{int(number) // 2}.{rest}"
+    return f"{head}{layers}{number_of(int(number))}.{rest}"
+
+
+def gpt_name(name):
+    """Return the GPTModel's name of a tensor, for patterns of attention and MLP in turn."""
+    return renumbered(name.replace("final_norm", "final_layernorm"), lambda number: number // 2)
 
 
 def compared(kha, sizes, overrides, pattern):
@@ -101,22 +110,18 @@ def _error(got, want):
     return ((got - want).norm() / want.norm()).item()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case):
+@pytest.mark.parametrize(
+    ("case", "kha"),
+    [
+        *((case, MIXED) for case in CASES),
+        pytest.param("sequence parallel", MIXTURE, marks=pytest.mark.whole),
+    ],
+)
+def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case, kha):
     n, *settings = CASES[case]
-    for errors in ranks(compared, n, MIXED, *settings):
-        assert sum(".knock_" in name for name in errors) == 3 * LAYERS
-        assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
-
-
-@pytest.mark.whole
-def test_heads_are_mixed_in_attention_layers_alone(ranks):
-    """The loss of ``code`` is a mean over all layers, of which a hybrid model has more."""
-    mixture = MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
-    kha = KHAConfig(value="mlp", moh=mixture)
-    n, *settings = CASES["sequence parallel"]
     for errors in ranks(compared, n, kha, *settings):
-        assert sum(".moh_router" in name for name in errors) == LAYERS
+        assert sum(".knock_" in name for name in errors) == len(kha.variants) * LAYERS
+        assert sum(".moh_router" in name for name in errors) == (LAYERS if kha.moh else 0)
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 
@@ -148,7 +153,8 @@ def pipelined(kha, pattern):
     )
     offset = 0 if first else pattern.index("|")
     held = [n for n, t in stage.state_dict().items() if t is not None]
-    stage.load_state_dict({n: weights[_shifted(n, offset)] for n in held}, strict=False)
+    own = {n: weights[renumbered(n, lambda number: number + offset)] for n in held}
+    stage.load_state_dict(own, strict=False)
     keys = [e.key for e in stage.sharded_state_dict().values() if ".knock_" in e.key]
     if first:
         torch.distributed.send(stage(tokens, positions, mask).detach(), 1)
@@ -157,14 +163,6 @@ def pipelined(kha, pattern):
     torch.distributed.recv(hidden, 0)
     stage.set_input_tensor(hidden)
     return keys, _error(stage(tokens, positions, mask, labels=tokens).detach(), want)
-
-
-def _shifted(name, offset):
-    head, layers, rest = name.partition("decoder.layers.")
-    if not layers:
-        return name
-    number, rest = rest.split(".", 1)
-    return f"{head}{layers}{int(number) + offset}.{rest}"
 
 
 def test_two_pipeline_stages_of_unequal_length(ranks):
