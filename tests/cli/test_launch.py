@@ -53,13 +53,6 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert list((nemorun_home / "experiments" / "quickstart").iterdir()) == []
 
 
-def test_upcycled_run_loads_its_own_directory_after_a_restart(tmp_path, nemorun_home):  # noqa: F811
-    output = tmp_path / "run"
-    words = ["--json", "--output", str(output), "--", "--mock-data", "--kha-upcycle"]
-    command = json.loads(run(*LAUNCH, *words).stdout)["words"]
-    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
-
-
 def test_slurm_without_account_and_with_part_of_a_node(nemorun_home, tmp_path):  # noqa: F811
     words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
     words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]

@@ -5,24 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kha_megatron.cli import app
 from kha_megatron.recipes.paper import PRINTED
 from kha_megatron.recipes.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words):
-    result = CliRunner().invoke(app, [*words])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 @pytest.mark.parametrize("name", PRINTED)
-def test_the_papers_digits_are_printed(name):
-    lines = run("params", name).splitlines()
+def test_the_papers_digits_are_printed(run, name):
+    lines = run("params", name)[1].splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.split()[:1]}
     for row, digits in PRINTED[name].items():
         assert rows[row][-2] == digits
@@ -30,51 +22,53 @@ def test_the_papers_digits_are_printed(name):
     assert max(map(len, lines[1:])) <= 80
 
 
-def test_params_as_json():
-    data = json.loads(run("params", "moe-a0.8b-6.6b", "--json"))
+def test_params_as_json(run):
+    data = json.loads(run("params", "moe-a0.8b-6.6b", "--json")[1])
     assert data["total"] - data["without_kha"]["total"] == data["kha"] == 884736
     assert data["active"] == 881160192
     assert data["cache_bytes"] == 2 * 18 * 1024
     assert data["printed"]["active"] == {"paper": "880M", "ours": "880M", "how": "rounded"}
 
 
-def test_flops_of_the_worked_example():
-    text = run("flops", "equation12", "--seq", "2048")
+def test_flops_of_the_worked_example(run):
+    text = run("flops", "equation12", "--seq", "2048")[1]
     assert "KHA adds 0.55% to the layers and 1.17% to attention" in text
 
 
-def test_flops_as_json():
-    data = json.loads(run("flops", "moe-a0.8b-6.6b", "--json"))
+def test_flops_as_json(run):
+    data = json.loads(run("flops", "moe-a0.8b-6.6b", "--json")[1])
     assert data["seq"] == 4096  # the recipe's
     parts = {k: v for k, v in data["forward"].items() if k != "total"}
     assert sum(parts.values()) == data["forward"]["total"]
     assert data["training"]["total"] == data["forward"]["total"] + data["backward"]["total"]
 
 
-def shares(*endings):
+def shares(run, *endings):
     """Return the range of KHA's share of the work in percent, as ``params`` prints it."""
     names = [recipe.name for recipe in TABLES if recipe.name.endswith(endings)]
     assert len(names) >= len(endings)
-    found = [re.search(r"KHA adds ([\d.]+)% to the layers", run("params", name)) for name in names]
+    found = [
+        re.search(r"KHA adds ([\d.]+)% to the layers", run("params", name)[1]) for name in names
+    ]
     numbers = sorted((match[1] for match in found), key=float)
     return f"{numbers[0]} to {numbers[-1]} %"
 
 
-def test_the_documents_quote_the_shares_that_params_prints():
-    mlp = shares("mlp-kv4", "mlp-v", "gqa4-mlp", "table4/mlp", "b-mlp")
-    linear = shares("linear-kv4", "linear-qkv", "b-linear")
-    other = shares("mlp-kv32", "linear-kv32", "mha-mlp", "mla-linear", "gla-linear")
+def test_the_documents_quote_the_shares_that_params_prints(run):
+    mlp = shares(run, "mlp-kv4", "mlp-v", "gqa4-mlp", "table4/mlp", "b-mlp")
+    linear = shares(run, "linear-kv4", "linear-qkv", "b-linear")
+    other = shares(run, "mlp-kv32", "linear-kv32", "mha-mlp", "mla-linear", "gla-linear")
     readme, details = (
         " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/mechanisms.md")
     )
-    assert f"adds {mlp} to the work of the layers and KHA-Linear {linear}" in readme
+    assert f"adds {mlp} to the FLOPs of the layers and KHA-Linear {linear}" in readme
     assert f"KHA-MLP on the values adds {mlp} to the work of the layers" in details
     assert f"KHA-Linear adds {linear}" in details
     assert f"with MHA and MLA it is {other}" in details
 
 
-def test_folding_and_the_note_of_a_recipe_are_printed():
-    latent, grouped = run("params", "table3/mla-linear"), run("params", "table3/gqa4-mlp")
+def test_folding_and_the_note_of_a_recipe_are_printed(run):
+    latent, grouped = run("params", "table3/mla-linear")[1], run("params", "table3/gqa4-mlp")[1]
     assert "none once `convert fold` has folded it away" in latent
     assert "--norm-epsilon 1e-6, in all other rows 1e-5" in latent
     assert "folded" not in grouped

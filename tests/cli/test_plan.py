@@ -3,21 +3,12 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
-
-from kha_megatron.cli import app
 
 PLAN = ["plan", "moe-a0.8b-6.6b", "--gpus", "64"]
 
 
-def run(*words):
-    result = CliRunner().invoke(app, [*words])
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def test_tables_list_the_layouts_and_the_assumptions():
-    text = run(*PLAN, "--ep", "8", "--limit", "3")
+def test_tables_list_the_layouts_and_the_assumptions(run):
+    text = run(*PLAN, "--ep", "8", "--limit", "3")[1]
     assert "6,614,249,472 parameters, 881,160,192 active, 884,736 of KHA on value=mlp" in text
     assert "valid layouts on 64 GPUs" in text
     assert "Calculated, not measured" in text
@@ -29,11 +20,11 @@ def test_tables_list_the_layouts_and_the_assumptions():
     assert "--expert-model-parallel-size 8" in text.splitlines()[-1]
 
 
-def test_json_adds_up():
+def test_json_adds_up(run):
     words = ["--tp", "2", "--pp", "3", "--vpp", "1", "--cp", "1", "--ep", "4", "--etp", "1"]
     batch = ["--global-batch-size", "480", "--recompute", "full", "--precision", "fp8"]
     words = [*PLAN[:2], "--gpus", "96", *words, *batch, "--gpu-memory", "40GiB", "--json"]
-    result = json.loads(run(*words))
+    result = json.loads(run(*words)[1])
     assert result["gpu_memory"] == 40 * 2**30
     assert (result["precision"], result["recompute"]) == ("fp8", "full")
     (layout,) = result["layouts"]

@@ -1,10 +1,8 @@
 """Progress and failures from log lines of Megatron and torchrun."""
 
-import math
-
 import pytest
 
-from kha_megatron.recipes.log_lines import Step, new_lines, parse_step, read_log, read_steps
+from kha_megatron.recipes.log_lines import Step, new_lines, parse_step, read_steps
 from kha_megatron.recipes.logs import TAIL_LINES, find_failure
 
 LINE = (
@@ -36,16 +34,6 @@ LINE = (
 )
 def test_parse_step(line, step):
     assert parse_step(line) == step
-
-
-def test_loss_that_megatron_omits_is_nan(tmp_path):
-    log = tmp_path / "log"
-    log.write_text(
-        f"{LINE}\n{LINE.replace(' lm loss: 8.221897E+00 |', '')}\n".replace("10/", "9/", 1)
-    )
-    first, second = read_log(log)["lm loss"]
-    assert first == (9, 8.221897)
-    assert second == (10, pytest.approx(math.nan, nan_ok=True))
 
 
 def test_incomplete_line_is_read_after_its_end(tmp_path):

@@ -142,11 +142,17 @@ def test_paths_are_absolute(data, monkeypatch):
     assert arguments["--save"] == (str(data.parent / "out" / "checkpoints"),)
 
 
-def test_restarted_job_loads_its_own_directory(tmp_path):
-    options = {"overrides": ["--mock-data"], "output": tmp_path / "run"}
-    command = prepare(QUICKSTART, remote=True, **options).command
-    assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
-    assert "--load" not in prepare(QUICKSTART, **options).command
+def test_restarted_and_upcycled_jobs_load_their_own_directory(tmp_path):
+    def paths(*words, **options):
+        job = prepare(
+            QUICKSTART, overrides=["--mock-data", *words], output=tmp_path / "run", **options
+        )
+        arguments = parse(job.command[job.command.index("-m") + 2 :])
+        return arguments["--save"], arguments.get("--load")
+
+    save = (str(tmp_path / "run" / "checkpoints"),)
+    assert paths(remote=True) == paths("--kha-upcycle") == (save, save)
+    assert paths() == (save, None)
 
 
 @pytest.mark.parametrize(
