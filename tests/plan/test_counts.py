@@ -94,26 +94,14 @@ def test_flops_are_what_torch_counts(kha, experts, ranks):
     assert training == 3 * batch * ours.forward
 
 
-MODEL = Model(
-    num_layers=1,
-    hidden_size=40,
-    num_attention_heads=6,
-    num_query_groups=3,
-    kv_channels=8,
-    ffn_hidden_size=24,
-)
-LATENT = replace(
-    MODEL,
-    multi_latent_attention=True,
-    kv_lora_rank=10,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=4,
-    v_head_dim=6,
-)
+SIZES = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 6}
+MODEL = Model(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
+WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+LATENT = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
 
 def latent_parameters(query_rank):
-    """Of Megatron's own MLA."""
+    """Return the number of parameters of Megatron's own MLA."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import build_module
@@ -123,14 +111,9 @@ def latent_parameters(query_rank):
 
     models.initialize()
     config = MLATransformerConfig(
-        num_layers=1,
-        hidden_size=40,
-        num_attention_heads=6,
+        **SIZES,
+        **WIDTHS,
         q_lora_rank=query_rank,
-        kv_lora_rank=10,
-        qk_head_dim=8,
-        qk_pos_emb_head_dim=4,
-        v_head_dim=6,
         normalization="LayerNorm",
         qk_layernorm=query_rank is not None,  # else Megatron wants a linear layer with a norm
         add_bias_linear=False,

@@ -110,6 +110,9 @@ def test_a_recipe_that_cannot_be_counted_is_refused():
         setup_of(run.updated(add_bias_linear=True))
     with pytest.raises(ConfigError, match="--mtp-num-layers"):
         setup_of(run.updated(mtp_num_layers=1))
+    for name in ("table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"):
+        with pytest.raises(ConfigError, match="Expected a run with grouped-query"):
+            setup_of(get_recipe(name).run)
 
 
 def test_the_slowest_stage_sets_the_pace():

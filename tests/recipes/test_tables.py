@@ -3,9 +3,7 @@
 import pytest
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import parse
-from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE
 from kha_megatron.recipes.tables import TABLES
@@ -144,9 +142,3 @@ def test_second_stage_of_llama3():
     moh = run.kha.moh
     assert (moh.shared, moh.active, moh.router, moh.quantized) == (16, 8, "query_norm", True)
     assert run.vocab_size == 160896
-
-
-@pytest.mark.parametrize("name", ["table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"])
-def test_planner_refuses_other_attention(name):
-    with pytest.raises(ConfigError, match="Expected a run with grouped-query"):
-        setup_of(get_recipe(name).run)
