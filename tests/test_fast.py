@@ -84,7 +84,7 @@ _TESTS = {
     "hf/test_initial_state.py": ("test_new_matrices_are_an_exact_no_op",),
     "hf/test_modelling_files.py": ("test_exported_code_gives_the_same_model",),
     "hf/test_saving.py": ("test_round_trip_is_exact",),
-    "hf/test_tensor_parallel.py": ("test_gradients_equal_one_process",),
+    "hf/test_tensor_parallel.py": ("test_outputs_and_gradients_equal_one_process",),
     "hf/test_uses.py": ("test_the_cache_holds_knocked_values_and_a_step_knocks_one_token",),
     "kernels/test_interpreted.py": ("test_equals_float64_with_every_gradient",),
     "mcore/test_attention.py": (
@@ -135,7 +135,7 @@ _TESTS = {
     "recipes/test_tables.py": ("test_every_row_of_each_table_is_there",),
     "test_fast.py": ("test_every_entry_names_a_test",),
     "test_config.py": ("test_round_trip", "test_the_papers_parameter_count"),
-    "test_release.py": ("test_code_citations_and_changelog_have_the_same_version_and_date",),
+    "test_release.py": ("test_code_citations_and_changelog_agree",),
     "training/test_resume.py": (
         "test_resumed_training_is_bit_exact",
         "test_another_configuration_is_refused",
