@@ -15,16 +15,16 @@ PACKAGE = Path(kha_megatron.__file__).parent
 EVERYONE = {"config", "errors", "heads", "announcements"}
 FREE = {
     "heads",
-    *("model", "checkpoint", "mcore", "data", "training", "hf"),
+    *("model", "checkpoint", "mcore", "data", "documents", "training", "hf"),
     *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli"),
 }
 NOTHING = frozenset()
 ARROWS = {
     **dict.fromkeys(("", "config", "errors", "announcements", "heads"), NOTHING),
-    **dict.fromkeys(("model", "checkpoint", "hf"), NOTHING),
+    **dict.fromkeys(("model", "checkpoint", "hf", "documents"), NOTHING),
     "__main__": {"cli"},
     "mcore": {"model", "checkpoint"},
-    "data": {"checkpoint"},
+    "data": {"checkpoint", "documents"},
     "training": {"mcore", "model", "checkpoint", "data"},
     "conversion": {"hf", "mcore", "model", "checkpoint", "data"},
     "recipes": {"model", "checkpoint", "data"},
@@ -37,10 +37,11 @@ ARROWS = {
 OUTSIDE = {
     **dict.fromkeys(("", "config", "errors", "announcements", "model", "plan"), NOTHING),
     "heads": {"torch", "triton"},
-    "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub"},
+    "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub", "psutil"},
+    "documents": {"pyarrow", "zstandard"},
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run", "psutil", "tensorboard"},
-    "compare": {"torch", "matplotlib", "jinja2", "markupsafe", "psutil"},
+    "compare": {"torch", "matplotlib", "jinja2", "markupsafe"},
     "bridge": {"torch", "megatron", "transformer_engine"},
     "serving": {"torch", "transformers", "vllm"},
 }
@@ -111,30 +112,30 @@ def test_every_room_is_listed():
     assert found | {"data"} == FREE
 
 
-def test_import_needs_only_the_standard_library():
-    code = """
+REFUSE_IMPORTS = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        top = name.split(".")[0]
-        if top not in sys.stdlib_module_names and top != "kha_megatron":
-            raise ImportError("refused: " + name)
+        if refused(name.partition(".")[0]):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
-import kha_megatron
-print(kha_megatron.KHAConfig.from_preset("kha_mlp"))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def run_without(refused, code, *words):
+    """Run code in a process that cannot import the top-level modules that ``refused`` selects."""
+    code = f"refused = lambda top: {refused}\n{REFUSE_IMPORTS}\n{code}"
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+
+
+def test_import_needs_only_the_standard_library():
+    code = "import kha_megatron; print(kha_megatron.KHAConfig.from_preset('kha_mlp'))"
+    result = run_without("top not in {'kha_megatron', *sys.stdlib_module_names}", code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "value=mlp"
 
 
-WITHOUT_MEGATRON = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
+IMPORT_AND_RUN = """
 import kha_megatron.hf, kha_megatron.conversion.to_hf, kha_megatron.conversion.verify
 from kha_megatron.cli import main
 main()
@@ -145,9 +146,7 @@ main()
 def test_export_and_conversion_import_without_megatron(tmp_path):
     """Commands that need Megatron raise an error with the command that installs it."""
     words = ["data", "prepare", "--from", PACKAGE / "heads", "--out", tmp_path / "data"]
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MEGATRON, *words], capture_output=True, text=True
-    )
+    result = run_without("top == 'megatron'", IMPORT_AND_RUN, *words)
     assert result.returncode == 2, result.stderr
     assert "megatron-core, which is not installed. Run `pip install" in result.stderr
     assert "'kha-megatron[megatron]'" in result.stderr

@@ -76,6 +76,7 @@ def test_control_characters_of_a_path_are_not_printed(refused, name):
 LAUNCH = "launch quickstart --dry-run"
 SLURM = "--executor slurm --time 04:00:00"
 HEADS = f"{LAUNCH} -- --mock-data --heads"
+BASELINE = f"{LAUNCH} -- --mock-data --kha-preset baseline --kha-attention"
 PLAN = "plan moe-a0.8b-6.6b --gpus 64"
 
 
@@ -94,11 +95,13 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{LAUNCH} --data /no/such", "/no/such/corpus.bin"),
         (f"{LAUNCH} -- --train-iters abc", "got abc"),
         (f"{LAUNCH} stray", "got 'stray'"),
-        (f"{HEADS} moh.shared=4 --heads moh.active=1", "of 4 heads together, got 4 and 1"),
+        (f"{HEADS} moh.shared=4 --heads moh.active=1", "4 shared and 1 active of 4 heads"),
         (f"{HEADS} gate.key=head", "with QK-norm"),
-        (f"{HEADS} gate.output=head --flash-decode", "Remove --flash-decode"),
-        (f"{HEADS} talking.max_tokens=255", "max_tokens=255 tokens, got 256"),
-        (f"{HEADS} collaborative.dim=30", "at least 32, the rotary"),
+        (f"{BASELINE} gla", "gla requires --multi-latent-attention"),
+        (f"{BASELINE} gta --multi-latent-attention", "gta does not support --multi-latent"),
+        (f"{HEADS} gate.output=head --flash-decode", "remove --flash-decode"),
+        (f"{HEADS} talking.max_tokens=255", "(256) exceeds talking.max_tokens=255"),
+        (f"{HEADS} collaborative.dim=30", "rotary features per head (32)"),
         (  # too wide for fused kernels
             f"launch dense-0.6b --dry-run {SLURM} --output /runs -- --mock-data "
             "--kha-preset baseline --heads collaborative.dim=512",
@@ -127,7 +130,7 @@ def test_huge_megatron_arguments_are_refused(refused, flag):
 
 
 def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):
-    def broken(path):
+    def broken(*_):
         raise RuntimeError("deep\ninside")
 
     monkeypatch.setattr("kha_megatron.data.verify", broken)
@@ -149,7 +152,7 @@ import sys, time
 from kha_megatron import cli
 from kha_megatron.checkpoint.staging import staged_folder
 
-def work(path):
+def work(path, *_):
     with staged_folder(path) as staged:
         (staged / "weights").write_bytes(bytes(1000))
         print("ready", flush=True)
