@@ -1,13 +1,21 @@
-"""The oracle: Knocking-Heads Attention written head by head, as slowly as the paper states it.
+"""The oracle: Knocking-Heads Attention, computed head by head as in the paper's equations.
 
-Every test compares with this file, so it shares no code with the package and uses no fused or
-batched form. Shape legend: ``S`` sequence, ``B`` batch, ``K`` hidden, ``H`` query heads, ``G``
-key/value heads, ``D`` head dim. Weights are applied from the right (``hidden @ w``). Everything is
-computed in the dtype of the inputs; tests pass float64.
+It shares no code with the package and uses no fused or batched form. Shapes: ``S`` sequence, ``B``
+batch, ``K`` hidden, ``H`` query heads, ``G`` key/value heads, ``D`` head dim. Weights are
+multiplied from the right (``hidden @ w``). Results have the dtype of the inputs; tests pass
+float64.
 
-:func:`attention` is MHA, MQA and GQA; :func:`tied_attention` and :func:`latent_attention` are GTA,
-and MLA and GLA (Zadouri, Strauss and Dao 2025, arXiv 2505.21487; MLA: DeepSeek-V2, arXiv
-2405.04434, section 2.1).
+:func:`attention` is MHA, MQA and GQA, :func:`tied_attention` is GTA, and :func:`latent_attention`
+is MLA and GLA (Zadouri, Strauss and Dao 2025, arXiv 2505.21487; MLA: DeepSeek-V2, arXiv 2405.04434,
+section 2.1). All are causal. Common arguments:
+
+- ``hidden``: ``[B, S, K]``, the shape of the result.
+- ``kha`` and ``matrices``: the variants, and the shared matrices of each knocked projection by its
+  name (:func:`knock_head`).
+- ``num_query_groups``: ``G``, and ``head_dim``: ``D``.
+- ``q_norm`` and other norms: the weight of an RMSNorm, or None for no norm. ``eps`` is its epsilon.
+- ``rotary_base``: base of the rotary embedding, or None for no position embedding.
+- ``gate`` and ``gate_weights``: :func:`gate_head`.
 """
 
 import math
@@ -21,17 +29,19 @@ from kha_megatron.heads import Gate
 from kha_megatron.heads.knock import Variant
 
 
-def knock_head(x: Tensor, matrices: list[Tensor], variant: Variant) -> Tensor:
-    """One head through the shared matrices: equations 5-7 (linear), 9 (mlp), Table 2 (gate).
+def knock_head(x: Tensor, matrices: list[Tensor] | None, variant: Variant | None) -> Tensor:
+    """Knock one head ``[B, S, D]``: equations 5-7 (linear), 9 (mlp), Table 2 (gate).
 
     Args:
-        x: ``[B, S, D]``, one head.
         matrices: ``[T]``, ``[W_up, W_gate, W_down]`` or ``[W_gate]``, each ``[D, D]``.
+        variant: None returns ``x``.
     """
 
     def sigmoid(z: Tensor) -> Tensor:
         return 1 / (1 + torch.exp(-z))
 
+    if variant is None:
+        return x
     if variant == "linear":
         (t,) = matrices
         return torch.einsum("bsi,ij->bsj", x, t)
@@ -48,15 +58,13 @@ def knock_head(x: Tensor, matrices: list[Tensor], variant: Variant) -> Tensor:
 def gate_head(
     x: Tensor, hidden: Tensor, position: str, head: int, gate: Gate | None, weights: dict
 ) -> Tensor:
-    """What is at one position of one head, gated if the position is (arXiv 2505.06708, section 3).
+    """Gate one position of one head, if ``gate`` has this position (arXiv 2505.06708, section 3).
 
     Args:
         x: ``[B, S, D]``, or ``[B, S, K]`` for ``dense``.
-        hidden: ``[B, S, K]``, the input of the attention.
-        gate: which positions are gated, how, and of what granularity.
-        weights: of each gated position, ``[heads, features, K]`` where every head has a score of
-            its own, ``[features, K]`` for ``shared`` and ``dense``; one feature for ``head``.
-            Without ``K`` where the gate reads no input.
+        weights: of each gated position: ``[heads, features, K]`` if each head has its own score,
+            ``[features, K]`` for ``shared`` and ``dense``. ``head`` has one feature. A gate that
+            reads no input has no ``K``.
     """
     granularity = None if gate is None else getattr(gate, position)
     if granularity is None:
@@ -72,13 +80,16 @@ def gate_head(
     return x * score if gate.form == "multiply" else x + score
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, base: float | None) -> Tensor:
     """Rotary position embedding over all ``D`` features of ``[B, S, D]``, halves convention."""
+    if base is None:
+        return x
     half = x.shape[-1] // 2
     steps = torch.arange(half, dtype=x.dtype, device=x.device) / half
     angle = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None] * base ** (-steps)
@@ -88,7 +99,7 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, base: float) -> Tensor:
-    """The same over neighbouring features, as MLA has it: ``(x_2i, x_2i+1)`` turn together."""
+    """Rotary position embedding of neighbouring features ``(x_2i, x_2i+1)``, as in MLA."""
     return rotate(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), base)
 
 
@@ -120,25 +131,14 @@ def attention(
     gate: Gate | None = None,
     gate_weights: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Causal grouped-query attention with knocking: project, knock, gate q, k and v, QK-norm, RoPE,
-    attend, gate the output, project, gate what comes out.
+    """Project, knock, gate q, k and v, apply QK-norm and RoPE, attend, gate the output, project,
+    and gate the result (``dense``).
 
     Args:
-        hidden: ``[B, S, K]``.
-        w_query: ``[K, H * D]`` (row-vector convention: ``hidden @ w``), likewise ``w_key`` and
-            ``w_value`` ``[K, G * D]`` and ``w_output`` ``[H * D, K]``.
-        kha: what is knocked.
-        matrices: the shared matrices of each knocked projection, by its name.
-        num_query_groups: ``G``.
-        head_dim: ``D``.
-        q_norm: ``[D]`` weight of the query RMSNorm, or None for no norm; likewise ``k_norm``.
-        rotary_base: base of the rotary embedding, or None for no position embedding.
-        weigh: from the knocked queries of all heads, ``[B, S, D]`` each, what their outputs are
-            multiplied by, ``[B, S, H]`` (:func:`mixture_weights`).
-        gate: what is gated; its weights are ``gate_weights`` (:func:`gate_head`).
-
-    Returns:
-        ``[B, S, K]``.
+        w_query: ``[K, H * D]``. ``w_key`` and ``w_value`` are ``[K, G * D]``, ``w_output`` is
+            ``[H * D, K]``.
+        weigh: maps the knocked queries of all heads, ``[B, S, D]`` each, to the factors of their
+            outputs, ``[B, S, H]`` (:func:`mixture_weights`).
     """
     heads = w_query.shape[1] // head_dim
 
@@ -147,9 +147,7 @@ def attention(
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
-        variant = getattr(kha, name)
-        x = x if variant is None else knock_head(x, matrices[name], variant)
-        return gated(x, name, head)
+        return gated(knock_head(x, matrices.get(name), getattr(kha, name)), name, head)
 
     outputs = []
     queries = [project(w_query, head, "query") for head in range(heads)]
@@ -157,12 +155,8 @@ def attention(
         group = head // (heads // num_query_groups)
         key = project(w_key, group, "key")
         value = project(w_value, group, "value")
-        if q_norm is not None:
-            query = rms_norm(query, q_norm, eps)
-        if k_norm is not None:
-            key = rms_norm(key, k_norm, eps)
-        if rotary_base is not None:
-            query, key = rotate(query, rotary_base), rotate(key, rotary_base)
+        query = rotate(rms_norm(query, q_norm, eps), rotary_base)
+        key = rotate(rms_norm(key, k_norm, eps), rotary_base)
         outputs.append(gated(attend(query, key, value), "output", head))
     if weigh is not None:
         weights = weigh(queries)
@@ -180,23 +174,21 @@ def mixture_weights(
     scale: str = "code",
     quantized: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Mixture-of-Head attention, token by token (arXiv 2410.11842, equations 5 to 10).
+    """Return the weights of Mixture-of-Head attention, token by token (arXiv 2410.11842, equations
+    5 to 10), ``[B, S, H]``, and the load-balance loss of equation 7.
 
-    Where the authors' code (SkyworkAI/MoH) differs from equation 5: weights of shared heads are
-    multiplied by their number, those of the chosen ones divided by their sum and multiplied by
-    their number, ``alpha`` by 2; norms of queries are divided by their standard deviation.
+    The authors' code (SkyworkAI/MoH) differs from equation 5: weights of shared heads are
+    multiplied by their number, those of the chosen ones are divided by their sum and multiplied by
+    their number, and ``alpha`` is multiplied by 2. Norms of queries are divided by their standard
+    deviation.
 
     Args:
-        hidden: ``[B, S, K]``.
         queries: of each head, ``[B, S, D]``, after the knock and before QK-norm.
-        router: ``[H + 2, K]``: ``W_s``, ``W_r`` and ``W_h``; None for norms of queries.
-        shared: the first heads of the layer, which all tokens have.
-        active: routed heads that a token has.
+        router: ``[H + 2, K]``: ``W_s``, ``W_r`` and ``W_h``, or None for norms of queries.
+        shared: number of shared heads, which come first.
+        active: number of routed heads of a token.
         scale: ``code`` or ``paper``.
         quantized: whether heads weigh 1, and gradients pass the threshold (equations 9 and 10).
-
-    Returns:
-        ``[B, S, H]``, and the load-balance loss of equation 7.
     """
     heads = len(queries)
     routed = heads - shared
@@ -264,41 +256,29 @@ def tied_attention(
     k_norm: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Causal Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
+    """Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
 
-    All of the state is the value; its first half is the half of the key without position. The
-    other half of the key, to which the rotary embedding is applied, is one head of ``D / 2``
-    features for all groups. A query head has both halves. A cache needs the ``G`` states and that
-    one head: ``G D + D / 2`` numbers for each token.
-
-    The state is knocked, once, before it is used as either. QK-norm sees whole heads and comes
+    The whole state is the value, and its first half is the half of the key without position. The
+    other half of the key, with the rotary embedding, is one head of ``D / 2`` features for all
+    groups. A query head has both halves. A cache stores the ``G`` states and that one head:
+    ``G D + D / 2`` numbers per token. The state is knocked once. QK-norm is applied to whole heads
     before the rotary embedding, as in :func:`attention`.
 
     Args:
-        hidden: ``[B, S, K]``.
-        w_query: ``[K, H * D]``, of each head the rotary half first.
+        w_query: ``[K, H * D]``, the rotary half of each head first, as in ``q_norm``.
         w_tied: ``[K, G * D]``.
         w_rotary: ``[K, D / 2]``.
         w_output: ``[H * D, K]``.
-        kha: what is knocked: ``value`` stands for the tied state.
-        matrices: the shared matrices of each knocked projection, by its name.
-        num_query_groups: ``G``.
-        head_dim: ``D``.
-        rotary_base: base of the rotary embedding.
-        q_norm: ``[D]`` weight of the query RMSNorm, the rotary half first, or None for no norm;
-            likewise ``k_norm``.
-
-    Returns:
-        ``[B, S, K]``.
+        kha: ``value`` is the variant of the tied state.
     """
     heads, half = w_query.shape[1] // head_dim, head_dim // 2
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
-        variant = getattr(kha, name)
-        return x if variant is None else knock_head(x, matrices[name], variant)
+        return knock_head(x, matrices.get(name), getattr(kha, name))
 
-    def rotate_first_half(x: Tensor) -> Tensor:
+    def normed_and_rotated(x: Tensor, norm: Tensor | None) -> Tensor:
+        x = rms_norm(x, norm, eps)
         return torch.cat([rotate(x[..., :half], rotary_base), x[..., half:]], dim=-1)
 
     outputs = []
@@ -306,11 +286,8 @@ def tied_attention(
         query = project(w_query, head, "query")
         tied = project(w_tied, head // (heads // num_query_groups), "value")
         key = torch.cat([hidden @ w_rotary, tied[..., :half]], dim=-1)
-        if q_norm is not None:
-            query = rms_norm(query, q_norm, eps)
-        if k_norm is not None:
-            key = rms_norm(key, k_norm, eps)
-        outputs.append(attend(rotate_first_half(query), rotate_first_half(key), tied))
+        query, key = normed_and_rotated(query, q_norm), normed_and_rotated(key, k_norm)
+        outputs.append(attend(query, key, tied))
     return torch.cat(outputs, dim=-1) @ w_output
 
 
@@ -334,43 +311,35 @@ def latent_attention(
     gate: Gate | None = None,
     gate_weights: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Causal Multi-head Latent Attention; with several latent heads, Grouped Latent Attention.
+    """Multi-head Latent Attention, or Grouped Latent Attention with several latent heads.
 
-    Keys and values of a head are up-projections of a latent, without position, and one rotary key
-    of ``R`` features is shared by all heads. In GLA the latent is cut into ``kha.latent_heads``
-    heads, each normalised by itself, each giving keys and values to its own group of query heads.
-    A cache needs the ``C`` numbers of the latent and the ``R`` of the rotary key for each token.
+    Keys and values of a head are up-projections of a latent without position, and one rotary key of
+    ``R`` features is shared by all heads. In GLA the latent has ``kha.latent_heads`` heads. Each is
+    normalised separately and gives keys and values to its own group of query heads. A cache stores
+    the ``C`` numbers of the latent and the ``R`` of the rotary key per token.
 
-    Knocked are the parts without position of queries (``n`` features a head) and keys, and values
-    (``v`` features a head), after the up-projections: being linear, the matrices fold into these.
+    The parts of queries (``n`` features per head) and keys without position, and values (``v``
+    features per head), are knocked after the up-projections. The matrices are linear and fold into
+    these.
 
     Args:
-        hidden: ``[B, S, K]``.
-        w_query: ``[K or Q, H * (n + R)]``, of each head the rotary part last.
+        w_query: ``[K or Q, H * (n + R)]``, the rotary part of each head last.
         w_latent: ``[K, C]``, latent heads outermost.
-        w_key: ``[C / latent heads, H * n]``, likewise ``w_value`` ``[..., H * v]``.
+        w_key: ``[C / latent heads, H * n]``. ``w_value`` is ``[..., H * v]``.
         w_rotary: ``[K, R]``.
         w_output: ``[H * v, K]``.
-        kha: what is knocked, and the number of latent heads.
-        matrices: the shared matrices of each knocked projection, by its name.
         heads: ``H``.
-        rotary_base: base of the rotary embedding, which turns neighbouring features.
+        rotary_base: the rotary embedding turns neighbouring features.
         w_query_latent: ``[K, Q]``, or None for queries without a latent.
-        q_norm: ``[Q]`` weight of the query latent's RMSNorm, or None for no norm.
-        kv_norm: ``[C]`` weight of the RMSNorm of each latent head, or None for no norm.
-        gate: on the output, if any; its weight is in ``gate_weights`` (:func:`gate_head`).
-
-    Returns:
-        ``[B, S, K]``.
+        q_norm: ``[Q]``. ``kv_norm`` ``[C]`` is for each latent head.
+        gate: may only gate the output.
     """
     latent_heads = kha.latent_heads if kha.attention == "gla" else 1
     rotary_dim, nope = w_rotary.shape[1], w_key.shape[1] // heads
     value_dim = w_value.shape[1] // heads
     query_source = hidden
     if w_query_latent is not None:
-        query_source = hidden @ w_query_latent
-        if q_norm is not None:
-            query_source = rms_norm(query_source, q_norm, eps)
+        query_source = rms_norm(hidden @ w_query_latent, q_norm, eps)
     latents = list((hidden @ w_latent).chunk(latent_heads, dim=-1))
     if kv_norm is not None:
         weights = kv_norm.chunk(latent_heads)
@@ -378,8 +347,7 @@ def latent_attention(
     rotary_key = rotate_pairs(hidden @ w_rotary, rotary_base)
 
     def knocked(x: Tensor, name: str) -> Tensor:
-        variant = getattr(kha, name)
-        return x if variant is None else knock_head(x, matrices[name], variant)
+        return knock_head(x, matrices.get(name), getattr(kha, name))
 
     outputs = []
     for head in range(heads):
@@ -413,44 +381,32 @@ def mixed_attention(
     rotary_base: float | None = None,
     rotary_dim: int | None = None,
 ) -> Tensor:
-    """Causal attention with talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) and
-    with collaborative ones (Cordonnier et al. 2020, arXiv 2006.16362, section 3.2).
+    """Talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) and collaborative heads
+    (Cordonnier et al. 2020, arXiv 2006.16362, section 3.2).
 
-    Talking heads: head ``k`` gives the softmax the sum over heads ``h`` of ``pre[h, k]`` times the
-    logits of ``h``, and the values the sum of ``post[h, k]`` times the softmax of ``h``. What a
-    query may not see is hidden from the softmax, after the first sum.
+    Talking heads: the softmax of head ``k`` gets the sum over heads ``h`` of ``pre[h, k]`` times
+    the logits of ``h``, and its values get the sum of ``post[h, k]`` times the softmax of ``h``.
+    The causal mask is applied after the first sum.
 
-    Collaborative heads: one query and one key of ``Dk`` features for all heads, of which head ``i``
-    multiplies each feature of the query by its own number. Norms and the rotary embedding see what
-    a head has then; the rotary embedding turns the first ``rotary_dim`` features.
+    Collaborative heads: all heads have one query and one key of ``Dk`` features, and head ``i``
+    multiplies each feature of the query by its own number. Norms and the rotary embedding follow.
 
     Args:
-        hidden: ``[B, S, K]``.
         w_query: ``[K, H * D]``, or ``[K, Dk]`` with ``mixing``.
         w_key: ``[K, G * D]``, or ``[K, Dk]`` with ``mixing``.
         w_value: ``[K, G * V]``.
         w_output: ``[H * V, K]``.
-        num_query_groups: ``G``.
-        pre: ``[H, H]``, or None for no mixing of logits; likewise ``post`` of weights.
+        pre: ``[H, H]``, or None for no mixing of logits. ``post`` mixes weights.
         mixing: ``[H, Dk]`` of collaborative heads, or None.
-        q_norm: weight of the query RMSNorm, or None for no norm; likewise ``k_norm``.
-        rotary_base: base of the rotary embedding, or None for no position embedding.
-        rotary_dim: features of a head that it turns; None for all.
-
-    Returns:
-        ``[B, S, K]``.
+        rotary_dim: number of rotated features, which come first, or None for all.
     """
     value_dim = w_value.shape[1] // num_query_groups
     heads = w_output.shape[0] // value_dim
     length = hidden.shape[1]
 
-    def place(x: Tensor, norm: Tensor | None) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm, eps)
-        if rotary_base is None:
-            return x
-        turned = rotary_dim or x.shape[-1]
-        return torch.cat([rotate(x[..., :turned], rotary_base), x[..., turned:]], dim=-1)
+    def normed_and_rotated(x: Tensor, norm: Tensor | None) -> Tensor:
+        x, dim = rms_norm(x, norm, eps), rotary_dim or x.shape[-1]
+        return torch.cat([rotate(x[..., :dim], rotary_base), x[..., dim:]], dim=-1)
 
     def columns(weight: Tensor, head: int, of: int) -> Tensor:
         width = weight.shape[1] // of
@@ -463,7 +419,7 @@ def mixed_attention(
             query, key = (hidden @ w_query) * mixing[head], hidden @ w_key
         else:
             query, key = columns(w_query, head, heads), columns(w_key, group, num_query_groups)
-        query, key = place(query, q_norm), place(key, k_norm)
+        query, key = normed_and_rotated(query, q_norm), normed_and_rotated(key, k_norm)
         logits.append(torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1]))
         values.append(columns(w_value, group, num_query_groups))
 

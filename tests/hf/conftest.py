@@ -74,13 +74,14 @@ def make_config(kha=None, **overrides) -> KHAModelConfig:
 
 
 def make_model(
-    kha=None, *, attention="sdpa", learnt=True, dtype=torch.float32, **overrides
+    kha=None, *, attention=None, learnt=True, dtype=torch.float32, **overrides
 ) -> KHAForCausalLM:
     """Return a model in evaluation mode. ``learnt`` changes every weight from its initial value.
 
     ``.to(dtype)`` would also round the frequencies of RoPE and the correction bias.
     """
     config = make_config(kha, **overrides)
+    attention = attention or ("eager" if "kha_talking" in overrides else "sdpa")
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention
     ).eval()
@@ -122,12 +123,15 @@ def knock_matrices(layer, kha) -> dict[str, list[torch.Tensor]]:
     }
 
 
-def rotary(base: float, length: int, dim: int):
-    """Return cosine and sine ``[1, S, D]`` in float64. The model rounds them to float32."""
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
-    angle = torch.cat([angle, angle], -1)[None]
-    return angle.cos(), angle.sin()
+def norm_weights(layer, q_norm="q_norm", **others) -> dict[str, torch.Tensor]:
+    """Return the weights of the norms that ``layer`` has by the names of the oracle's arguments."""
+    names = {"q_norm": q_norm} | (others or {"k_norm": "k_norm"})
+    found = {ours: getattr(layer, theirs, None) for ours, theirs in names.items()}
+    return {name: norm.weight for name, norm in found.items() if hasattr(norm, "weight")}
+
+
+def transposed_weights(layer, *names) -> list[torch.Tensor]:
+    return [getattr(layer, name).weight.T for name in names]
 
 
 def check_layer_against_oracle(config, oracle):
@@ -143,7 +147,11 @@ def check_layer_against_oracle(config, oracle):
     mask = torch.full((1, 1, TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
     out_grad = torch.randn_like(hidden)
     leaves = {"hidden": hidden, **dict(layer.named_parameters())}
-    angles = rotary(10000.0, TOKENS, config.qk_rope_head_dim or config.head_dim)
+    # The model would round these to float32.
+    dim = config.qk_rope_head_dim or config.head_dim
+    frequency = 1e4 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.outer(torch.arange(TOKENS, dtype=torch.float64), frequency).repeat(1, 2)[None]
+    angles = angle.cos(), angle.sin()
     results = []
     for output in (oracle(layer, hidden), layer(hidden, angles, mask if eager else None)[0]):
         results.append((output, *torch.autograd.grad(output, leaves.values(), out_grad)))

@@ -25,10 +25,7 @@ RESULTS = "rank{}.pt"
 def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, root: Path) -> None:
     """Load each directory sharded over two ranks and write the results of every rank into it.
 
-    Args:
-        jobs: directories of saved models, and keywords of ``DistributedConfig`` for each.
-        ids: tokens ``[B, S]``.
-        root: directory for the input of the ranks and their rendezvous.
+    ``jobs`` has directories of saved models, and keywords of ``DistributedConfig`` for each.
     """
     torch.save([[(str(directory), plan) for directory, plan in jobs], ids], root / "jobs.pt")
     command = [sys.executable, "-m", "tests.hf.sharded", root]
@@ -56,12 +53,10 @@ def _results(directory: str, ids: Tensor, plan: dict[str, int]) -> dict[str, obj
     seen = []
     for _ in range(2):  # The second gradient is added to the first.
         model(ids, labels=ids).loss.backward()
-        seen.append({n: _local(p.grad).detach().clone() for n, p in model.named_parameters()})
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        seen.append({name: grad.clone() for name, grad in local.items()})
     return {"logits": logits, "new": new, "grads": seen[0], "accumulated": seen[1]}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 if __name__ == "__main__":

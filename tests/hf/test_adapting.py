@@ -5,8 +5,6 @@ import torch
 
 from tests.hf.conftest import MIXED, SIZES, load, make_model, tokens
 
-EVERY_LINEAR_OF_ATTENTION = r".*self_attn\.(.*_knock\.)?\w*proj"
-
 
 @pytest.mark.parametrize(("tied", "rows"), [(False, 130), (True, 90)], ids=["untied", "tied"])
 def test_resizing_the_vocabulary_keeps_the_logits(tied, rows, tmp_path):
@@ -33,9 +31,8 @@ def test_lora_trains_and_merges_on_projections_and_shared_matrices(tmp_path):
     ids = tokens()
     with torch.no_grad():
         before = model(ids).logits
-    settings = peft.LoraConfig(
-        r=3, lora_alpha=7, target_modules=EVERY_LINEAR_OF_ATTENTION, task_type="CAUSAL_LM"
-    )
+    targets = r".*self_attn\.(.*_knock\.)?\w*proj"
+    settings = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, settings)
     # Three layers with 4 projections and 1 + 1 + 3 shared matrices.
     assert len(adapted.targeted_module_names) == 3 * (4 + 5)

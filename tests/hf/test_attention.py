@@ -22,7 +22,9 @@ from tests.hf.conftest import (
     knock_matrices,
     make_config,
     make_model,
+    norm_weights,
     tokens,
+    transposed_weights,
 )
 
 CASES = [
@@ -33,19 +35,16 @@ CASES = [
 
 
 def oracle(layer, hidden, kha, **gates):
-    norms = {}
-    if layer.use_qk_norm:
-        norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
     return reference.attention(
         hidden,
-        *(w.weight.T for w in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)),
+        *transposed_weights(layer, "q_proj", "k_proj", "v_proj", "o_proj"),
         read_kha(layer.config),
         knock_matrices(layer, kha),
         num_query_groups=SIZES["num_key_value_heads"],
         head_dim=SIZES["head_dim"],
         eps=layer.config.rms_norm_eps,
         rotary_base=10000.0,
-        **norms,
+        **norm_weights(layer),
         **gates,
     )
 

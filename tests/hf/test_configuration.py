@@ -28,9 +28,9 @@ GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
         ({"kha_gate": {}}, "gate"),
         ({"kha_gate": {"query": "head"}}, "gate.*query"),
         (GTA | {"kha_gate": {"output": "head"}}, "gate.*gta"),
-        ({"kha_moh": {"shared": 2, "active": [1, 2]}}, "moh.active, got 2"),
+        ({"kha_moh": {"shared": 2, "active": [1, 2]}}, "moh.active .* got 2 numbers"),
         (LATENT | {"kha_moh": ROUTED}, "moh"),
-        ({"kha_collaborative": {"dim": 8}}, "collaborative.dim .*got 8"),
+        ({"kha_collaborative": {"dim": 8}}, r"collaborative.dim \(8\) must be"),
     ],
 )
 def test_contradictory_settings_are_refused(settings, message):
@@ -38,13 +38,10 @@ def test_contradictory_settings_are_refused(settings, message):
         make_model(**settings)
 
 
-def test_latent_configurations_have_a_query_width_for_older_transformers():
-    config = make_config(**LATENT)
-    assert config.qk_head_dim == LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"]
-    assert "qk_head_dim" not in config.to_dict()
-
-
-def test_defaults_of_heads_and_layers():
+def test_defaults_of_heads_layers_and_widths():
     assert make_config(num_key_value_heads=None).num_key_value_heads == 6
     assert make_config().mlp_layer_types == ["dense"] * 3
     assert make_config(**{**MOE, "mlp_layer_types": None}).mlp_layer_types == ["sparse"] * 3
+    latent = make_config(**LATENT)
+    assert latent.qk_head_dim == LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"]
+    assert "qk_head_dim" not in latent.to_dict()  # only for older versions of transformers

@@ -12,7 +12,9 @@ from tests.hf.conftest import (
     knock_matrices,
     make_config,
     make_model,
+    norm_weights,
     tokens,
+    transposed_weights,
 )
 
 
@@ -26,21 +28,16 @@ def rows(linear):
 def oracle(layer, hidden, **gates):
     kha, config = read_kha(layer.config), layer.config
     matrices = knock_matrices(layer, kha.variants)
-    names = {"q_norm": "q_norm", "k_norm": "k_norm"}
-    if config.kv_lora_rank is not None:
-        names = {"q_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"}
-    found = {ours: getattr(layer, theirs, None) for ours, theirs in names.items()}
-    norms = {name: m.weight for name, m in found.items() if hasattr(m, "weight")}
-    common = {"rotary_base": 10000.0, "eps": config.rms_norm_eps, **norms, **gates}
+    common = {"rotary_base": 10000.0, "eps": config.rms_norm_eps, **gates}
     if config.kv_lora_rank is None:
-        weights = (layer.q_proj, layer.kv_proj, layer.k_rope_proj, layer.o_proj)
         return reference.tied_attention(
             hidden,
-            *map(rows, weights),
+            *transposed_weights(layer, "q_proj", "kv_proj", "k_rope_proj", "o_proj"),
             kha,
             matrices,
             num_query_groups=config.num_key_value_heads,
             head_dim=config.head_dim,
+            **norm_weights(layer),
             **common,
         )
     down, rank = rows(layer.kv_a_proj_with_mqa), config.kv_lora_rank
@@ -59,6 +56,7 @@ def oracle(layer, hidden, **gates):
         matrices,
         heads=heads,
         w_query_latent=None if direct else rows(layer.q_a_proj),
+        **norm_weights(layer, "q_a_layernorm", kv_norm="kv_a_layernorm"),
         **common,
     )
 

@@ -7,7 +7,15 @@ from transformers import AutoModelForCausalLM
 from kha_megatron.hf import attention_kha
 from tests import oracle as reference
 from tests.hf import test_attention
-from tests.hf.conftest import ROUTED, check_layer_against_oracle, make_config, make_model, tokens
+from tests.hf.conftest import (
+    ROUTED,
+    check_layer_against_oracle,
+    make_config,
+    make_model,
+    norm_weights,
+    tokens,
+    transposed_weights,
+)
 
 MIXTURES = {
     "learned": ROUTED,
@@ -17,7 +25,6 @@ MIXTURES = {
     "quantized": ROUTED | {"router": "query_norm", "quantized": True},
     "quantized and learned": ROUTED | {"quantized": True},
 }
-LAYERED = {"shared": 1, "active": [1, 3, 2]}
 COLLABORATIVE = {"dim": 14}
 
 
@@ -37,40 +44,32 @@ def test_mixtures_equal_the_oracle(name):
     check_layer_against_oracle(config, oracle)
 
 
-@pytest.mark.parametrize("missing", [{}, {"pre": False}, {"post": False}], ids=str)
-def test_talking_heads_equal_the_oracle(missing):
-    config = make_config(kha_talking=missing, use_qk_norm=False)
+MIXED_HEADS = {
+    "talking": {"kha_talking": {}, "use_qk_norm": False},
+    "talking, before the softmax": {"kha_talking": {"post": False}, "use_qk_norm": False},
+    "talking, after the softmax": {"kha_talking": {"pre": False}, "use_qk_norm": False},
+    "collaborative": {"kha_collaborative": COLLABORATIVE, "use_qk_norm": False},
+    "collaborative, qk_norm": {"kha_collaborative": COLLABORATIVE, "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", MIXED_HEADS)
+def test_talking_and_collaborative_heads_equal_the_oracle(name):
+    config = make_config(**MIXED_HEADS[name])
+    own = ("collaborative_query", "collaborative_key")
+    query_key = own if "kha_collaborative" in MIXED_HEADS[name] else ("q_proj", "k_proj")
+    names = {"pre": "talking_pre", "post": "talking_post", "mixing": "collaborative_mixing"}
 
     def oracle(layer, hidden):
-        mixings = {mixing: getattr(layer, f"talking_{mixing}", None) for mixing in ("pre", "post")}
+        mixings = {argument: getattr(layer, name, None) for argument, name in names.items()}
         return reference.mixed_attention(
             hidden,
-            *(w.weight.T for w in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)),
-            num_query_groups=3,
-            rotary_base=10000.0,
-            **{mixing: m and m.weight for mixing, m in mixings.items()},
-        )
-
-    check_layer_against_oracle(config, oracle)
-
-
-@pytest.mark.parametrize("use_qk_norm", [False, True], ids=["no_norm", "qk_norm"])
-def test_collaborative_heads_equal_the_oracle(use_qk_norm):
-    config = make_config(kha_collaborative=COLLABORATIVE, use_qk_norm=use_qk_norm)
-
-    def oracle(layer, hidden):
-        norms = {}
-        if use_qk_norm:
-            norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
-        shared = (layer.collaborative_query, layer.collaborative_key)
-        return reference.mixed_attention(
-            hidden,
-            *(w.weight.T for w in (*shared, layer.v_proj, layer.o_proj)),
-            mixing=layer.collaborative_mixing.weight,
+            *transposed_weights(layer, *query_key, "v_proj", "o_proj"),
             num_query_groups=3,
             rotary_base=10000.0,
             rotary_dim=10,
-            **norms,
+            **{argument: mixing and mixing.weight for argument, mixing in mixings.items()},
+            **norm_weights(layer),
         )
 
     check_layer_against_oracle(config, oracle)
@@ -81,7 +80,7 @@ def test_training_warns_of_the_missing_load_balance_loss(monkeypatch):
     monkeypatch.setattr(attention_kha.logger, "warning_once", warned.append)
     make_model(kha_moh=ROUTED | {"balance": 0}).train()
     assert not warned
-    make_model(kha_moh=LAYERED).train()
+    make_model(kha_moh={"shared": 1, "active": [1, 3, 2]}).train()
     assert "without the load-balance loss" in warned[0]
 
 
@@ -90,7 +89,7 @@ def test_initial_mixing_matrices():
     mixing = blocks.collaborative_mixing.weight
     assert torch.equal((mixing != 0).sum(0), torch.ones(14, dtype=torch.long))
     torch.testing.assert_close(mixing.square().mean(1), torch.ones(6))
-    talking = make_model(learnt=False, attention="eager", kha_talking={})
+    talking = make_model(learnt=False, kha_talking={})
     plain = make_model(learnt=False, attention="eager")
     assert not plain.load_state_dict(talking.state_dict(), strict=False).missing_keys
     ids = tokens()

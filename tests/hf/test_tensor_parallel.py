@@ -6,48 +6,38 @@ import re
 import pytest
 import torch
 
-from tests.hf.conftest import FAMILY, LINEAR, MIXED, MOE, make_model, tokens
+from tests.hf.conftest import FAMILY, LINEAR, MIXED, MOE, ROUTED, make_model, tokens
 from tests.hf.sharded import RESULTS, run_ranks
 
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
-TP2 = {"tp_size": 2}
-# KHA variants, sizes, layout. 37 and 9 features are not divisible by two.
+# KHA variants and sizes. 37 and 9 features are not divisible by two.
 CASES = {
-    "dense": (MIXED, {**HEADS, "tie_word_embeddings": True}, TP2),
-    "moe": (MIXED, {**HEADS, **MOE}, TP2),
-    "experts": (MIXED, {**HEADS, **MOE, "num_experts": 6}, {"tp_size": 2, "ep_size": 2}),
-    **{
-        name: (FAMILY[name][0], HEADS | FAMILY[name][1], TP2)
-        for name in ("gta", "gta, no norm", "mla", "gla")
-    },
+    "dense": (MIXED, {"tie_word_embeddings": True}),
+    "moe": (MIXED, MOE),
+    "experts": (MIXED, {**MOE, "num_experts": 6}),
+    **{name: FAMILY[name] for name in ("gta", "gta, no norm", "mla", "gla")},
     "gates": (
         {"value": "mlp"},
-        HEADS | {"kha_gate": {"output": "head", "query": "shared", "value": "element"}},
-        TP2,
+        {"kha_gate": {"output": "head", "query": "shared", "value": "element"}},
     ),
     "gates without input": (
         {},
-        HEADS | {"kha_gate": {"output": "head", "value": "shared", "reads_input": False}},
-        TP2,
+        {"kha_gate": {"output": "head", "value": "shared", "reads_input": False}},
     ),
-    "gated mla": (LINEAR, HEADS | FAMILY["mla"][1] | {"kha_gate": {"output": "element"}}, TP2),
-    "moh": (
-        {"query": "linear"},
-        HEADS | {"kha_moh": {"shared": 2, "active": 2}, "kha_gate": {"dense": "element"}},
-        TP2,
-    ),
-    "moh by norms": (
-        {},
-        HEADS | {"kha_moh": {"share": 0.5, "router": "query_norm", "quantized": True}},
-        TP2,
-    ),
-    "collaborative": ({"value": "mlp"}, HEADS | {"kha_collaborative": {"dim": 12}}, TP2),
-    "talking": ({}, HEADS | {"kha_talking": {}}, TP2),
+    "gated mla": (LINEAR, FAMILY["mla"][1] | {"kha_gate": {"output": "element"}}),
+    "moh": ({"query": "linear"}, {"kha_moh": ROUTED, "kha_gate": {"dense": "element"}}),
+    "moh by norms": ({}, {"kha_moh": {"share": 0.5, "router": "query_norm", "quantized": True}}),
+    "collaborative": ({"value": "mlp"}, {"kha_collaborative": {"dim": 12}}),
+    "talking": ({}, {"kha_talking": {}}),
 }
 WHOLE = ("gta, no norm", "gla", "gated mla", "gates without input", "moh by norms")
-every_case = pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
-)
+
+
+def build(name):
+    kha, sizes = CASES[name]
+    return make_model(kha, **HEADS | sizes)
+
+
 SPLIT = {
     "gta": {"q_proj", "kv_proj", "o_proj"},
     "gta, no norm": {"q_proj", "kv_proj", "o_proj"},
@@ -71,11 +61,9 @@ def runs(tmp_path_factory, request):
     selected = {"dense", *(call.params.get("case") for call in calls)}
     models, jobs = {}, []
     for name in (case for case in CASES if case in selected):
-        kha, settings, plan = CASES[name]
-        attention = "eager" if "kha_talking" in settings else "sdpa"
-        models[name] = make_model(kha, attention=attention, **settings)
+        models[name] = build(name)
         models[name].save_pretrained(root / name)
-        jobs.append((root / name, plan))
+        jobs.append((root / name, {"tp_size": 2} | ({"ep_size": 2} if name == "experts" else {})))
     run_ranks(jobs, ids, root)
     return ids, {
         name: (model, [torch.load(root / name / RESULTS.format(rank)) for rank in range(2)])
@@ -94,12 +82,15 @@ def joined(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.T
     return torch.cat(parts, dim)
 
 
-@every_case
-def test_outputs_and_greedy_tokens_equal_one_process(runs, case):
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
+)
+def test_outputs_and_gradients_equal_one_process(runs, case):
+    """Each rank has half the heads, so gradients of shared matrices must be summed exactly once."""
     ids, cases = runs
     model, ranks = cases[case]
     with torch.no_grad():
-        expected = model.eval()(ids).logits
+        expected = model(ids).logits
         new = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert expected.abs().max() > 1
     for seen in ranks:
@@ -107,13 +98,6 @@ def test_outputs_and_greedy_tokens_equal_one_process(runs, case):
         torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=2e-5)
         assert torch.equal(seen["new"], new)
 
-
-@every_case
-def test_gradients_equal_one_process(runs, case):
-    """Each rank has half the heads, so gradients of shared matrices must be summed exactly once."""
-    ids, cases = runs
-    model, ranks = cases[case]
-    model.zero_grad()
     model.train()(ids, labels=ids).loss.backward()
     split = set()
     for name, parameter in model.named_parameters():
@@ -145,9 +129,7 @@ def test_gradients_that_accumulate_are_summed_once(runs):
 @pytest.mark.parametrize("name", CASES)
 def test_every_rule_of_the_plan_matches_a_parameter(name):
     """transformers warns about a rule that matches nothing."""
-    kha, settings, _ = CASES[name]
-    attention = "eager" if name == "talking" else "sdpa"
-    model = make_model(kha, attention=attention, **settings)
+    model = build(name)
     names = {
         re.sub(r"layers\.\d", "layers.*", name).removesuffix(".weight")
         for name, _ in model.model.named_parameters()

@@ -31,7 +31,6 @@ NEW = 5
 
 def model_of(name, **settings):
     kha, sizes = MODELS[name]
-    settings.setdefault("attention", "eager" if name == "talking" else "sdpa")
     return make_model(kha, **(sizes | settings))
 
 
