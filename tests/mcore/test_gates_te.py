@@ -47,7 +47,7 @@ def both_backends():
     return found
 
 
-def test_gates_read_what_the_projection_normed(ranks_with_engine):
+def test_gates_read_the_normalised_input_of_the_projection(ranks_with_engine):
     ours, local = ranks_with_engine(both_backends, 1)[0]
     assert ours.keys() == local.keys()
     assert {"gate_query.weight", "gate_value.weight"} < ours.keys()

@@ -1,4 +1,4 @@
-"""A hook on a place in a layer acts on an adapter that is put there later, and only once."""
+"""A hook on a projection follows an adapter that replaces the projection, and runs once."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Layer(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """As Megatron-Bridge's: beside the projection that it took the place of."""
+    """Wraps the projection that it replaces, as in Megatron-Bridge."""
 
     def __init__(self, linear):
         super().__init__()
@@ -30,7 +30,7 @@ class Adapter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_an_adapter_is_hooked_in_the_place_of_its_projection(before):
+def test_an_adapter_is_hooked_in_place_of_its_projection(before):
     layer, x = Layer(before=before), torch.randn(2, 3)
     weight = layer.linear.weight.T
 

@@ -1,4 +1,4 @@
-"""Whether Transformer Engine is whole, wherever its Python and its extension lie."""
+"""Detect a missing extension of Transformer Engine, wherever it is installed."""
 
 import importlib.util
 import sys
@@ -12,11 +12,11 @@ EXTENSION = "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so"
 
 
 @pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """Its Python as a source tree on the path, and the folder into which pip installs."""
+def directories(tmp_path, monkeypatch):
+    """Python modules as a source tree on the path, and the directory into which pip installs."""
     tree, installed = tmp_path / "tree", tmp_path / "site-packages"
-    for folder in (tree, installed):
-        (folder / "transformer_engine").mkdir(parents=True)
+    for directory in (tree, installed):
+        (directory / "transformer_engine").mkdir(parents=True)
     (tree / "transformer_engine" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tree)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(installed)})
@@ -27,9 +27,9 @@ def folders(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", [".", "transformer_engine", "transformer_engine/wheel_lib"])
 @pytest.mark.parametrize("where", [0, 1], ids=["beside its Python", "where pip installs"])
-def test_the_extension_is_found_where_transformer_engine_finds_it(folders, where, place):
+def test_the_extension_is_found_where_transformer_engine_finds_it(directories, where, place):
     assert compat.lacks_te_extension()
-    folder = folders[where] / place
-    folder.mkdir(exist_ok=True)
-    (folder / EXTENSION).touch()
+    directory = directories[where] / place
+    directory.mkdir(exist_ok=True)
+    (directory / EXTENSION).touch()
     assert not compat.lacks_te_extension()

@@ -1,4 +1,6 @@
-"""The local core attention against Megatron's own, and the mask that context parallelism cuts."""
+"""Compare the local core attention with Megatron's, and its mask under context parallelism."""
+
+import functools
 
 import numpy as np
 import pytest
@@ -27,42 +29,35 @@ def core_attention(kind, groups, **options):
 
 
 def attended(groups, options, tokens=TOKENS, mask=None):
-    """Outputs and gradients in float64 of Megatron's and ours, and what computed ours."""
+    """Outputs and gradients in float64 of Megatron's and ours, and whether each was fused."""
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from kha_megatron.mcore.local_modules import GatheredDotProductAttention
 
-    generator = torch.Generator().manual_seed(3)
     heads = (QUERY_HEADS, groups, groups)
     found, kinds = [], []
     for kind in (DotProductAttention, GatheredDotProductAttention):
-        generator.manual_seed(3)
-        given = [
-            torch.randn(tokens, 2, n, FEATURES, generator=generator, dtype=torch.float64)
-            for n in heads
-        ]
-        for x in given:
-            x.requires_grad_()
+        generator = torch.Generator().manual_seed(3)
+        draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+        given = [draw(tokens, 2, n, FEATURES, requires_grad=True) for n in heads]
         hidden = None if mask is None else torch.tensor(mask)[None, None]
         output = core_attention(kind, groups, **options)(*given, hidden)
         output.square().sum().backward()
         found.append([output.detach().numpy(), *(x.grad.numpy() for x in given)])
-        kinds.append(_computed_by(output))
+        kinds.append(_is_fused(output))
     return found, kinds
 
 
-def _computed_by(output):
-    names, nodes = set(), [output.grad_fn]
-    while nodes:
-        if node := nodes.pop():
-            names.add(type(node).__name__)
-            nodes += [before for before, _ in node.next_functions]
-    return any("FlashAttention" in name for name in names)
+def _is_fused(output):
+    nodes = [output.grad_fn]
+    for node in nodes:
+        nodes += [before for before, _ in node.next_functions if before and before not in nodes]
+    return any("FlashAttention" in type(node).__name__ for node in nodes)
 
 
 @pytest.mark.parametrize(("groups", "scaled"), [(3, False), (1, True)])
-def test_fused_attention_is_megatrons(ranks, groups, scaled):
+def test_fused_attention_equals_megatrons(ranks, groups, scaled):
     # float32 scores are Megatron's condition for layers scaled by their number
     options = {"apply_query_key_layer_scaling": scaled, "attention_softmax_in_fp32": scaled}
     (((theirs, ours), fused),) = ranks(attended, 1, groups, options)
@@ -71,8 +66,7 @@ def test_fused_attention_is_megatrons(ranks, groups, scaled):
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-12)
 
 
-def test_what_is_not_plain_stays_megatrons(ranks):
-    """Sliding windows, sinks, dropout, a mask of two documents."""
+def test_windows_sinks_dropout_and_document_masks_use_megatrons_attention(ranks):
     documents = np.triu(np.ones((TOKENS, TOKENS), bool), 1)
     documents[4:, :4] = True
     for options, mask in (
