@@ -5,19 +5,14 @@ from importlib.util import find_spec
 import pytest
 
 from tests.bridge.models import CONFIGS, save
-from tests.distributed.launcher import RankPool
 
 
 @pytest.fixture(scope="session")
-def bridge_ranks():
+def bridge_ranks(ranks_with_engine):
     """Return ``ranks`` with the test double of Transformer Engine."""
     if find_spec("megatron.bridge") is None:
         pytest.skip("NOT TESTED: needs Megatron-Bridge. Run `make test-bridge`.")
-    from tests import transformer_engine
-
-    pool = RankPool(install=transformer_engine.install)
-    yield pool
-    pool.close()
+    return ranks_with_engine
 
 
 @pytest.fixture(scope="session")

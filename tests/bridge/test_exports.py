@@ -68,8 +68,12 @@ def test_mismatched_models_are_refused(
     assert message in bridge_ranks(refusal, 1, folder, overrides)[0]
 
 
-def export(folder, target, overrides, options):
+def export(folder, target, overrides, options, config_only=False):
     auto, model = cases.build(folder, "local", load=False, **overrides)
+    if config_only:
+        from megatron.bridge import AutoBridge
+
+        auto = AutoBridge.from_hf_config(cases.auto_bridge(folder).hf_pretrained.config)
     cases.write(auto, model, target, **options)
 
 
@@ -81,20 +85,12 @@ def test_a_router_without_biases_is_exported_with_zeros(bridge_ranks, folders, t
     save_file(zero, file, metadata={"format": "pt"})
     without = {"moe_router_enable_expert_bias": False}
     bridge_ranks(export, 1, folder, str(tmp_path / "out"), without, {})
-    bridge_ranks(export_config_only, 1, folder, str(tmp_path / "config"), without)
+    bridge_ranks(export, 1, folder, str(tmp_path / "config"), without, {}, config_only=True)
     for out in ("out", "config"):
         written = cases.tensors(str(tmp_path / out))
         assert written.keys() == zero.keys()
         for layer in (1, 2, 3):
             assert torch.equal(written[f"model.layers.{layer}.{BIAS}"], torch.zeros(6))
-
-
-def export_config_only(folder, target, overrides):
-    from megatron.bridge import AutoBridge
-
-    _, model = cases.build(folder, "local", load=False, **overrides)
-    config = cases.auto_bridge(folder).hf_pretrained.config
-    cases.write(AutoBridge.from_hf_config(config), model, target)
 
 
 def test_correction_biases_stay_float32(bridge_ranks, folders, tmp_path):

@@ -92,7 +92,6 @@ def test_bundle_excludes_packages_of_the_gpu_machine():
 
 @pytest.mark.parametrize("name", gpu_check.BENCHMARKS)
 def test_benchmarks_take_their_options(name, monkeypatch):
-    words = ["--device", "cuda", *gpu_check.BENCHMARKS[name][0], "--json", "x.json"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    given = bench.arguments(name, words)
-    assert (given.device, given.json) == ("cuda", Path("x.json"))
+    given = bench.arguments(name, ["--device", "cuda", *gpu_check.BENCHMARKS[name][0]])
+    assert given.device == "cuda"

@@ -124,16 +124,13 @@ def errors_with_kernels(mistake):
     from kha_megatron.heads.kernels import knock_launch
     from tests.gpu import models
 
-    patches = [mock.patch.multiple(models, SEQUENCE=16, BATCH=1)]
-    if mistake:
-        right = getattr(knock_launch, mistake)
-        patches.append(mock.patch.object(knock_launch, mistake, lambda *args: right(*args) / 2))
-    for patch in patches:
-        patch.start()
-    try:
+    name, factor = mistake or "knock_forward", 0.5 if mistake else 1
+    right = getattr(knock_launch, name)
+    with (
+        mock.patch.multiple(models, SEQUENCE=16, BATCH=1),
+        mock.patch.object(knock_launch, name, lambda *args: factor * right(*args)),
+    ):
         return errors("mlp", "local", torch.bfloat16, False)
-    finally:
-        mock.patch.stopall()
 
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])

@@ -81,15 +81,14 @@ def train(case, folder, *, data, device="cuda", seconds=CASE_SECONDS) -> list[fl
 
 def train_until(end: float, case: Case, folder: Path, data: Path) -> list[float] | None:
     """Train until ``end``; return None if no time was left."""
-    left = end - time.monotonic()
-    if left < LEAST_SECONDS:
+    if (left := end - time.monotonic()) < LEAST_SECONDS:
         return None
     try:
         return train(case, folder, data=data, seconds=min(left, CASE_SECONDS))
     except subprocess.TimeoutExpired:
-        if left < CASE_SECONDS:
-            return None
-        raise
+        if left >= CASE_SECONDS:
+            raise
+    return None
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
-"""Where the kernels run."""
+"""Processes in which the kernels run."""
 
 import pytest
 
 from kha_megatron.heads.kernels import fused
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.interpreter import interpreter_of
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,5 @@ def usable_triton():
 @pytest.fixture(scope="session")
 def interpreter(usable_triton):
     """Run a function in a process with Triton's interpreter: ``interpreter(case, *args)``."""
-    process = Interpreter()
-    yield process
-    process.close()
+    with interpreter_of() as run:
+        yield run

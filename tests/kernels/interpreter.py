@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,23 +29,15 @@ def _context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-class Interpreter:
-    """Run functions in one such process: ``interpreter(case, *args) -> its result``.
+@contextmanager
+def interpreter_of(package: Path | None = None):
+    """Yield ``run(case, *args)``, which calls a function in such a process.
 
     Args:
         package: directory with another ``kha_megatron`` to import instead.
     """
-
-    def __init__(self, package: Path | None = None) -> None:
-        self.pool = ProcessPoolExecutor(1, _context(), initializer=_start, initargs=(package,))
-
-    def __call__(self, case, *args, **kwargs):
-        """Call ``case`` in the process and return its result or raise its error."""
-        return self.pool.submit(_seeded, case, *args, **kwargs).result(timeout=500)
-
-    def close(self) -> None:
-        """End the process."""
-        self.pool.shutdown(cancel_futures=True)
+    with ProcessPoolExecutor(1, _context(), initializer=_start, initargs=(package,)) as pool:
+        yield lambda case, *args, **kwargs: pool.submit(_seeded, case, *args, **kwargs).result(500)
 
 
 def _seeded(case, *args, **kwargs):

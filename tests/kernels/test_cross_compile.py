@@ -38,10 +38,8 @@ def test_every_launch_stays_within_its_bounds(dtype):
 @pytest.mark.whole
 def test_roofline_page_is_up_to_date():
     page = roofline.page(compile_all(roofline.all_launches()))
-    again = "run python tools/roofline.py > benchmarks/roofline.md"
-    assert (Path(roofline.__file__).parents[1] / "benchmarks/roofline.md").read_text() == page, (
-        again
-    )
+    written = Path(roofline.__file__).parents[1] / "benchmarks" / "roofline.md"
+    assert written.read_text() == page, "run python tools/roofline.py > benchmarks/roofline.md"
 
 
 @compiles

@@ -29,7 +29,7 @@ sizes = pytest.mark.parametrize(("dtype", "head_dim"), SIZES, ids=str)
 
 @pytest.fixture
 def device(gpu, monkeypatch):
-    """The GPU, on which the kernels must run, with unwritten memory full of NaN."""
+    """Return the GPU. The kernels must run on it, and unwritten memory is full of NaN."""
     monkeypatch.setenv("KHA_KERNELS", "triton")
     # cuBLAS, in the reference, refuses deterministic algorithms otherwise
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -64,7 +64,7 @@ def test_gradients_repeat_to_the_bit(device, variant, dtype):
 
 @pytest.mark.gpu
 @variants
-def test_small_behaviour(device, variant):
+def test_empty_rows_saved_memory_and_every_way_of_calling(device, variant):
     assert cases.empty(variant, device) == ((0, 3, 64), (0, 3, 64), 0.0)
     assert cases.kept_for_backward(variant, device) == 0
     assert set(cases.ways_of_calling(variant, device).values()) == {0.0}

@@ -18,7 +18,7 @@ import kha_megatron
 from kha_megatron import announcements
 from kha_megatron.heads.kernels import verification
 from tests.kernels import cases
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.interpreter import interpreter_of
 from tests.kernels.test_interpreted import TOLERANCE
 
 PACKAGE = Path(kha_megatron.__file__).parent
@@ -116,18 +116,14 @@ MISTAKES = {
         "first = tile * M",
         "first = tile * no_name",
         set(),
-        r"the kernels fail \(\w+: .*no_name.*\)",
+        r"the kernels failed \(\w+: .*no_name.*\)",
     ),
 }
 
 
 def compare(variant, choice):
-    """Knock in a process that has just started.
-
-    Returns:
-        The errors of :func:`cases.errors_of` with one tile of rows at two strides, NaN after the
-        last row and in all gaps; what was logged; and whether the kernels computed it.
-    """
+    """Return the errors of one tile of rows at two strides, with NaN after the last row and in all
+    gaps; the log; and whether the kernels computed it. The process knows no comparison yet."""
     x, dy = (torch.full((8, 4, 64), torch.nan)[:7, :3] for _ in range(2))
     for tensor in (x, dy):
         tensor.copy_(torch.randn(7, 3, 64))
@@ -154,9 +150,8 @@ def mutated(folder, mistake):
     text = path.read_text()
     assert mistake.right in text, "the kernels have changed: write the mistake anew"
     path.write_text(text.replace(mistake.right, mistake.wrong))
-    process = Interpreter(package=folder)
-    yield process
-    process.close()
+    with interpreter_of(folder) as run:
+        yield run
 
 
 REPEATED = {
@@ -177,7 +172,7 @@ def test_mistakes_are_detected(usable_triton, name, tmp_path):
         unchecked, *_ = process(compare, mistake.variant, "triton")
     assert not fused
     assert max(checked.values()) < 1e-6
-    start = rf"kha_megatron: WARNING: Computing the {mistake.variant} knock .* in torch, because "
+    start = rf"kha_megatron: WARNING: Falling back to torch for KHA {mistake.variant} .*, because "
     assert re.search(f"{start}on this device {mistake.warning}", log), log
     if isinstance(unchecked, dict):
         wrong = {key for key, error in unchecked.items() if not error < TOLERANCE[torch.float32]}
@@ -193,4 +188,4 @@ def test_right_kernels_are_used(interpreter, variant):
     errors, log, fused = interpreter(compare, variant, "auto")
     assert fused
     assert max(errors.values()) < TOLERANCE[torch.float32]
-    assert log == "kha_megatron: Knocking in Triton's interpreter\n"
+    assert log == "kha_megatron: Computing KHA with Triton's interpreter\n"

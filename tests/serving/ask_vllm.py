@@ -65,24 +65,22 @@ def ask(folder, prompts, engine, rounds=1, adapter=None):
     finally:
         del llm
         cleanup_dist_env_and_memory()
+    first = zip(results[0], prompts, strict=True)
     return {
         "tokens": [[list(o.outputs[0].token_ids) for o in outputs] for outputs in results],
-        "logprobs": [[chosen(o.outputs[0]) for o in outputs] for outputs in results],
+        "logprobs": [
+            [chosen(o.outputs[0].logprobs, o.outputs[0].token_ids) for o in outputs]
+            for outputs in results
+        ],
         "prompt_logprobs": []
         if adapter
-        else [given(o, p) for o, p in zip(results[0], prompts, strict=True)],
+        else [chosen(o.prompt_logprobs[1:], p[1:]) for o, p in first],
         "cached": sum(o.num_cached_tokens or 0 for o in results[-1]),
     }
 
 
-def chosen(output):
-    pairs = zip(output.logprobs, output.token_ids, strict=True)
-    return [row[token].logprob for row, token in pairs]
-
-
-def given(output, prompt):
-    pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-    return [row[token].logprob for row, token in pairs]
+def chosen(rows, tokens):
+    return [row[token].logprob for row, token in zip(rows, tokens, strict=True)]
 
 
 if __name__ == "__main__":  # spawned workers import this file

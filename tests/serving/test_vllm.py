@@ -104,13 +104,12 @@ REFUSED = {
     "mla": (LATENT, "not with MLA, GLA or GTA"),
     "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "not with MLA, GLA or GTA"),
     "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "not with MLA, GLA or GTA"),
-    "moh": (
-        {"kha_moh": {"share": 0.75}},
-        "does not support moh.*Serve the model",
-    ),
+    "moh": ({"kha_moh": {"share": 0.75}}, "does not support moh.*Serve the model"),
     "talking": ({"kha_talking": {}}, "does not support talking"),
     "collaborative": ({"kha_collaborative": {"dim": 64}}, "does not support collaborative"),
 }
+BACKEND = ("each", "gates", "softmax_sum")
+"""Models that also run in vLLM's Transformers backend."""
 LENGTHS = (5, 17, 33, 64, 3, 90, 41, 150)
 
 
@@ -260,25 +259,24 @@ def answers(folders, prompts, adapters, tmp_path_factory):
         "lora of all": job("each", adapter=adapters["all"], **lora),
     }
     jobs |= {("refused", name): job(name) for name in REFUSED}
-    jobs |= {("backend", name): job(name, **backend) for name in ("each", "gates", "softmax_sum")}
+    jobs |= {("backend", name): job(name, **backend) for name in BACKEND}
     jobs |= {("backend refused", name): job(name, **backend) for name in (*REFUSED, "groups")}
     return run_jobs(jobs, tmp_path_factory.mktemp("one process"))
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_tokens_and_log_probabilities_are_those_of_transformers(name, answers, truths):
-    check(answers["served", name], truths[name])
-
-
-@pytest.mark.parametrize("name", ["chunked prefill", "prefix caching"])
-def test_chunked_prefill_and_prefix_caching(name, answers, truths):
-    check(answers[name], truths["each"])
-    if name == "prefix caching":
-        assert answers[name]["cached"] >= 5 * 32  # complete blocks of the longer prompts
-
-
-def test_compiled_model(answers, truths):
-    check(answers["compiled"], truths["gates"])
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        *((("served", name), name) for name in SERVED),
+        *((("backend", name), name) for name in BACKEND),
+        *(("prefix caching", "each"), ("chunked prefill", "each"), ("compiled", "gates")),
+    ],
+    ids=str,
+)
+def test_tokens_and_log_probabilities_are_those_of_transformers(job, name, answers, truths):
+    check(answers[job], truths[name])
+    if job == "prefix caching":
+        assert answers[job]["cached"] >= 5 * 32  # complete blocks of the longer prompts
 
 
 def test_adapter_of_the_attention(answers, truths, adapters, prompts):
@@ -296,11 +294,6 @@ def test_adapter_of_a_knock_is_refused(answers):
 def test_unsupported_models_are_refused(name, answers):
     for kind in ("refused", "backend refused"):
         assert re.search(REFUSED[name][1], answers[kind, name]["error"]), kind
-
-
-@pytest.mark.parametrize("name", ["each", "gates", "softmax_sum"])
-def test_transformers_backend(name, answers, truths):
-    check(answers["backend", name], truths[name])
 
 
 def test_transformers_backend_refuses_another_rank_of_groups(answers):

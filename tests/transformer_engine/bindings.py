@@ -7,8 +7,7 @@ Shapes: ``[..., columns]`` is a matrix whose rows are all leading dimensions. A 
 :data:`DType`, or of Transformer Engine's enum with the same names.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NoReturn
 
@@ -26,13 +25,6 @@ def _enum(name: str, members: str) -> Any:
 DType = _enum(
     "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
 )
-_TORCH = {
-    "kByte": torch.uint8,
-    "kInt32": torch.int32,
-    "kFloat32": torch.float32,
-    "kFloat16": torch.float16,
-    "kBFloat16": torch.bfloat16,
-}
 FP8FwdTensors = _enum(
     "FP8FwdTensors",
     "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT "
@@ -64,10 +56,6 @@ NVTERoutingMapFormat = NVTEQBHistogramMode = _Numbers()
 class FP8TensorMeta:
     """Scales and histories of the largest values of one module, for delayed scaling."""
 
-    scale: Tensor
-    scale_inv: Tensor
-    amax_history: Tensor
-
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
     """Return a function that raises NotImplementedError, for a name that this module lacks."""
@@ -84,38 +72,27 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
     return absent
 
 
-def _binding[Function: Callable[..., Any]](function: Function) -> Function:
-    @functools.wraps(function)
-    def without_gradients(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return without_gradients  # type: ignore[return-value]
-
-
 def _dtype(te_dtype: Any) -> torch.dtype:
-    return _TORCH[te_dtype.name]
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
+
+    return TE_DType_To_Torch[te_dtype]
 
 
-# What Transformer Engine asks of the machine
+# Properties of the machine
 
 
-@_binding
 def get_cublasLt_version() -> int:
     return 130000  # of CUDA 13.0, new enough for every FP8 recipe
 
 
-@_binding
 def get_cudnn_version() -> int:
     return 91300
 
 
-@_binding
 def get_num_cublas_streams() -> int:
     return 1
 
 
-@_binding
 def get_fused_attn_backend(*arguments: Any, **more: Any) -> tuple[Any, str]:
     """Return no backend and the reason. The unfused attention, which is plain torch, then runs."""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there are no kernels on the CPU"
@@ -124,7 +101,7 @@ def get_fused_attn_backend(*arguments: Any, **more: Any) -> tuple[Any, str]:
 # Casts
 
 
-@_binding
+@torch.no_grad()
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """Quantise ``tensor``, into ``output`` if given. ``noop`` leaves ``output`` unchanged."""
     if output is None:
@@ -134,48 +111,44 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
     return output
 
 
-@_binding
+@torch.no_grad()
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
     return fp8.plain(tensor).to(_dtype(dtype))
 
 
-@_binding
-def split_quantize(
-    tensor: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], *more: Any, **options: Any
-) -> list[Any]:
+@torch.no_grad()
+def split_quantize(tensor, sizes, quantizers, *more, **options):
     """Quantise each part of the rows with its own quantizer."""
     parts = torch.split(tensor, list(sizes))
     return [fp8.quantise(part, q) for part, q in zip(parts, quantizers, strict=True)]
 
 
-@_binding
+@torch.no_grad()
 def bgrad_quantize(gradient: Tensor, quantizer: Any) -> list[Any]:
     """Return the gradient of a bias, and the quantised gradient."""
     rows = gradient.reshape(-1, gradient.shape[-1])
     return [rows.float().sum(0).to(gradient.dtype), fp8.quantise(gradient, quantizer)]
 
 
-@_binding
-def create_empty_quantized_tensor(
-    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool
-) -> Any:
+@torch.no_grad()
+def create_empty_quantized_tensor(quantizer, shape, dtype, *more):
     return fp8.empty(quantizer, tuple(shape), dtype)
 
 
-@_binding
+@torch.no_grad()
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     """Return bytes ``[..., columns]`` as ``[columns, ...]``."""
     turned = fp8.transposed(data)
     return turned if out is None else out.copy_(turned)
 
 
-@_binding
+@torch.no_grad()
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
     swapped = tensor.transpose(0, 1)
     return swapped.contiguous() if out is None else out.copy_(swapped)
 
 
-@_binding
+@torch.no_grad()
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:
     amax.fill_(tensor.float().abs().max() if tensor.numel() else 0.0)
 
@@ -183,7 +156,7 @@ def compute_amax(tensor: Tensor, amax: Tensor) -> None:
 # Products
 
 
-@_binding
+@torch.no_grad()
 def generic_gemm(a, transpose_a, b, transpose_b, out, quantizer, out_dtype, bias, *more, **options):
     """Return ``b`` times ``a`` in Transformer Engine's order: a linear layer's forward is "TN", its
     input gradient "NN", its weight gradient "NT".
@@ -213,7 +186,7 @@ def generic_gemm(a, transpose_a, b, transpose_b, out, quantizer, out_dtype, bias
     return product, bias_gradient, None, options["extra_output"]
 
 
-@_binding
+@torch.no_grad()
 def te_general_grouped_gemm(a, transpose_a, b, transpose_b, out, out_dtype, sizes, bias, *more):
     """Compute a product for each expert as :func:`generic_gemm` does. ``single_output`` writes them
     into consecutive rows of ``out[0]``; ``grad`` writes the gradients of biases into ``bias``."""
@@ -248,7 +221,7 @@ def _put(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
 # Rows of experts, padded to what FP8 products take
 
 
-@_binding
+@torch.no_grad()
 def fused_multi_row_padding(rows, out, sizes, padded):
     """Copy each expert's rows into ``out``, with rows of zeros behind them."""
     out.zero_()
@@ -256,7 +229,7 @@ def fused_multi_row_padding(rows, out, sizes, padded):
         place.copy_(part)
 
 
-@_binding
+@torch.no_grad()
 def fused_multi_row_unpadding(rows, out, padded, sizes):
     """Copy each expert's rows back into ``out``, without the padding."""
     for part, place in _places(out, rows, sizes, padded):
@@ -271,7 +244,7 @@ def _places(dense, padded, sizes, padded_sizes):
 # Normalisation: statistics are float32, for each row
 
 
-@_binding
+@torch.no_grad()
 def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, sm_margin, zero_centered_gamma):
     """Return the normalised rows, None, and the reciprocal of their root mean square."""
     x32 = x.float()
@@ -280,14 +253,14 @@ def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, sm_margin, zero_centered_
     return [_normalised(y, out, quantizer, dtype), None, reciprocal.reshape(-1)]
 
 
-@_binding
+@torch.no_grad()
 def rmsnorm_bwd(dz, x, reciprocal, weight, sm_margin, zero_centered_gamma):
     """Return the gradients of ``x`` and ``weight``."""
     scale = reciprocal.view(*x.shape[:-1], 1)
     return _norm_gradients(dz, x, x.float() * scale, scale, weight, zero_centered_gamma)[:2]
 
 
-@_binding
+@torch.no_grad()
 def layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, sm_margin, zero_centered_gamma):
     """Return the normalised rows, their mean, and the reciprocal of their deviation."""
     x32 = x.float()
@@ -298,7 +271,7 @@ def layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, sm_margin, zero_c
     return [_normalised(y, out, quantizer, dtype), mean.reshape(-1), reciprocal.reshape(-1)]
 
 
-@_binding
+@torch.no_grad()
 def layernorm_bwd(dz, x, mean, reciprocal, weight, sm_margin, zero_centered_gamma):
     """Return the gradients of ``x``, ``weight`` and ``bias``."""
     rows = (*x.shape[:-1], 1)
@@ -337,7 +310,7 @@ def _norm_gradients(dz, x, normalised, scale, weight, zero_centered, *, centred=
 # is not finite
 
 
-@_binding
+@torch.no_grad()
 def multi_tensor_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: Any) -> None:
     """``lists[1] = scale * lists[0]``."""
     for source, target in zip(*lists, strict=True):
@@ -350,19 +323,18 @@ def multi_tensor_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scal
 multi_tensor_scale_tensor = multi_tensor_scale
 
 
-@_binding
+@torch.no_grad()
 def multi_tensor_l2norm(chunk, flag, lists, per_tensor=False):
     """Return the norm of all tensors together ``[1]``, and of each if ``per_tensor``."""
     squares = torch.stack([tensor.float().square().sum() for tensor in lists[0]])
     return squares.sum().sqrt().reshape(1), squares.sqrt() if per_tensor else squares.new_empty(0)
 
 
-@_binding
-def multi_tensor_adam(
-    chunk, flag, lists, lr, beta1, beta2, epsilon, step, decoupled, bias_correction, weight_decay
-):
+@torch.no_grad()
+def multi_tensor_adam(chunk, flag, lists, lr, beta1, beta2, epsilon, step, *settings):
     """Apply Adam, or AdamW if ``decoupled``, to lists of gradients, parameters, first and second
     moments, and optional float32 parameters, of which the parameters are copies."""
+    decoupled, bias_correction, weight_decay = settings
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
     for gradient, parameter, first, second, *master in zip(*lists, strict=True):
@@ -382,13 +354,11 @@ def multi_tensor_adam(
             master[0].copy_(value)
 
 
-@_binding
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk, flag, lists, largest, force_pow_2_scales, epsilon
-):
+@torch.no_grad()
+def multi_tensor_compute_scale_and_scale_inv(chunk, flag, lists, largest, power_of_two, epsilon):
     """Write scales and their inverses (second, third list) for the largest values (first)."""
     for amax, scale, inverse in zip(*lists, strict=True):
-        found = fp8.scale_from(amax, largest, power_of_two=force_pow_2_scales, epsilon=epsilon)
+        found = fp8.scale_from(amax, largest, power_of_two=power_of_two, epsilon=epsilon)
         scale.copy_(found)
         inverse.copy_(1.0 / found)
 
@@ -397,7 +367,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 # ``[rows, columns]`` from ``start`` on
 
 
-@_binding
+@torch.no_grad()
 def fp8_block_scaling_compute_partial_amax(master, amax, rows, columns, start, block):
     """Write the largest value of each block of ``block`` x ``block`` into ``amax``."""
     row, column = _range(master, columns, start)
@@ -405,7 +375,7 @@ def fp8_block_scaling_compute_partial_amax(master, amax, rows, columns, start, b
     amax.view(-1).scatter_reduce_(0, places, master.abs().flatten().to(amax.dtype), "amax")
 
 
-@_binding
+@torch.no_grad()
 def fp8_block_scaling_partial_cast(master, out, scale, rows, columns, start, block, dtype):
     row, column = _range(master, columns, start)
     scaled = master.float().flatten() * scale[row // block, column // block]

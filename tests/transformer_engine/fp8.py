@@ -17,15 +17,6 @@ Parts = dict[str, Tensor | None]
 _FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _BLOCK = 128  # of the blockwise recipe
 _MX_BLOCK = 32  # of MXFP8
-_ATTRIBUTES = {
-    "data": "_data",
-    "data_transpose": "_transpose",
-    "fp8_scale_inv": "_scale_inv",
-    "rowwise_data": "_rowwise_data",
-    "rowwise_scale_inv": "_rowwise_scale_inv",
-    "columnwise_data": "_columnwise_data",
-    "columnwise_scale_inv": "_columnwise_scale_inv",
-}
 
 
 def is_quantised(tensor: Any) -> bool:
@@ -48,9 +39,10 @@ def quantise(x: Tensor, quantizer: Any, dtype: torch.dtype | None = None) -> Any
 def quantise_into(x: Tensor, quantizer: Any, output: Any) -> None:
     """Overwrite the data and scales of the quantised tensor ``output``."""
     for name, new in _parts(plain(x), quantizer).items():
-        old = getattr(output, _ATTRIBUTES[name])
+        attribute = "_" + name.removeprefix("fp8_").removeprefix("data_")
+        old = getattr(output, attribute)
         if new is not None and old is None:
-            setattr(output, _ATTRIBUTES[name], new)
+            setattr(output, attribute, new)
         elif new is not None:
             old.copy_(new.view(old.shape))
     if hasattr(output, "_transpose_invalid"):
