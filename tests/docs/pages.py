@@ -18,21 +18,11 @@ PAGES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: str
-    line: int
-    """Number of its first line, from 1."""
-    text: str
-
-
-def blocks(page: str, language: str) -> Iterator[Block]:
-    """Return the blocks of one language, in order."""
+def blocks(page: str, language: str) -> Iterator[tuple[int, str]]:
+    """Yield the number of the first line, from 1, and the text of each block of one language."""
     text = (ROOT / page).read_text()
     for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield Block(page, text.count("\n", 0, found.start(1)) + 1, found[1])
+        yield text.count("\n", 0, found.start(1)) + 1, found[1]
 
 
 @dataclass(frozen=True)
@@ -51,9 +41,8 @@ class Command:
 
 def commands(page: str) -> Iterator[Command]:
     """Return the commands of a page's ``bash`` blocks."""
-    for block in blocks(page, "bash"):
-        number = block.line
-        for text in re.split(r"(?<!\\)\n", block.text):
+    for number, block in blocks(page, "bash"):
+        for text in re.split(r"(?<!\\)\n", block):
             computed = re.fullmatch(r"\s*(\w+)=(\$\(.*\))", text)  # by the shell
             words = [] if computed else shlex.split(text.replace("\\\n", " "), comments=True)
             variables = {computed[1]: computed[2]} if computed else {}

@@ -225,9 +225,5 @@ def _execute(programs):
 
 
 def test_programs_run(ranks):
-    programs = [
-        (f"{block.page}:{block.line}", block.text)
-        for page in PAGES
-        for block in blocks(page, "python")
-    ]
+    programs = [(f"{page}:{line}", text) for page in PAGES for line, text in blocks(page, "python")]
     assert ranks(_execute, 1, programs)[0] >= 2

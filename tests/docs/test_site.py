@@ -71,8 +71,8 @@ def test_quoted_errors_exist_in_the_code():
     known = [*literals(PACKAGE), " ".join((ROOT / "tools/bootstrap.sh").read_text().split())]
     quoted = [
         line.removeprefix("error: ")
-        for block in blocks("docs/troubleshooting.md", "none")
-        for line in block.text.splitlines()
+        for _, block in blocks("docs/troubleshooting.md", "none")
+        for line in block.splitlines()
     ]
     assert len(quoted) > 15
     lost = [line for line in quoted if not any(line in text for text in known)]

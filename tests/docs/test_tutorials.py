@@ -29,7 +29,7 @@ def walk(tmp_path):
     } | {"NEMORUN_HOME": str(tmp_path / "nemo")}
 
     def walk(page):
-        first, *rest = [block.text for block in blocks(page, "bash")]
+        first, *rest = [text for _, text in blocks(page, "bash")]
         assert first == "source .venv/bin/activate\n"
         printed = []
         for text in rest:
