@@ -132,11 +132,7 @@ def _check_report(output: Path, results: list[dict]) -> None:
 
 
 @pytest.mark.whole
-def test_sigterm_stops_parallel_runs(
-    corpus,  # noqa: F811
-    nemorun_home,  # noqa: F811
-    tmp_path,
-):
+def test_sigterm_stops_parallel_runs(corpus, nemorun_home, tmp_path):  # noqa: F811
     data = Path(corpus[corpus.index("--data-path") + 1]).parent
     output = tmp_path / "two"
     words = ["--data", str(data), "--output", str(output), "--nproc", "1", "--jobs", "2"]

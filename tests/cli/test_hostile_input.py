@@ -139,7 +139,7 @@ def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 1
-    line = capsys.readouterr().err
+    line = capsys.readouterr().err.strip()
     assert len(line.splitlines()) == 1
     assert "RuntimeError: deep inside" in line
     (report,) = tmp_path.glob("kha-megatron-*.txt")

@@ -60,11 +60,7 @@ def test_held_out_evaluates_whole_batches_once(tmp_path):
         ("--save=x", {}, "--save is set by --output and --seeds"),
         ("--kha-init random", {}, "--kha-init is set by --variants"),
         ("--eval-iters 3", {"held_out": 1}, "--eval-iters is set by --held-out"),
-        (
-            "--decrease-batch-size-if-needed",
-            {"held_out": 1},
-            "Add `-- --global-batch-size N`",
-        ),
+        ("--decrease-batch-size-if-needed", {"held_out": 1}, "Add `-- --global-batch-size N`"),
     ],
 )
 def test_bad_input_is_refused(words, settings, match, tmp_path):

@@ -26,11 +26,7 @@ CONTAINER = Slurm(
     account="acme",
     time="04:00:00",
     retries=2,
-    settings={
-        "qos": "12",
-        "exclusive": "true",
-        "additional_parameters": '{"reservation": "r"}',
-    },
+    settings={"qos": "12", "exclusive": "true", "additional_parameters": '{"reservation": "r"}'},
 )
 
 

@@ -5,7 +5,6 @@ import functools
 import importlib
 import io
 import json
-import os
 
 import bench
 import bench_kernels
@@ -15,7 +14,6 @@ import measuring
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import SAVED
 from tests.kernels.conftest import interpreter, usable_triton  # noqa: F401
 
@@ -149,19 +147,6 @@ def test_an_unknown_subject_prints_the_list(capsys):
     assert bench.main(["speed"]) == 2
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for name in bench.BENCHMARKS)
-
-
-def test_variants_are_what_their_names_say(monkeypatch):
-    for name, variant in layers.VARIANTS.items():
-        kind = name.partition("/")[0]
-        presets = {"stock": "baseline", "baseline": "baseline", "gate": "kha_gate_v"}
-        kha = KHAConfig.from_preset(presets.get(kind, f"kha_{kind}"), fold=variant.fold)
-        assert variant.kha() == kha
-        assert variant.fold == ("always" if "folded" in name else "never")
-        monkeypatch.setenv("KHA_KERNELS", "auto")
-        with variant.chosen():
-            assert os.environ["KHA_KERNELS"] == ("triton" if "kernels" in name else "torch")
-        assert os.environ["KHA_KERNELS"] == "auto"
 
 
 def test_contenders_take_turns_in_changing_order():
