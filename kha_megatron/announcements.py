@@ -41,7 +41,7 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
         handler.setFormatter(logging.Formatter("kha_megatron: %(message)s"))
         LOGGER.addHandler(handler)
         LOGGER.setLevel(logging.INFO)
-        LOGGER.propagate = False  # the handlers of the root logger would log it twice
+        LOGGER.propagate = False  # otherwise the root logger would log the message again
     LOGGER.info("%s", text)
 
 

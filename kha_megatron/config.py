@@ -60,13 +60,13 @@ class KHAConfig(KnockSettings):
         is_gla = self.attention == "gla"
         if self.latent_heads < 1 or not (is_gla or self.latent_heads == type(self).latent_heads):
             raise ConfigError(
-                "Expected kha_latent_heads of 1 or more, and only with kha_attention=gla, got "
-                f"{self.latent_heads} with kha_attention={self.attention}."
+                "kha_latent_heads must be at least 1 and is only supported with kha_attention=gla, "
+                f"got {self.latent_heads} with kha_attention={self.attention}."
             )
         if self.attention == "gta" and self.key is not None:
             raise ConfigError(
-                "GTA ties keys to values, so kha_key must be none, got "
-                f"{self.key}. Set kha_value to knock the tied state."
+                f"kha_key={self.key} is not supported with kha_attention=gta, because GTA ties "
+                "keys to values. Use kha_value to apply KHA to the tied state."
             )
         gated = self.gate.positions if self.gate else {}
         for mechanism in self.mechanisms:
@@ -74,8 +74,8 @@ class KHAConfig(KnockSettings):
                 found = f"gate.{projection}" if projection in gated else None
                 if found := f"--kha-{projection}" if getattr(self, projection) else found:
                     raise ConfigError(
-                        f"{mechanism} shares one {projection} among all heads and does not support "
-                        f"{found}. Remove {found}."
+                        f"{found} is not supported with {mechanism}, because all heads share the "
+                        f"same {projection}. Please remove {found}."
                     )
         if self.attention:
             self.check(HeadFacts(multi_latent=is_gla))
@@ -84,7 +84,9 @@ class KHAConfig(KnockSettings):
     def from_preset(cls, name: str, **overrides: Any) -> Self:
         """Build a preset (a key of :data:`PRESETS`), optionally overriding some fields."""
         if name not in PRESETS:
-            raise ConfigError(f"Unknown KHA preset {name!r}. Choose one of {', '.join(PRESETS)}.")
+            raise ConfigError(
+                f"Unknown KHA preset {name!r}. Available presets: {', '.join(PRESETS)}."
+            )
         return cls.from_dict({**PRESETS[name], **overrides})
 
     @classmethod
@@ -96,13 +98,14 @@ class KHAConfig(KnockSettings):
         """
         values: dict[str, Any] = {}
         for name in names:
-            cls.from_preset(name)  # raises an error if it is unknown
+            cls.from_preset(name)  # raises if the preset is unknown
             for setting, value in PRESETS[name].items():
                 earlier = values.get(setting, {})
                 is_mechanism = isinstance(value, Mapping)
                 if setting in values and not (is_mechanism and earlier.keys().isdisjoint(value)):
                     raise ConfigError(
-                        f"Presets {', '.join(names)} set {setting} more than once. Remove one."
+                        f"Presets {', '.join(names)} cannot be combined, because more than one of "
+                        f"them sets {setting}."
                     )
                 values[setting] = {**earlier, **value} if is_mechanism else value
         return cls.from_dict(values)
@@ -113,7 +116,7 @@ class KHAConfig(KnockSettings):
         ConfigError."""
         if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
             raise ConfigError(
-                f"Unknown KHA setting {', '.join(unknown)}. Expected one of "
+                f"Unknown KHA setting {', '.join(unknown)}. Available settings: "
                 f"{', '.join(f.name for f in fields(cls))}."
             )
         types = mechanism_types(cls)
@@ -140,7 +143,7 @@ class KHAConfig(KnockSettings):
         if preset is None and not words.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
             return None
         words |= {name: None for name in PROJECTIONS if words.get(name) == "none"}
-        if preset in PRESETS:  # options may replace single settings of the preset's mechanisms
+        if preset in PRESETS:  # options override settings of the preset's mechanisms
             for name in mechanism_types(cls).keys() & words.keys() & PRESETS[preset].keys():
                 words[name] = words[name] and {**PRESETS[preset][name], **words[name]}
         return cls.from_preset(preset or "baseline", **words)
@@ -191,8 +194,8 @@ class KHAConfig(KnockSettings):
             gate = replace(gate, output="element")
         if not gate.is_stock:
             raise ConfigError(
-                "--attention-output-gate multiplies by the sigmoid of gate.output=element and does "
-                f"not support {self.gate}. Remove one of them."
+                "--attention-output-gate is the same as gate.output=element with its defaults and "
+                f"cannot be combined with {self.gate}. Use only one of them."
             )
         return replace(self, gate=gate)
 
@@ -295,9 +298,8 @@ class KHAConfig(KnockSettings):
     def check(self, facts: HeadFacts) -> None:
         """Raise ConfigError if a model with these properties does not support the configuration."""
         if self.attention and facts.multi_latent != (self.attention == "gla"):
-            raise ConfigError(
-                "kha_attention=gla needs --multi-latent-attention, and gta does not support it."
-            )
+            needs = "does not support" if facts.multi_latent else "requires"
+            raise ConfigError(f"kha_attention={self.attention} {needs} --multi-latent-attention.")
         facts = replace(facts, attention=self.attention)
         for mechanism in self.mechanisms:
             if why := mechanism.unsupported_reason(facts):
@@ -306,11 +308,14 @@ class KHAConfig(KnockSettings):
             return
         if facts.predictions:
             raise ConfigError(
-                f"Expected mtp_num_layers=0 with KHA, got {facts.predictions}: Megatron builds "
-                "multi-token prediction layers without the layer spec. Remove --mtp-num-layers."
+                f"KHA does not support multi-token prediction (mtp_num_layers="
+                f"{facts.predictions}), because Megatron builds its layers without the layer spec. "
+                "Please remove --mtp-num-layers."
             )
         if facts.flash_decode:
-            raise ConfigError(f"flash_decode does not support {self}. Remove --flash-decode.")
+            raise ConfigError(
+                f"{self} does not support flash decoding. Please remove --flash-decode."
+            )
 
     def __str__(self) -> str:
         """Format for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
@@ -356,8 +361,8 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
         is_known = name in known and (name != Knock.name or setting in knock)
         if not (is_complete and is_known):
             raise ConfigError(
-                "Expected --heads NAME.FIELD=VALUE, NAME or NAME=none, where NAME is one of "
-                f"{', '.join(known)}, got {word}."
+                f"Invalid value {word!r} for --heads. Use NAME.FIELD=VALUE, NAME or NAME=none, "
+                f"where NAME is one of {', '.join(known)}."
             )
         if name == Knock.name:
             result[setting] = _parse_value(text)

@@ -46,7 +46,7 @@ class MissingDependencyError(KHAError, ImportError):
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
         super().__init__(
-            f"{feature} needs {package}, which is not installed. "
+            f"{feature} requires {package}, which is not installed. "
             f"Run `pip install 'kha-megatron[{extra}]'`."
         )
 

@@ -50,7 +50,7 @@ class CollaborativeHeads(Mechanism):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dim < 2 or self.dim % 2:
-            raise ConfigError(f"Expected collaborative.dim to be even, got {self.dim}.")
+            raise ConfigError(f"collaborative.dim must be even and at least 2, got {self.dim}.")
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         projections = tuple(
@@ -101,7 +101,7 @@ class CollaborativeHeads(Mechanism):
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         if self.dim <= FUSED_DIM:
             return None
-        return f"its keys are {self.dim} features wide, and fused kernels support {FUSED_DIM}"
+        return f"fused kernels support a head dim of at most {FUSED_DIM}, got {self.dim}"
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
         if why := super().unsupported_reason(facts):
@@ -109,18 +109,20 @@ class CollaborativeHeads(Mechanism):
         if facts.fused_attention and self.dim > FUSED_DIM:
             return (
                 f"Fused attention kernels support at most {FUSED_DIM} features per head, got "
-                f"collaborative.dim={self.dim}. Reduce it or pass --attention-backend unfused."
+                f"collaborative.dim={self.dim}. Reduce it or use --attention-backend "
+                "unfused."
             )
         if facts.rotary_features > self.dim:
             return (
-                f"Expected collaborative.dim of at least {facts.rotary_features}, the rotary "
-                f"features of a head, got {self.dim}. Increase it or reduce --rotary-percent "
-                "(partial_rotary_factor)."
+                f"collaborative.dim ({self.dim}) must be at least the number of rotary features "
+                f"per head ({facts.rotary_features}). Increase collaborative.dim or reduce "
+                "--rotary-percent (partial_rotary_factor)."
             )
         if self.start == "blocks" and self.dim < facts.query_heads:
             return (
-                f"Expected collaborative.dim of at least {facts.query_heads} (one per head) with "
-                f"start=blocks, got {self.dim}. Increase it or set collaborative.start=ones."
+                f"With collaborative.start=blocks, collaborative.dim ({self.dim}) must be at "
+                f"least the number of heads ({facts.query_heads}). Increase it or use "
+                "collaborative.start=ones."
             )
         return None
 

@@ -48,7 +48,7 @@ class _FoldHeads(torch.autograd.Function):
             of_rows = torch.bmm(_of_heads(matrices, ctx.owners), gradient).view(rows.shape)
         if any(for_matrices):
             each = torch.bmm(heads, gradient.mT)
-            # index_add would sum in a random order on a GPU
+            # not index_add, which is not deterministic on GPUs
             places = _indices(ctx.owners, len(matrices), rows.device)[1]
             of_matrices = [each[place].sum(0) for place in places]
         return of_rows, None, *of_matrices

@@ -75,8 +75,8 @@ class Gate(Mechanism):
         super().__post_init__()
         if not self.positions:
             raise ConfigError(
-                f"Expected a gate at {', '.join(get_args(Position))} ({', '.join(ALIASES)}), got "
-                "none. Set one, as in gate.output=element."
+                f"gate requires at least one position ({', '.join(get_args(Position))} or the "
+                f"aliases {', '.join(ALIASES)}), e.g. gate.output=element."
             )
 
     @classmethod
@@ -86,7 +86,10 @@ class Gate(Mechanism):
             return super().from_dict(values)  # raises the error
         for name in ALIASES.keys() & values:
             if ALIASES[name] in values:
-                raise ConfigError(f"gate.{name} is an alias of gate.{ALIASES[name]}. Set only one.")
+                raise ConfigError(
+                    f"You passed both gate.{ALIASES[name]} and its alias gate.{name}; use only one "
+                    "of them."
+                )
         return super().from_dict({ALIASES.get(name, name): v for name, v in values.items()})
 
     @property
@@ -201,14 +204,14 @@ class Gate(Mechanism):
             return super().unsupported_reason(facts)
         if facts.multi_latent and set(self.positions) != {"output"}:
             return (
-                f"Multi-latent attention supports only gate.output, got {self}: at inference it "
-                "does not compute queries, keys and values. Remove the other positions."
+                f"Multi-latent attention supports only gate.output, got {self}. Queries, keys and "
+                "values are not materialized at inference. Please remove the other positions."
             )
         scaled = [p for p in ("query", "key") if self.positions.get(p) == "head"]
         if facts.qk_norm and scaled and self.form == "multiply":
             return (
-                f"gate.{scaled[0]}=head has no effect with QK-norm, which removes the scale of a "
-                f"head. Use gate.{scaled[0]}=element or remove --qk-layernorm."
+                f"gate.{scaled[0]}=head has no effect with QK-norm, because the norm cancels a "
+                f"scale per head. Use gate.{scaled[0]}=element or remove --qk-layernorm."
             )
         return None
 

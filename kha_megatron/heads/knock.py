@@ -65,7 +65,7 @@ class KnockSettings:
         check_fields(self, "kha_")
         if self.fold == "always" and "linear" not in self.variants.values():
             raise ConfigError(
-                f"kha_fold=always needs a linear variant to fold, got {self}. Set kha_fold=auto."
+                f"kha_fold=always requires a linear variant, got {self}. Use kha_fold=auto instead."
             )
 
     @property
@@ -122,7 +122,9 @@ class Knock(KnockSettings, Mechanism):
 
     def projections_to_double(self) -> tuple[()]:
         if self.init != "identity":
-            raise ConfigError(f"{self} changes the outputs of a trained model. Set init=identity.")
+            raise ConfigError(
+                f"{self} changes the outputs of a trained model. Use init=identity instead."
+            )
         return ()
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
@@ -130,11 +132,12 @@ class Knock(KnockSettings, Mechanism):
             return None
         if nonlinear := [f"{p}={v}" for p, v in self.variants.items() if v != "linear"]:
             return (
-                f"Multi-latent attention supports only linear KHA, got {' '.join(nonlinear)}: at "
-                "inference it does not compute queries, keys and values. Use linear."
+                f"Multi-latent attention supports only linear KHA, got {' '.join(nonlinear)}. "
+                "Since queries, keys and values are not materialized at inference, the matrices "
+                "must be folded into the projections. Use linear instead."
             )
         if self.fold == "always":
-            return "kha_fold=always does not support multi-latent attention. Set --kha-fold auto."
+            return "Multi-latent attention does not support kha_fold=always. Use --kha-fold auto."
         return None
 
     def __str__(self) -> str:

@@ -235,8 +235,8 @@ class Mechanism:
         repeatedly. By default, raise ConfigError because no initialization preserves the outputs.
         """
         raise ConfigError(
-            f"{self} changes the outputs of a trained model with any initial value. Use it in a "
-            "training from scratch."
+            f"{self} changes the outputs of a trained model, regardless of its initialization. "
+            "Train it from scratch instead."
         )
 
     @property
@@ -263,11 +263,12 @@ class Mechanism:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         if not isinstance(values, Mapping):
-            raise ConfigError(f"Expected {cls.name} to be an object of settings, got {values!r}.")
+            raise ConfigError(f"{cls.name} must be a mapping of settings, got {values!r}.")
         known = [f.name for f in fields(cls)]
         if unknown := sorted({*values} - {*known}):
             raise ConfigError(
-                f"Unknown setting {', '.join(unknown)} of {cls.name}. Expected some of {known}."
+                f"Unknown setting {', '.join(unknown)} for {cls.name}. Available settings: "
+                f"{', '.join(known)}."
             )
         return cls(**values)
 
@@ -294,17 +295,15 @@ def check_fields(settings: Any, prefix: str) -> None:
                 word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
             ]
             words = literal + [_WORDS[kind] for kind in kinds if kind in _WORDS]
-            raise ConfigError(
-                f"Expected {prefix}{item.name} to be {' or '.join(words)}, got {value!r}."
-            )
+            raise ConfigError(f"{prefix}{item.name} must be {' or '.join(words)}, got {value!r}.")
 
 
 _WORDS = {
     NoneType: "none",
     bool: "true or false",
-    int: "a whole number from 0 up",
-    float: "a number from 0 up",
-    tuple[int, ...]: "a list of them",
+    int: "a non-negative integer",
+    float: "a non-negative number",
+    tuple[int, ...]: "a list of integers",
 }
 
 

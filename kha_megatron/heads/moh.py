@@ -74,19 +74,21 @@ class MixtureOfHeads(Mechanism):
         given = [name for name in ("shared", "active", "share") if getattr(self, name) is not None]
         if given not in (["shared", "active"], ["share"], ["shared", "share"], ["active", "share"]):
             raise ConfigError(
-                "Expected moh.shared and moh.active, or moh.share with at most one of them, got "
-                f"{', '.join(given) or 'none'}. Set for example moh.share=0.75."
+                "moh requires either shared and active, or share with at most one of the two, got "
+                f"{', '.join(given) or 'none of them'}. For example, use moh.share=0.75."
             )
         is_list, share = isinstance(self.active, tuple), self.share
         if not active or 0 in active or (share is not None and (is_list or not 0 < share <= 1)):
             raise ConfigError(
-                "Expected moh.active of 1 or more or a list of such numbers without moh.share, and "
-                f"moh.share above 0 and at most 1, got active={self.active} and share={share}."
+                "moh.active must be at least 1 (a list of numbers cannot be combined with "
+                f"moh.share) and moh.share must be in (0, 1], got active={self.active} and "
+                f"share={share}."
             )
         if self.shared == 0 and self.router == "learned":
             raise ConfigError(
-                "moh.shared=0 does not work with a learned router, which weights shared against "
-                "routed heads (equation 6). Set moh.shared=1 or more, or moh.router=query_norm."
+                "moh.shared=0 is not supported with a learned router, because the router weights "
+                "shared against routed heads (equation 6). Use at least one shared head or "
+                "moh.router=query_norm."
             )
 
     def shared_heads(self, heads: int) -> int:
@@ -190,7 +192,7 @@ class MixtureOfHeads(Mechanism):
     def projections_to_double(self) -> tuple[()]:
         if self.router == "learned" or not self.quantized:
             raise ConfigError(
-                f"{self} changes the weights of a trained model's heads. Set "
+                f"{self} changes the head weights of a trained model. Set "
                 "moh.router=query_norm and moh.quantized=true."
             )
         return ()
@@ -201,15 +203,19 @@ class MixtureOfHeads(Mechanism):
         layers, heads = facts.layers, facts.query_heads
         per_layer = self.active if isinstance(self.active, tuple) else ()
         if layers and per_layer and len(per_layer) != layers:
-            return f"Expected one number or {layers} numbers in moh.active, got {len(per_layer)}."
+            return (
+                "moh.active must be a number or a list with one number for each of the "
+                f"{layers} layers, got {len(per_layer)} numbers."
+            )
         if not heads:
             return None
         shared, least = self.shared_heads(heads), int(self.router == "learned")
         active = per_layer or (self.active_heads(heads),)
         if shared < least or not 1 <= min(active) <= max(active) <= heads - shared:
             return (
-                f"Expected {least} or more shared and 1 or more active of {heads} heads together, "
-                f"got {shared} and {max(active)} from {self}. Set moh.shared or moh.active."
+                f"{self} needs {shared} shared and {max(active)} active of {heads} heads, but at "
+                f"least {least} shared and 1 active are required, and the sum must not exceed "
+                f"{heads}. Change moh.shared or moh.active."
             )
         return None
 

@@ -39,7 +39,7 @@ class TalkingHeads(Mechanism):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.pre or self.post):
-            raise ConfigError("Expected talking.pre or talking.post to be true, got neither.")
+            raise ConfigError("At least one of talking.pre and talking.post must be true.")
 
     @property
     def mixings(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class TalkingHeads(Mechanism):
 
         shared = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        # the same product as in Megatron's own attention, so that both round alike
+        # same matmul as in Megatron's attention, so that results are bit-identical
         logits = torch.baddbmm(
             query.new_empty(1, 1, 1),
             query.flatten(0, 1),
@@ -125,9 +125,9 @@ class TalkingHeads(Mechanism):
         if tokens <= self.max_tokens:
             return None
         return (
-            f"Expected at most talking.max_tokens={self.max_tokens} tokens, got {tokens}. Each "
-            f"head stores {tokens} x {tokens} logits. Reduce --seq-length or pass --heads "
-            f"talking.max_tokens={tokens}."
+            f"The sequence length ({tokens}) exceeds talking.max_tokens={self.max_tokens}. Each "
+            f"head materializes {tokens} x {tokens} logits, so reduce --seq-length or, if there is "
+            f"enough memory, pass --heads talking.max_tokens={tokens}."
         )
 
     def pair_flops(self, sizes: HeadSizes) -> int:
@@ -143,7 +143,7 @@ class TalkingHeads(Mechanism):
         return width * (turned + gathered), width * (turned + gathered)
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        return "heads mix their logits, and fused kernels process one head at a time"
+        return "heads mix their logits, but fused kernels process each head independently"
 
 
 def mix_heads(x: "Tensor", weight: "Tensor") -> "Tensor":

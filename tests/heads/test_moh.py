@@ -52,17 +52,20 @@ def test_costs_of_the_router():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "got none. Set for example moh.share=0.75"),
+        ({}, "got none of them. For example, use moh.share=0.75"),
         ({"shared": 4}, "got shared"),
         ({"share": 0.5, "shared": 1, "active": 2}, "got shared, active, share"),
-        ({"share": 1.5}, "at most 1.*share=1.5"),
-        ({"share": 0.5, "active": [2, 3]}, "without moh.share"),
-        ({"shared": 1, "active": 0}, "1 or more.*got active=0"),
-        ({"shared": -1, "active": 2}, "moh.shared to be .*whole number.*got -1"),
-        ({"shared": 1, "active": [2, 2.5]}, "a list of them.*2.5"),
+        ({"share": 1.5}, r"in \(0, 1\].*share=1.5"),
+        ({"share": 0.5, "active": [2, 3]}, "cannot be combined with moh.share"),
+        ({"shared": 1, "active": 0}, "at least 1.*got active=0"),
+        ({"shared": -1, "active": 2}, "moh.shared must be .*non-negative integer.*got -1"),
+        ({"shared": 1, "active": [2, 2.5]}, "a list of integers.*2.5"),
         ({"shared": 0, "active": 2}, "moh.shared=0.*moh.router=query_norm"),
         ({"share": 0.5, "router": "noisy"}, "learned or query_norm, got 'noisy'"),
-        ({"share": 0.5, "balance": float("nan")}, "moh.balance to be a number.*got nan"),
+        (
+            {"share": 0.5, "balance": float("nan")},
+            "must be a non-negative number.*got nan",
+        ),
         ({"share": 0.5, "quantized": 1}, "true or false, got 1"),
     ],
 )
@@ -74,10 +77,10 @@ def test_invalid_settings_raise_an_error(settings, message):
 @pytest.mark.parametrize(
     ("settings", "facts", "message"),
     [
-        ({"shared": 8, "active": 1}, {"query_heads": 8}, "of 8 heads together, got 8 and 1"),
-        ({"shared": 3, "active": [5, 6]}, {"query_heads": 8}, "of 8 heads together, got 3 and 6"),
-        ({"shared": 3, "active": [5, 5]}, {"layers": 3}, "3 numbers in moh.active, got 2"),
-        ({"share": 0.1}, {"query_heads": 8}, "1 or more shared .*got 0 and"),
+        ({"shared": 8, "active": 1}, {"query_heads": 8}, "8 shared and 1 active of 8 heads"),
+        ({"shared": 3, "active": [5, 6]}, {"query_heads": 8}, "3 shared and 6 active of 8 heads"),
+        ({"shared": 3, "active": [5, 5]}, {"layers": 3}, "each of the 3 layers, got 2"),
+        ({"share": 0.1}, {"query_heads": 8}, "0 shared and .*at least 1 shared"),
         ({"share": 0.5}, {"multi_latent": True}, "multi-latent attention. Use MHA, MQA or GQA"),
     ],
 )

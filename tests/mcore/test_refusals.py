@@ -55,7 +55,7 @@ def refusal(kha, overrides):
         (
             KHAConfig(gate=Gate(output="head")),
             {"attention_output_gate": True},
-            r"--attention-output-gate.*does not support gate\(output=head\).*Remove one",
+            r"--attention-output-gate.*cannot be combined with gate\(output=head\).*Use only one",
         ),
         (
             KHAConfig(gate=Gate(output="element", value="head")),
@@ -70,7 +70,7 @@ def refusal(kha, overrides):
         (
             KHAConfig(collaborative=CollaborativeHeads(dim=6)),
             {},
-            "dim of at least 8 .*start=blocks, got 6.*start=ones",
+            "collaborative.dim .6. must be at least .*8.*start=ones",
         ),
         (SHARED, {"add_qkv_bias": True}, "no biases. Remove --add-qkv-bias"),
         (SHARED, LATENT, "Use MHA, MQA or GQA"),

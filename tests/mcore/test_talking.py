@@ -122,7 +122,7 @@ def test_without_a_rule_the_comparison_fails(ranks, mutate, sp, words):
 def refusals_of_a_layer():
     layer, _ = sharded_layer.build(BOTH, 1, False, 7, sharded_layer.SIZES)
     short = KHAConfig(talking=TalkingHeads(max_tokens=6))
-    with pytest.raises(ConfigError, match=r"max_tokens=6 tokens, got 7.*talking.max_tokens=7"):
+    with pytest.raises(ConfigError, match=r"exceeds talking.max_tokens=6.*max_tokens=7"):
         sharded_layer.on_rank(short, 1, False, 7, sharded_layer.SIZES)
     with pytest.raises(ConfigError, match="do not support packed sequences"):
         layer.core_attention(None, None, None, None, packed_seq_params=object())
@@ -136,7 +136,7 @@ def test_long_or_packed_sequences_and_dynamic_batches_are_refused(ranks):
 
 def test_longer_sequences_are_refused_before_anything_is_built():
     kha = KHAConfig(talking=TalkingHeads())
-    with pytest.raises(ConfigError, match=r"talking.max_tokens=2048 tokens, got 4096"):
+    with pytest.raises(ConfigError, match=r"\(4096\) exceeds talking.max_tokens=2048"):
         kha.check(HeadFacts(tokens=4096))
     asked = KHAConfig.from_options({"heads": ["talking.max_tokens=4096"]})
     asked.check(HeadFacts(tokens=4096))

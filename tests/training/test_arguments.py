@@ -87,12 +87,12 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ),
         ([*MLP, "--kha-log-interval", "9"], "needs --tensorboard-dir"),
         ([*MLP, "--kha-fold", "always"], "fold=always"),
-        ([*LINEAR, *TIED], "got linear"),
+        ([*LINEAR, *TIED], "kha_key=linear is not supported"),
         ([*MLP, "--kha-attention", "gta"], "a multiple of 4"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*MLP, "--multi-latent-attention"], "value=mlp"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
-        (["--heads", "talking.max_tokens=27"], "got 28"),
+        (["--heads", "talking.max_tokens=27"], "(28) exceeds"),
     ]
     data = ["--data-path", "0.3", prefix, "0.7", str(missing)]
     cases = [

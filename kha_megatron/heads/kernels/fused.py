@@ -70,7 +70,7 @@ def _reason(
     device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int
 ) -> str | None:
     if device.type != "cuda" and not _is_interpreting():
-        return f"the kernels need a CUDA device and the tensors are on {device}"
+        return f"the kernels require a CUDA device, but the tensors are on {device}"
     if why := triton_reason():
         return why
     if dtype != weight_dtype or dtype not in KERNEL_DTYPES:
@@ -88,12 +88,12 @@ def triton_reason() -> str | None:
     """Return why the installed Triton is not supported, or None if it is."""
     try:
         import triton
-    except Exception as error:  # depends on how the installed Triton and torch do not fit
+    except Exception as error:  # an incompatible Triton can raise anything
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
     numbers = re.findall(r"\d+", triton.__version__)
     if tuple(map(int, numbers[:2])) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"the kernels need Triton {oldest} (torch 2.9) or newer, got {triton.__version__}"
+        return f"the kernels require Triton {oldest} (torch 2.9) or newer, got {triton.__version__}"
     return None
 
 
@@ -104,21 +104,22 @@ def _is_interpreting() -> bool:
 def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "torch", "triton"):
-        raise ConfigError(f"Expected {KERNELS_VARIABLE} to be auto, torch or triton, got {choice}.")
+        raise ConfigError(f"{KERNELS_VARIABLE} must be auto, torch or triton, got {choice!r}.")
     why = f"{KERNELS_VARIABLE}=torch" if choice == "torch" else unsupported_reason(x, weight)
     if why and choice == "triton":
         raise ConfigError(
-            f"{KERNELS_VARIABLE}=triton, but {why}. Unset {KERNELS_VARIABLE} to use torch."
+            f"{KERNELS_VARIABLE}=triton is not supported here, because {why}. Unset "
+            f"{KERNELS_VARIABLE} to fall back to torch."
         )
     if not why and choice == "auto" and not is_trusted(KnockCase.of(x, variant)):
         return False
     way = "Triton's interpreter" if _is_interpreting() else "Triton kernels"
-    way = f"torch: {why}" if why else way
-    announce(f"Knocking in {way}", once=("knocking", way))
+    way = f"torch ({why})" if why else way
+    announce(f"Computing KHA with {way}", once=("knocking", way))
     return not why
 
 
-# torch.compile cannot trace a kernel launch: forward and backward are one custom operator each
+# torch.compile cannot trace kernel launches, so forward and backward are custom operators
 
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())

@@ -10,7 +10,7 @@ rows. Rows are loaded through pointers, which allow any stride between tokens an
 a tile in registers cannot be indexed by column, the columns of a block (``x_j``) are loaded again.
 """
 
-# ruff: noqa: RET505 (Triton compiles what follows an `if` that returned: it needs the `else`)
+# ruff: noqa: RET505 (Triton compiles the code after a returning `if`, so `else` is needed)
 
 import triton
 import triton.language as tl

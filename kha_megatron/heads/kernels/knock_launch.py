@@ -67,7 +67,7 @@ class FusedKnock(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        dy = dy.contiguous()  # the layout that the self-check compares with torch
+        dy = dy.contiguous()  # the layout that the self-check verifies
         dx = knock_backward_input(x, dy, weight, ctx.variant) if needs_x else None
         dw = knock_backward_weight(x, dy, weight, ctx.variant) if needs_weight else None
         return dx, dw, None

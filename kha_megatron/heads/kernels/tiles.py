@@ -12,7 +12,7 @@ Matmuls accumulate in float32. Intermediate results are rounded to the dtype of 
 cuBLAS had stored them.
 """
 
-# ruff: noqa: RET505 (Triton compiles what follows an `if` that returned: it needs the `else`)
+# ruff: noqa: RET505 (Triton compiles the code after a returning `if`, so `else` is needed)
 
 import os
 
@@ -163,14 +163,14 @@ def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
         P: tl.constexpr = dx.shape[1]
         if J == P:
             return dx + gradients[1]
-        else:  # a tile in registers has no columns: multiply by a block of the identity
+        else:  # registers cannot be indexed by column, so multiply by a block of the identity
             block = (j + tl.arange(0, J))[:, None] == tl.arange(0, P)[None, :]
             place = tl.where(block, 1.0, 0.0).to(weights[0].dtype)
             high = gradients[1].to(place.dtype)
             dx = dot_add(high, place, dx)
             if place.dtype == tl.float32:
                 return dx
-            else:  # the part that two bytes cannot hold
+            else:  # the rest that 16 bits cannot represent
                 return dot_add((gradients[1] - high.to(tl.float32)).to(place.dtype), place, dx)
     else:
         return dot_add(gradients[0], tl.trans(weights[0]), dx)

@@ -70,10 +70,10 @@ def tiling(kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype) 
 TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("forward", "mlp", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "mlp", 128): Tiling(128, 128, 8, 2),
-    ("forward", "mlp", 256): Tiling(128, 32, 8, 2, spills=8),  # none in bfloat16
+    ("forward", "mlp", 256): Tiling(128, 32, 8, 2, spills=8),  # no spills in bfloat16
     ("forward", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "gate", 128): Tiling(128, 128, 8, 2),
-    ("forward", "gate", 256): Tiling(128, 256, 8, 1, spills=176),  # none through descriptors
+    ("forward", "gate", 256): Tiling(128, 256, 8, 1, spills=176),  # no spills with descriptors
     ("forward", "linear", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "linear", 128): Tiling(128, 128, 8, 2),
     ("forward", "linear", 256): Tiling(64, 256, 4, 2),
@@ -95,7 +95,7 @@ TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("backward_weight", "linear", 64): Tiling(128, 64, 8, 2),
     ("backward_weight", "linear", 128): Tiling(128, 128, 8, 2),
     ("backward_weight", "linear", 256): Tiling(128, 128, 8, 2),
-    # every variant in float32, whose products do not use tensor cores
+    # all variants in float32, where matmuls do not use tensor cores
     ("forward", "float32", 64): Tiling(32, 32, 8, 1),
     ("forward", "float32", 128): Tiling(32, 32, 8, 1),
     ("forward", "float32", 256): Tiling(16, 16, 8, 1),

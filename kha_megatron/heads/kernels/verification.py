@@ -44,7 +44,7 @@ class KnockCase:
     device: torch.device = field(repr=False)
 
     def __str__(self) -> str:
-        return f"the {self.variant} knock (head dim {self.head_dim}, {self.dtype})"
+        return f"KHA {self.variant} (head dim {self.head_dim}, {self.dtype})"
 
     @classmethod
     def of(cls, x: Tensor, variant: Variant) -> "KnockCase":
@@ -60,7 +60,7 @@ class KnockCase:
         propagated."""
         from kha_megatron.heads.kernels import knock_launch as kernels
 
-        generator = torch.Generator(self.device).manual_seed(0)  # leave the global state alone
+        generator = torch.Generator(self.device).manual_seed(0)  # keep the global RNG state
         draw = functools.partial(torch.randn, generator=generator, device=self.device)
         at_once = kernels.processors(self.device)
         cuts = [tiling(k, self.variant, self.head_dim, self.dtype) for k in get_args(Kernel)]
@@ -75,7 +75,7 @@ class KnockCase:
         weights = _emphasis(x[..., 0].numel(), at_once * last, last, self.device)
         dy = (draw(x.shape) * weights.view(*x.shape[:2], 1)).to(self.dtype)
         freed = [torch.full_like(t, math.nan) for t in (dy, dy, weight)]
-        del freed  # outputs that a kernel does not write are then NaN
+        del freed  # so that unwritten outputs are NaN
         y = kernels.knock_forward(x, weight, self.variant)
         dx = kernels.knock_backward_input(x, dy, weight, self.variant)
         dw = kernels.knock_backward_weight(x, dy, weight, self.variant)
@@ -124,8 +124,8 @@ def is_trusted(case: KnockCase) -> bool:
     if case not in _trusted:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             announce(
-                f"WARNING: Computing {case} in torch, because a CUDA graph is being captured "
-                "before the kernels were compared with torch. Increase the warm-up steps.",
+                f"WARNING: Falling back to torch for {case}, because a CUDA graph is being "
+                "captured before the kernels were compared with torch. Use more warm-up steps.",
                 once=("captured", case),
             )
             return False
@@ -133,8 +133,8 @@ def is_trusted(case: KnockCase) -> bool:
         _trusted[case] = error is None
         if error:
             announce(
-                f"WARNING: Computing {case} in torch, because on this device {error}. Set "
-                "KHA_KERNELS=triton to use the kernels without this check.",
+                f"WARNING: Falling back to torch for {case}, because on this device {error}. Set "
+                "KHA_KERNELS=triton to skip this check.",
                 every_rank=True,
             )
     return _trusted[case]
@@ -146,11 +146,11 @@ def _compare(case: KnockCase) -> str | None:
             return case.find_error()
 
     try:
-        # a new thread has none of the caller's modes and hooks (autocast, inference, saved tensors)
+        # a new thread does not inherit autocast, inference mode or saved-tensor hooks
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(compare).result()
     except Exception as error:
-        return f"the kernels fail ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
+        return f"the kernels failed ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
 
 
 def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
