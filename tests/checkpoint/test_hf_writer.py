@@ -85,34 +85,26 @@ def test_shards_and_index_equal_those_of_save_pretrained(tmp_path, limit):
     assert all(torch.equal(again[name], t) for name, t in state.items())
 
 
-@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 4)])
-def test_any_strides(tmp_path, shape):
-    wide = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)
-    tensors = {
+def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
+    wide = torch.arange(48.0).view(2, 3, 4, 2)
+    tensors = every_dtype | {
         "transposed": wide.transpose(0, -1),
         "every second": wide[..., 1],
-        "expanded": wide[:, :1].expand(shape[0], 3, *wide.shape[2:]),
+        "expanded": wide[:, :1].expand(2, 3, 4, 2),
         "slice": wide[1:],
-        "parameter": torch.nn.Parameter(wide.mT),
+        "parameter": torch.nn.Parameter(wide[0, 0].T),
     }
-    _write(tmp_path, tensors)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        for name, tensor in tensors.items():
-            assert torch.equal(file.get_tensor(name), tensor), name
-
-
-def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
-    _write(tmp_path, every_dtype, 100)
+    _write(tmp_path, tensors, 100)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert (manifest["format"], manifest["source"]) == (1, SOURCE)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert {n: entry["file"] for n, entry in manifest["tensors"].items()} == index["weight_map"]
-    for name, tensor in every_dtype.items():
+    for name, tensor in tensors.items():
         entry = manifest["tensors"][name]
         assert entry["sha256"] == hashlib.sha256(_bytes(tensor)).hexdigest()
         assert (DTYPES[entry["dtype"]], entry["shape"]) == (tensor.dtype, list(tensor.shape))
     (tmp_path / "config.json").write_text("{}")
     checkpoint = HFCheckpoint.open(tmp_path)
-    for name, tensor in every_dtype.items():
+    for name, tensor in tensors.items():
         assert checkpoint.keys()[name] == (name, tensor.dtype, tuple(tensor.shape))
         assert _bytes(checkpoint.tensor(name)) == _bytes(tensor)

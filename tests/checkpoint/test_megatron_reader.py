@@ -10,7 +10,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.model.recorded import kha_of, knock_weights
-from tests.conversion.checkpoints import ITERATION, save_gpt
+from tests.conversion.checkpoints import ITERATION
 from tests.conversion.fixtures import KHA
 
 PROJ = "self_attention.linear_proj.weight"
@@ -30,13 +30,24 @@ def test_tensors_of_tensor_parallel_ranks_are_assembled(dense):
     assert torch.equal(checkpoint.tensor(words), torch.from_numpy(whole))
 
 
-def test_knock_weights_of_stacked_layers(dense):
-    folder, (parameters, _) = dense
+@pytest.mark.parametrize("layers", ["stacked", "separate"])
+def test_knock_weights_are_read_without_megatron(dense, sparse, monkeypatch, layers):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    folder, (parameters, _) = dense if layers == "stacked" else sparse
     weights = knock_weights(MegatronCheckpoint.open(folder))
     assert set(weights) == {(i, p) for i in range(3) for p in ("query", "key", "value")}
     for (layer, projection), weight in weights.items():
         name = f"decoder.layers.{layer}.self_attention.knock_{projection}.weight"
         assert torch.equal(weight, torch.from_numpy(parameters[name]))
+
+
+def test_a_layer_without_a_tensor_is_an_error(sparse):
+    checkpoint = MegatronCheckpoint.open(sparse[0])
+    assert checkpoint.layers_with("mlp.router.weight") == [1, 2]
+    with pytest.raises(CheckpointError, match=r"no tensor decoder.layers.0.mlp.router.weight"):
+        checkpoint.layer_tensor(0, "mlp.router.weight")
 
 
 def test_arguments_and_keys(dense):
@@ -51,37 +62,6 @@ def test_arguments_and_keys(dense):
     assert keys[f"decoder.layers.{PROJ}"][0] == (3, 40, 48)
     assert not [key for key in keys if "optimizer" in key or "rng" in key or "state" in key]
     assert MegatronCheckpoint.open(dense[0] / ITER).iteration == ITERATION
-
-
-def test_layers_of_different_kinds_over_pipeline_stages(ranks, tmp_path):
-    config = {
-        "num_layers": 4,
-        "num_moe_experts": 6,
-        "moe_router_topk": 2,
-        "moe_layer_freq": [0, 1, 0, 1],
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
-    }
-    layout = {"pipeline_model_parallel_size": 2}
-    stages = ranks(save_gpt, 2, str(tmp_path), KHAConfig(value="mlp"), layout, config, {})
-    checkpoint = MegatronCheckpoint.open(tmp_path)
-    weights = knock_weights(checkpoint)
-    assert list(weights) == [(layer, "value") for layer in range(4)]
-    for (layer, _), weight in weights.items():
-        stage, local = divmod(layer, 2)
-        name = f"decoder.layers.{local}.self_attention.knock_value.weight"
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight.float(), torch.from_numpy(stages[stage][name]))
-    assert checkpoint.layers_with("mlp.router.weight") == [1, 3]
-    with pytest.raises(CheckpointError, match=r"no tensor decoder.layers.2.mlp.router.weight"):
-        checkpoint.layer_tensor(2, "mlp.router.weight")
-
-
-def test_reading_needs_no_megatron(dense, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "megatron", None)
-    assert knock_weights(MegatronCheckpoint.open(dense[0]))
 
 
 def test_kha_of_checkpoints_without_kha_arguments(dense):

@@ -14,7 +14,7 @@ from kha_megatron.config import KHAConfig
 
 ITERATION = 7
 VOCAB = 51
-"""Entries of the tokenizer; ``models.VOCAB`` is that, padded to a multiple of 8."""
+"""Entries of the tokenizer. ``tests.distributed.models.VOCAB`` is padded to a multiple of 8."""
 
 Parameters = dict[str, np.ndarray]
 
@@ -24,15 +24,9 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
-def save_gpt(
-    folder: str,
-    kha: KHAConfig | None,
-    layout: dict[str, int],
-    config: dict[str, Any],
-    args: dict[str, Any],
-) -> Parameters:
+def save_gpt(*args: Any) -> Parameters:
     """Call :func:`save_and_run` without a run; return the parameters and buffers in float32."""
-    return save_and_run(folder, kha, layout, config, args, run=False)[0]
+    return save_and_run(*args, run=False)[0]
 
 
 def save_and_run(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kha_megatron import cli
 from kha_megatron.config import KHAConfig
-from tests.conversion.checkpoints import VOCAB, save_and_run, save_gpt
+from tests.conversion.checkpoints import VOCAB, save_gpt
 
 KHA = KHAConfig(query="linear", key="gate", value="mlp")
 
@@ -39,7 +39,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sparse(ranks, tmp_path_factory, tokenizer):
-    """Return the save directory and logits of a sparse model on TP=2 x EP=2."""
+    """Return the save directory of a sparse model on TP=2 x EP=2, and each rank's parameters."""
     folder = tmp_path_factory.mktemp("sparse") / "save"
     layout = {
         "tensor_model_parallel_size": 2,
@@ -58,8 +58,7 @@ def sparse(ranks, tmp_path_factory, tokenizer):
         "moe_router_topk_scaling_factor": 2.5,
     }
     args = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
-    parts = ranks(save_and_run, 2, str(folder), KHA, layout, config, args)
-    return folder, parts[0][1]
+    return folder, ranks(save_gpt, 2, str(folder), KHA, layout, config, args)
 
 
 def write_tokenizer(folder, entries):
@@ -68,11 +67,8 @@ def write_tokenizer(folder, entries):
     words |= {"<end>": entries - 2, "<pad>": entries - 1}
     model = Tokenizer(WordLevel(words, unk_token="w0"))
     model.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=model,
-        eos_token="<end>",
-        pad_token="<pad>",
-    ).save_pretrained(folder)
+    special = {"eos_token": "<end>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=model, **special).save_pretrained(folder)
     return folder
 
 

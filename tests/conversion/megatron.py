@@ -41,11 +41,16 @@ def load_and_run(
     model = build(checkpoint, layout | overrides)
     for parameter in model.parameters():  # as Megatron's Float16Module does
         parameter.data = parameter.data.to(getattr(torch, dtype))
-    loaded = dist_checkpointing.load(
+    loaded, missing, unexpected = dist_checkpointing.load(
         {"model": model.sharded_state_dict()},
         str(checkpoint.path),
-        strict=StrictHandling.RAISE_UNEXPECTED,
+        strict=StrictHandling.RETURN_ALL,
+        verify_integrity=True,
     )
+    assert not unexpected
+    # the checkpoint also has the states and norms of Transformer Engine's layers
+    assert all(key.endswith("_extra_state") or "norm" in key for key in missing)
+    assert loaded["checkpoint_version"] == 3.0
     model.load_state_dict(loaded["model"])
     if save_to is not None:
         _save(model, checkpoint, Path(save_to))

@@ -1,9 +1,12 @@
 """Tiny random Hugging Face models."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -18,9 +21,10 @@ from transformers import (
 )
 
 from kha_megatron.hf import KHAModelConfig
+from tests.conversion.checkpoints import VOCAB, tokens  # noqa: F401
 
 SIZES = {
-    "vocab_size": 51,
+    "vocab_size": VOCAB,
     "hidden_size": 36,
     "intermediate_size": 44,
     "num_hidden_layers": 2,
@@ -31,6 +35,7 @@ SIZES = {
     "rms_norm_eps": 3e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.7}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -49,23 +54,29 @@ YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
-DEEPSEEK = SIZES | {
+LATENT = {
     "num_key_value_heads": 6,
-    "rms_norm_eps": 1e-6,
     "q_lora_rank": 20,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 20,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-    "n_group": 4,
-    "topk_group": 2,
 }
+DEEPSEEK = (
+    SIZES
+    | LATENT
+    | {"rms_norm_eps": 1e-6}
+    | {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+)
 DEEPSEEK.pop("head_dim")
 GLM = SIZES | {
     "use_qk_norm": True,
@@ -77,23 +88,13 @@ GLM = SIZES | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
     "num_mtp_layers": 0,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.7,
-    },
+    "rope_parameters": PARTIAL,
 }
-QWEN3_MOE = SIZES | {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
-    "norm_topk_prob": True,
-}
-KHA_MOE = SIZES | {
+MOE = SIZES | {"num_experts": 6, "moe_intermediate_size": 20}
+QWEN3_MOE = MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True}
+KHA_MOE = MOE | {
     "num_hidden_layers": 4,
-    "num_experts": 6,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
     "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
     "shared_expert_intermediate_size": 28,
     "shared_expert_gate": True,
@@ -101,7 +102,6 @@ KHA_MOE = SIZES | {
     "routed_scaling_factor": 2.5,
 }
 FULL = {"layer_types": ["full_attention"] * 2}
-PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.7}
 QWEN3_NEXT = SIZES | FULL | {"num_experts": 0, "mlp_only_layers": [0, 1]}
 QWEN3_5 = (
     SIZES | FULL | {"rope_parameters": {"mrope_section": [1, 1, 1], "mrope_interleaved": True}}
@@ -110,14 +110,7 @@ QWEN3_5["rope_parameters"] |= PARTIAL | {"partial_rotary_factor": 1.0}
 SHARED = {"shared_expert_intermediate_size": 28}
 LINEAR = {"kha_query": "linear", "kha_key": "linear", "kha_value": "linear"}
 GTA = {"kha_attention": "gta", "head_dim": 12, "kha_query": "gate", "kha_value": "mlp"}
-MLA = LINEAR | {
-    "num_key_value_heads": 6,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-}
+MLA = LINEAR | LATENT
 GLA = MLA | {"kha_attention": "gla"}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -136,12 +129,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(**DEEPSEEK),
     "deepseek_v3, yarn": DeepseekV3Config(
         **DEEPSEEK
-        | {
-            "rope_parameters": YARN,
-            "n_group": 1,
-            "topk_group": 1,
-            "max_position_embeddings": 9000,
-        }
+        | {"rope_parameters": YARN, "max_position_embeddings": 9000}
+        | {"n_group": 1, "topk_group": 1}
     ),
     "qwen3_next": Qwen3NextConfig(**QWEN3_NEXT | {"rope_parameters": PARTIAL}),
     "qwen3_5_text": Qwen3_5TextConfig(**QWEN3_5),
@@ -195,13 +184,36 @@ def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
     return model
 
 
+def load(folder: Path) -> torch.nn.Module:
+    """Load a model in float32 with all tensors of its directory and no others."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        attn_implementation="eager",  # talking heads have no other
+        experts_implementation="eager",  # torch's grouped product takes no rows of 20 features
+    )
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Apply a function to the tensors of a Hugging Face directory."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change entries of the ``config.json`` of a Hugging Face directory."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def assert_same_tensors(one: Path, other: Path) -> None:
     """Check that two Hugging Face directories hold the same tensors, bit by bit."""
     one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def tokens() -> torch.Tensor:
-    """Return token ids ``[2, 11]``."""
-    return torch.randint(0, 51, (2, 11), generator=torch.Generator().manual_seed(3))

@@ -1,48 +1,22 @@
 """Convert gated attention."""
 
 import json
-from copy import deepcopy
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
-from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
-from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate
-from kha_megatron.hf import KHAModelConfig, read_kha
-from tests.conversion.checkpoints import check_back, save_and_run, tokens
+from kha_megatron.hf import KHAModelConfig
 from tests.conversion.fixtures import write_tokenizer
-from tests.conversion.models import CONFIGS, SIZES, assert_same_tensors, make
-from tests.conversion.models import tokens as ids
-
-GATED = {"attention_output_gate": True, "num_layers": 3}
-
-
-def load(folder):
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        output_loading_info=True,
-        trust_remote_code=False,
-        experts_implementation="eager",  # torch's grouped product takes no rows of 20 features
-    )
-    assert not any(report.values()), report
-    return model.eval()
-
-
-@torch.no_grad()
-def in_two_steps(model, ids, first=7):
-    """Return logits of seven tokens, then of the others with a cache."""
-    begun = model(ids[:, :first], use_cache=True)
-    rest = model(ids[:, first:], past_key_values=begun.past_key_values, use_cache=True)
-    return torch.cat([begun.logits, rest.logits], dim=1)
+from tests.conversion.models import CONFIGS, SIZES, assert_same_tensors, load, make, tokens
 
 
 class Published(Qwen3Attention):
@@ -94,7 +68,7 @@ def published(request, tmp_path, monkeypatch):
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config, default=str))
     save_file(model.state_dict(), tmp_path / "theirs" / "model.safetensors")
     with torch.no_grad():
-        logits = model(ids()).logits
+        logits = model(tokens()).logits
     monkeypatch.undo()
     return tmp_path / "theirs", logits
 
@@ -109,43 +83,12 @@ def test_published_models_become_stock_ones(published, tmp_path, architecture):
     written = to_hf.plan(folder, architecture="auto").write(tmp_path / "hf")
     assert written.architecture == architecture
     with torch.no_grad():
-        found = load(tmp_path / "hf")(ids()).logits
+        found = load(tmp_path / "hf")(tokens()).logits
     assert expected.std(dim=(0, 1)).mean() > 0.3
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     verification = Pair.open(folder, tmp_path / "hf").verify()
     assert verification.tensors.agrees
     assert verification.logits is None  # their code is never run
-
-
-GATES = {
-    "output": Gate(output="element"),
-    "value, a head": Gate(value="head"),
-    "query, key, output, dense": Gate(
-        query="element", key="element", output="element", dense="element"
-    ),
-    "added": Gate(output="element", dense="element", form="add", activation="silu"),
-    "output, shared": Gate(output="shared"),
-    "no input": Gate(output="element", value="head", reads_input=False),
-}
-DTYPES = [
-    torch.bfloat16,
-    *(pytest.param(d, marks=pytest.mark.whole) for d in (torch.float32, torch.float16)),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", GATES)
-def test_upcycled_gates_keep_every_bit(tmp_path, case, dtype):
-    model = make(CONFIGS["qwen3"]).to(dtype)
-    model.save_pretrained(tmp_path / "base")
-    to_hf.plan(tmp_path / "base", upcycle=KHAConfig(gate=GATES[case])).write(tmp_path / "gated")
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype).eval()
-        for name in ("base", "gated")
-    )
-    assert read_kha(after.config).gate == GATES[case]
-    with torch.no_grad():  # of copies, because the alignment of mapped tensors differs
-        assert torch.equal(deepcopy(after)(ids()).logits, deepcopy(before)(ids()).logits)
 
 
 def test_norm_weights_from_one_half_up_are_exact(tmp_path):
@@ -209,45 +152,3 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
         code, _, stderr = upcycle("none", *words, "--no-verify")
         assert (code, message in stderr) == (2, True)
     assert not (tmp_path / "none").exists()
-
-
-MOE = {"num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "num_layers": 2}
-SHARED = {"moe_shared_expert_intermediate_size": 28, "moe_shared_expert_gate": True}
-FITS = {
-    "no experts": (GATED, "auto", "qwen3_next"),
-    "no experts, qwen3_5": (GATED, "qwen3_5_text", "qwen3_5_text"),
-    "softmax experts": (MOE | GATED | {"moe_layer_freq": [0, 1, 1]}, "auto", "qwen3_next"),
-    "gated shared expert": (MOE | GATED | SHARED | {"num_layers": 2}, "auto", "qwen3_next"),
-}
-"""Configuration, ``--architecture`` and the architecture of the written model."""
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=[pytest.mark.whole] * (c == "gated shared expert")) for c in FITS],
-)
-def test_stock_classes_compute_the_same_and_convert_back(ranks, tmp_path, case):
-    config, architecture, expected_architecture = FITS[case]
-    layout = {"tensor_model_parallel_size": 2}
-    if "num_moe_experts" in config:
-        layout["expert_tensor_parallel_size"] = 1
-    save, args = tmp_path / "save", {"rotary_base": 300}
-    expected = torch.from_numpy(
-        ranks(save_and_run, 2, str(save), None, layout, config, args)[-1][1]
-    )
-    written = to_hf.plan(save, architecture=architecture).write(tmp_path / "hf")
-    assert written.architecture == expected_architecture
-    model, words = load(tmp_path / "hf"), tokens()
-    assert type(model).__module__.startswith("transformers.models.")
-    assert expected.std(dim=(0, 1)).mean() > 0.3
-    with torch.no_grad():
-        at_once = model(words).logits
-    for found in (at_once, in_two_steps(model, words)):
-        torch.testing.assert_close(found, expected[..., : found.shape[-1]], rtol=0, atol=1e-5)
-    assert Pair.open(save, tmp_path / "hf").verify(logits=False).agrees
-    written = to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
-    assert "--attention-output-gate" in written.arguments
-    args = MegatronCheckpoint.open(tmp_path / "back").args
-    assert args["attention_output_gate"] is True
-    assert not [name for name in args if name.startswith("kha_")]
-    check_back(save, tmp_path / "back")

@@ -1,6 +1,5 @@
 """Write model cards and tokenizers."""
 
-import json
 import shutil
 
 import pytest
@@ -8,7 +7,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
-from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import SIZES, make
 
 
@@ -46,10 +45,7 @@ def test_the_card_of_a_kha_model(knocked, tmp_path):
 
 
 def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
-    config = json.loads((knocked / "config.json").read_text())
-    (knocked / "config.json").write_text(json.dumps(config | {"kha_talking": {}}))
-    model = KHAForCausalLM(KHAModelConfig.from_pretrained(knocked))
-    model.save_pretrained(knocked)
+    make(KHAModelConfig(**SIZES, kha_value="linear", kha_talking={})).save_pretrained(knocked)
     to_hf.plan(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
     assert "talking" in card.split("vLLM does not serve this model.")[1]

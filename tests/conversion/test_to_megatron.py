@@ -1,6 +1,7 @@
 """Convert Hugging Face models to Megatron and back."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ LAYOUTS = {
     "PP2": {"pipeline_model_parallel_size": 2},
     "EP2": {"expert_model_parallel_size": 2},
 }
-
-
 QUICK = {
     "qwen3, tied": "TP2",
     "llama, llama3 rope": "PP2",
@@ -48,16 +47,13 @@ FAMILY = [name for name in CONFIGS if name.startswith(("kha, gta", "kha, mla", "
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return a function from a name to the model's directory and its logits."""
-    made = {}
 
+    @cache
     def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp("hf")
-            model = make(CONFIGS[name])
-            model.save_pretrained(folder)
-            with torch.no_grad():
-                made[name] = folder, model(tokens()).logits
-        return made[name]
+        folder, model = tmp_path_factory.mktemp("hf"), make(CONFIGS[name])
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            return folder, model(tokens()).logits
 
     return get
 
@@ -65,14 +61,11 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(models, tmp_path_factory):
     """Return a function from a name to its Megatron checkpoint."""
-    made = {}
 
+    @cache
     def get(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("megatron") / "save"
-            planned = to_megatron.plan(models(name)[0], divisible_by=8)
-            planned.write(made[name], workers=3)
-        return made[name]
+        planned = to_megatron.plan(models(name)[0], divisible_by=8)
+        return planned.write(tmp_path_factory.mktemp("megatron") / "save", workers=3).path
 
     return get
 
@@ -80,8 +73,7 @@ def converted(models, tmp_path_factory):
 def back(save, name, folder):
     """Convert a Megatron checkpoint back."""
     planned = to_hf.plan(save, architecture=CONFIGS[name].model_type)
-    planned.write(folder / "hf", workers=3)
-    return folder / "hf"
+    return planned.write(folder / "hf", workers=3).path
 
 
 @pytest.mark.parametrize(("name", "layout"), list(runs()))

@@ -6,14 +6,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
 from kha_megatron.hf import KHAModelConfig
-from tests.conversion.models import KHA_MOE, SIZES, make
+from tests.conversion.models import KHA_MOE, SIZES, edit_config, edit_tensors, make
 
 LAYER = "model.layers.1."
 EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
@@ -90,9 +89,7 @@ MUTATIONS = {
 def _mutated(folder, tmp_path, mutate):
     copy = shutil.copytree(folder, tmp_path / "mutated")
     (copy / "manifest.json").unlink()
-    tensors = load_file(copy / "model.safetensors")
-    mutate(tensors)
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(copy, mutate)
     return copy
 
 
@@ -161,9 +158,7 @@ MOH = {"kha_moh": {"shared": 1, "active": 2, "balance": 0.01}}
 def test_settings_are_compared_without_logits(run, tmp_path, name, changes, settings):
     make(KHAModelConfig(**KHA_MOE, **MOH)).save_pretrained(tmp_path / "one")
     copy = shutil.copytree(tmp_path / "one", tmp_path / "other")
-    config = json.loads((copy / "config.json").read_text())
-    config[name] = config[name] | changes if isinstance(changes, dict) else changes
-    (copy / "config.json").write_text(json.dumps(config))
+    edit_config(copy, **{name: changes})
     code, stdout, stderr = run("verify", tmp_path / "one", copy, "--no-logits", "--json")
     told = json.loads(stdout)
     assert [line.rpartition(" against ")[0].rpartition(" ")[0] for line in told["settings"]] == (
