@@ -213,8 +213,8 @@ def fold(
     """Fold a ``linear`` matrix ``[1, D, D]`` into the preceding projection: ``W' = W T`` (eq. 8).
 
     The product is computed in float64 and then rounded to the projection's dtype. In latent
-    attention, only ``head_rows`` starting at ``start`` belong to the knocked tensor. With ``n``
-    no-position features, ``r`` rotary features and ``v`` value features, use::
+    attention, only ``D`` of the rows of each head are folded. With ``n`` no-position features,
+    ``r`` rotary features and ``v`` value features, use::
 
         query_up = fold(query_up, t_query, head_rows=n + r)
         key_value_up = fold(key_value_up, t_key, head_rows=n + v)
@@ -222,7 +222,6 @@ def fold(
 
     Args:
         projection: Weight ``[H * head_rows, K]`` or bias ``[H * head_rows]``, heads outermost.
-        weight: Matrix of shape ``[1, D, D]``.
         head_rows: Number of rows per head. Defaults to ``D``.
         start: Offset within each head of the ``D`` rows to fold. Other rows are unchanged.
     """

@@ -103,11 +103,10 @@ class HeadTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """Additional rows of ``linear_qkv``, whose output ``[..., heads, features]`` the mechanism
-    receives.
+    """Additional rows of ``linear_qkv``, next to those of queries, keys and values.
 
-    They are stored with their KV head (see ``model.qkv.QKVLayout``), so that they are sharded like
-    heads.
+    The rows are stored and sharded with their KV head (see ``model.qkv.QKVLayout``). The mechanism
+    receives their output as ``[..., heads, features]``.
     """
 
     name: str  # key under which Mechanism.apply receives the output
@@ -134,8 +133,7 @@ class Mechanism:
     ``output`` (after core attention) and ``dense`` (after the output projection). A mechanism with
     the stage ``core`` replaces core attention."""
     own_projections: ClassVar[tuple[Projection, ...]] = ()
-    """Projections that the mechanism computes itself, so that ``linear_qkv`` has no rows for
-    them."""
+    """Projections that the mechanism computes itself, instead of ``linear_qkv``."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:

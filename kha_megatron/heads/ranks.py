@@ -11,8 +11,7 @@ Listener = Callable[[str, Callable[[], "Tensor"]], None]
 
 
 class Ranks:
-    """Collectives of a single rank, where they are no-ops. See ``mcore.head_ranks`` for
-    Megatron's."""
+    """No-op collectives of a single rank. ``mcore.head_ranks`` implements them for Megatron."""
 
     listeners: Sequence[Listener] = ()
 

@@ -69,8 +69,7 @@ def offsets(rows, columns, heads, token, head):
 def load_rows(
     X, first, count, j, heads, token, head, D: tl.constexpr, M: tl.constexpr, J: tl.constexpr
 ):
-    """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows from ``count`` on are filled with
-    zeros."""
+    """Load columns ``j`` to ``j + J`` of ``M`` rows, with zeros from row ``count`` on."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
