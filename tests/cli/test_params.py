@@ -62,9 +62,9 @@ def test_the_documents_quote_the_shares_that_params_prints(run):
         " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/mechanisms.md")
     )
     assert f"adds {mlp} to the FLOPs of the layers and KHA-Linear {linear}" in readme
-    assert f"KHA-MLP on the values adds {mlp} to the work of the layers" in details
+    assert f"KHA-MLP on the values adds {mlp} to the layers" in details
     assert f"KHA-Linear adds {linear}" in details
-    assert f"with MHA and MLA it is {other}" in details
+    assert f"With MHA and MLA it is {other}" in details
 
 
 def test_folding_and_the_note_of_a_recipe_are_printed(run):

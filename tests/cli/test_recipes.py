@@ -10,9 +10,6 @@ def test_list_has_every_recipe_with_its_loss(run):
     assert [line.split()[0] for line in lines] == list(RECIPES)
     (line,) = run("recipes", "list", "table2/mlp-v")[1].splitlines()
     assert line.split()[:2] == ["table2/mlp-v", "1.832"]
-
-
-def test_list_as_json(run):
     table = json.loads(run("recipes", "list", "table5/*", "--json")[1])
     assert len(table) == 18
     assert table[0]["paper"] == {"total": "2.3B", "active": "0.44B", "loss": 1.896}

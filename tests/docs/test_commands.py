@@ -186,18 +186,17 @@ def test_trainings_have_the_arguments_that_megatron_needs():
             assert command.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1", command.place
 
 
-def test_targets_of_make_exist():
+def test_make_targets_extras_and_settings_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for command in of_form("make"):
         assert command.words[1] in targets, command
-
-
-def test_extras_exist():
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        known = tomllib.load(file)["project"]["optional-dependencies"].keys()
     for command in of_form("extras"):
         for found in re.findall(r"\[(.*)\]", str(command)):
-            assert set(found.split(",")) <= known, command
+            assert set(found.split(",")) <= project["optional-dependencies"].keys(), command
+    for command in of_form("setting"):
+        text = command.words[1].partition("=")[2]
+        assert KHAConfig.from_dict(json.loads(text)).mechanisms, command
 
 
 def test_tools_exist_and_have_their_options():
@@ -209,12 +208,6 @@ def test_tools_exist_and_have_their_options():
         for word in command.words:
             if word.startswith("--"):
                 assert word.partition("=")[0] in source, command
-
-
-def test_settings_parse():
-    for command in of_form("setting"):
-        text = command.words[1].partition("=")[2]
-        assert KHAConfig.from_dict(json.loads(text)).mechanisms, command
 
 
 def _execute(programs):

@@ -136,17 +136,13 @@ def test_folded_models_decode_as_the_baseline(tmp_path):
 
 
 @pytest.mark.parametrize("name", bench.BENCHMARKS)
-def test_wrong_options_exit_with_two(capsys, name):
+def test_wrong_options_and_names_exit_with_two(capsys, name):
     with pytest.raises(SystemExit, match="2"):
         bench.main([name, "--device", "cpu", "--repetitions", "0"])
     assert "expected at least 1, got 0" in capsys.readouterr().err
     assert callable(importlib.import_module(f"bench_{name}").results)
-
-
-def test_an_unknown_subject_prints_the_list(capsys):
     assert bench.main(["speed"]) == 2
-    out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in bench.BENCHMARKS)
+    assert f"  {name} " in capsys.readouterr().out
 
 
 def test_contenders_take_turns_in_changing_order():
