@@ -66,9 +66,14 @@ class HFCheckpoint:
             if not has_file(path, name):
                 raise CheckpointError(f"{path / name} is missing. Copy the model again.")
             headers[name] = read_header(path / name)
-        # like transformers, read also tensors that the index does not list
-        files = {key: name for name, held in headers.items() for key in held}
-        files |= {key: name for key, name in weight_map.items() if key in headers[name]}
+        files: dict[str, str] = {}
+        for name, entries in headers.items():  # includes tensors that the index does not list
+            for key in entries:
+                if (other := files.setdefault(key, name)) != name:
+                    raise CheckpointError(
+                        f"{path}: both {other} and {name} contain {key}, and other programs may "
+                        "read a different one. Copy the model again."
+                    )
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
