@@ -1,16 +1,16 @@
 """Convert text files to a tokenizer and Megatron's indexed dataset, and check such datasets.
 
 A prepared directory contains ``corpus.bin`` and ``corpus.idx`` (Megatron's IndexedDataset),
-``tokenizer/`` (Hugging Face format) and ``data.json`` (:class:`DataReport`). Each file becomes one
-document, or several if it is long. The result does not depend on the number of workers.
+``tokenizer/`` (Hugging Face format) and ``data.json`` (:class:`DataReport`). The result does not
+depend on the number of workers.
 """
 
+import hashlib
 import json
 import math
 import os
 import platform
 import re
-import stat
 import struct
 import sysconfig
 import threading
@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from importlib import metadata
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
@@ -26,6 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import kha_megatron
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
+from kha_megatron.documents import (
+    SKIPPED,
+    Reader,
+    Skipped,
+    Source,
+    check_format,
+    find_files,
+    printable,
+    select_sources,
+)
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
 
 if TYPE_CHECKING:
@@ -45,16 +54,6 @@ USUAL = ("969,30,1", "99,1,0")
 _HEADER = struct.Struct("<9sQBQ")
 """Header of an ``.idx`` file: magic, version, dtype, number of sequences."""
 
-SKIPPED: dict[str, str] = {
-    "empty": "no bytes in it",
-    "unreadable": "cannot be opened, or not a regular file",
-    "not_utf8": "bytes that are not UTF-8 text",
-    "other_name": "name matches no --glob",
-    "excluded": "name matches --exclude, or the output itself (a directory counts as one)",
-    "repeated": "already reached by another path or link",
-}
-"""Reasons for not using a path: key in ``data.json``, and explanation."""
-
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
 DEFAULT_SAMPLE_BYTES = 64 << 20
@@ -64,19 +63,9 @@ DEFAULT_MAX_FILE_BYTES = 1 << 20
 END_OF_DOCUMENT = "<|endoftext|>"
 _AGAIN = "Make it with `kha-megatron data prepare`."
 
-_EXAMPLES = 5  # paths that a report names for each reason
-_BYTES_PER_TOKEN = 64  # read by read_beginning
 _TRAINER_PIECE = 1 << 16  # bytes; the trainer holds 256 pieces in memory
 _LONGEST = 1 << 7  # characters; the trainer would merge pairs of longer words for hours
 _LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
-
-Skipped = dict[str, dict[str, Any]]
-"""``{reason: {"count": n, "examples": [...]}}`` for each reason in :data:`SKIPPED`."""
-
-
-def printable(path: Path) -> str:
-    """Return ``path`` as text with undecodable bytes escaped."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +75,13 @@ class DataReport:
     sources: list[str]
     globs: list[str]
     exclude: list[str]
+    json_key: str
+    """Field of JSON Lines, or column of Parquet, that contains the text."""
     max_file_bytes: int
-    """Longer files were split into several documents."""
+    """Longer documents were split."""
     files: int
     split_files: int
+    """Files with documents that were split."""
     bytes: int
     """Bytes of UTF-8 text in the files."""
     documents: int
@@ -100,11 +92,14 @@ class DataReport:
     dtype: str
     """NumPy dtype of the stored tokens: uint16 or int32."""
     file_bytes: dict[str, int]
+    file_sha256: dict[str, str]
     tokenizer: str
     """``"trained"``, or the directory that the tokenizer was taken from."""
     vocab_size: int
     vocab_size_asked: int | None
     """Requested size; None for an existing tokenizer. Short text yields fewer tokens."""
+    vocab_sha256: str
+    """Result of :func:`vocabulary_hash`, which identifies the tokenizer."""
     eod_token: str
     eod_id: int
     skipped: Skipped
@@ -127,18 +122,27 @@ class DataReport:
             raise DataError(f"Cannot read {folder / REPORT} ({error}). {_AGAIN}") from error
 
 
-def verify(folder: Path) -> DataReport:
-    """Open a prepared directory as training does. Raise DataError if it differs from its report."""
+def verify(folder: Path, on_progress: "OnProgress | None" = None) -> DataReport:
+    """Check a prepared directory against its report and return the report.
+
+    Opens the tokenizer and the dataset as training does, and compares the hashes of all files.
+
+    Raises:
+        DataError: If a file is missing or damaged, or was made with another tokenizer.
+    """
     report, name = DataReport.read(folder), printable(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     datasets = indexed_dataset_module()
     found: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
+        "vocab_sha256": vocabulary_hash(tokenizer.get_vocab()),
         "eod_id": tokenizer.eos_token_id,
     }
     try:
         found["file_bytes"] = {file: os.path.getsize(folder / file) for file in report.file_bytes}
         if found["file_bytes"] == report.file_bytes:
+            found["file_sha256"] = _hash_files(folder, report.file_bytes, on_progress)
+        if found.get("file_sha256") == report.file_sha256:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Megatron warns that this process has no rank
                 dataset = datasets.IndexedDataset(str(folder / CORPUS))
@@ -184,6 +188,24 @@ def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
+def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
+    """Return the SHA-256 of a vocabulary, ``{token: id}``. It does not depend on the order."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+def _hash_files(
+    folder: Path, sizes: Mapping[str, int], on_progress: "OnProgress | None" = None
+) -> dict[str, str]:
+    """Return the SHA-256 of the given files of a directory."""
+    advance = _meter(on_progress or (lambda step: None), "hashing", sum(sizes.values()))
+    digests = {}
+    for name, size in sizes.items():
+        with (folder / name).open("rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        advance(size)
+    return digests
+
+
 def indexed_dataset_module() -> Any:
     """Import ``megatron.core.datasets.indexed_dataset``, which takes seconds."""
     with warnings.catch_warnings():
@@ -204,14 +226,6 @@ class Progress(NamedTuple):
     total_bytes: int = 0
 
 
-class TextFile(NamedTuple):
-    """A UTF-8 file, its size, and the number of documents that it is split into."""
-
-    path: Path
-    bytes: int
-    pieces: int
-
-
 OnProgress = Callable[[Progress], None]
 
 
@@ -223,6 +237,7 @@ def prepare(
     tokenizer: Path | None = None,
     globs: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
+    json_key: str = "text",
     workers: int | None = None,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     tokenizer_sample: int = DEFAULT_SAMPLE_BYTES,
@@ -234,14 +249,16 @@ def prepare(
     This imports Megatron. On a machine without a GPU, install the CPU runtime first.
 
     Args:
-        sources: Files and directories of UTF-8 text; None for Python's standard library.
+        sources: Files and directories with text, JSON Lines or Parquet (see
+            :mod:`kha_megatron.documents`). None for Python's standard library.
         out: Output directory. It appears complete or not at all.
         vocab_size: Size of the byte-level BPE to train. Default: 4096.
         tokenizer: Hugging Face directory of a tokenizer to use instead of training one.
         globs: Patterns of file names to take from directories; None for all.
         exclude: Patterns of files and directories to skip. Default: :data:`DEFAULT_EXCLUDE`.
+        json_key: Field of JSON Lines, or column of Parquet, that contains the text.
         workers: Number of threads that tokenize. Default: one per core.
-        max_file_bytes: Split longer files at line ends into documents of at most this size.
+        max_file_bytes: Split longer documents at newlines into documents of at most this size.
         tokenizer_sample: Bytes of text to train the tokenizer on, taken evenly from all files.
         overwrite: Replace ``out`` if it is a prepared directory.
         on_progress: Called with the progress of each stage, possibly from another thread.
@@ -265,6 +282,7 @@ def prepare(
     for source in sources:
         if not os.path.exists(source):
             raise DataError(f"--from {printable(source)} does not exist.")
+        check_format(source)
     held = (f"{CORPUS}.*", TOKENIZER, REPORT)
     check_output_folder(out, overwrite=overwrite, mark=REPORT, only=held)
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
@@ -272,7 +290,8 @@ def prepare(
     skipped: Skipped = {reason: {"count": 0, "examples": []} for reason in SKIPPED}
     found = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
     checking = _meter(on_progress, "checking", sum(found.values()))
-    texts = select_text_files(found, max_file_bytes, skipped=skipped, advance=checking)
+    reader = Reader(max_file_bytes, json_key)
+    texts = select_sources(found, reader, skipped=skipped, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
         counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
@@ -285,26 +304,30 @@ def prepare(
         sampled = None
         if fast is None:
             fast, sampled = _train_tokenizer(
-                texts, vocab_size or DEFAULT_VOCAB_SIZE, tokenizer_sample, size_of_text, on_progress
+                texts, json_key, vocab_size or DEFAULT_VOCAB_SIZE, tokenizer_sample, on_progress
             )
         fast.save_pretrained(str(staged / TOKENIZER))
         tokenizing = _meter(on_progress, "tokenizing", size_of_text)
-        written = _write_corpus(staged / CORPUS, texts, fast, workers, max_file_bytes, tokenizing)
+        written = _write_corpus(staged / CORPUS, texts, fast, workers, reader, tokenizing)
+        sizes = {p.name: p.stat().st_size for p in sorted(staged.glob(f"{CORPUS}.*"))}
         packages = ("megatron-core", "tokenizers", "transformers")
         report = DataReport(
             sources=names,
             globs=list(globs),
             exclude=list(exclude),
+            json_key=json_key,
             max_file_bytes=max_file_bytes,
             files=len(texts),
-            split_files=sum(file.pieces > 1 for file in texts),
+            split_files=sum(file.is_split for file in texts),
             bytes=size_of_text,
             **written,
-            file_bytes={p.name: p.stat().st_size for p in sorted(staged.glob(f"{CORPUS}.*"))},
+            file_bytes=sizes,
+            file_sha256=_hash_files(staged, sizes, on_progress),
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
             tokenizer_sample_bytes=sampled,
             vocab_size=vocabulary_size(fast),
             vocab_size_asked=None if tokenizer else vocab_size or DEFAULT_VOCAB_SIZE,
+            vocab_sha256=vocabulary_hash(fast.get_vocab()),
             eod_token=fast.eos_token,
             eod_id=fast.eos_token_id,
             skipped=skipped,
@@ -334,132 +357,14 @@ def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
     return advance
 
 
-def _skip(skipped: Skipped, reason: str, path: Path) -> None:
-    entry = skipped[reason]
-    entry["count"] += 1
-    if len(entry["examples"]) < _EXAMPLES:
-        entry["examples"].append(printable(path))
-
-
-def find_files(
-    sources: Sequence[Path],
-    *,
-    globs: Sequence[str],
-    exclude: Sequence[str],
-    output: Path,
-    skipped: Skipped,
-) -> dict[Path, int]:
-    """Return the regular files under ``sources`` and their sizes in bytes, each real file once.
-
-    Directories are walked in sorted order and links are followed. ``globs`` and ``exclude`` apply
-    to names below a source, not to a source itself. ``output`` is not walked.
-    """
-    files: dict[Path, int] = {}
-    written = os.path.realpath(output)
-    seen: set[str] = set()
-    stack = [(path, True) for path in reversed(sources)]
-
-    def matches(path: Path, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(path.name, pattern) for pattern in patterns)
-
-    while stack:
-        path, is_source = stack.pop()
-        try:
-            status = path.stat()
-            is_folder, real = stat.S_ISDIR(status.st_mode), os.path.realpath(path)
-            if real == written or (not is_source and matches(path, exclude)):
-                _skip(skipped, "excluded", path)
-            elif not (is_source or is_folder or matches(path, globs)):
-                _skip(skipped, "other_name", path)
-            elif real in seen:
-                _skip(skipped, "repeated", path)
-            elif is_folder:
-                seen.add(real)
-                stack += [(child, False) for child in sorted(path.iterdir(), reverse=True)]
-            elif stat.S_ISREG(status.st_mode):
-                seen.add(real)
-                files[path] = status.st_size
-            else:  # opening a pipe or device could wait forever
-                _skip(skipped, "unreadable", path)
-        except (OSError, ValueError):
-            _skip(skipped, "unreadable", path)
-    return files
-
-
-def select_text_files(
-    sizes: dict[Path, int], limit: int, *, skipped: Skipped, advance: Callable[[int], None]
-) -> list[TextFile]:
-    """Return the files that are UTF-8 text, in the given order, and add the others to ``skipped``.
-
-    Call ``advance`` with the size of each file after reading it.
-    """
-    files = []
-    for path, seen_size in sizes.items():
-        try:
-            pieces = [len(piece) for piece in read_pieces(path, limit) if piece.decode()]
-            if pieces:
-                files.append(TextFile(path, sum(pieces), len(pieces)))
-            else:
-                _skip(skipped, "empty", path)
-        except UnicodeDecodeError:
-            _skip(skipped, "not_utf8", path)
-        except OSError:
-            _skip(skipped, "unreadable", path)
-        advance(seen_size)
-    return files
-
-
-def read_pieces(path: Path, limit: int) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces of at most ``limit`` (>= 4) bytes.
-
-    A piece ends after the last line end that fits, or between two characters of a longer line.
-    """
-    with open(path, "rb") as stream:
-        rest = b""
-        while True:
-            block = rest + stream.read(limit + 1 - len(rest))
-            if len(block) <= limit:
-                if block:
-                    yield block
-                return
-            cut = block.rfind(b"\n", 0, limit) + 1
-            if not cut:  # not before a continuation byte of UTF-8
-                ends = (at for at in range(limit, limit - 4, -1) if block[at] & 0xC0 != 0x80)
-                cut = next(ends, limit)
-            yield block[:cut]
-            rest = block[cut:]
-
-
-def read_beginning(file: Path, tokens: int) -> str:
-    """Return the beginning of a UTF-8 file, long enough for ``tokens`` tokens."""
-    try:
-        text = next(read_pieces(file, tokens * _BYTES_PER_TOKEN), b"").decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"Cannot read {file} ({error}). Pass a UTF-8 text file.") from error
-    if not text.strip():
-        raise DataError(f"{file} contains no text.")
-    return text
-
-
-def _pieces_of(file: TextFile, limit: int) -> Iterator[str]:
-    """Yield the text of a file. Raise DataError if it has changed since it was selected."""
-    size = 0
-    try:
-        for piece in read_pieces(file.path, limit):
-            size += len(piece)
-            yield piece.decode()
-        if size != file.bytes:
-            raise ValueError(f"{size} bytes instead of {file.bytes}")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{printable(file.path)} changed while it was being read ({error})."
-        ) from error
-
-
 def _train_tokenizer(
-    texts: Sequence[TextFile], vocab_size: int, sample: int, total: int, on_progress: OnProgress
+    texts: Sequence[Source],
+    json_key: str,
+    vocab_size: int,
+    sample: int,
+    on_progress: OnProgress,
 ) -> "tuple[PreTrainedTokenizerFast, int]":
-    """Train a byte-level BPE on about ``sample`` bytes, taken evenly from ``total``.
+    """Train a byte-level BPE on about ``sample`` bytes, taken evenly from all sources.
 
     Returns:
         The tokenizer, and the number of bytes it was trained on.
@@ -467,14 +372,15 @@ def _train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    stop = threading.Event()
+    stop, total = threading.Event(), sum(file.bytes for file in texts)
+    reader = Reader(_TRAINER_PIECE, json_key)
     advance = _meter(on_progress, "training tokenizer", total)
     passed = taken = 0
 
     def pieces() -> Iterator[str]:
         nonlocal passed, taken
         for file in texts:
-            for text in _pieces_of(file, _TRAINER_PIECE):
+            for text in reader.read(file):
                 if stop.is_set():
                     raise KeyboardInterrupt
                 size = len(text.encode())
@@ -513,15 +419,16 @@ def _train_tokenizer(
 
 def _write_corpus(
     prefix: Path,
-    texts: Sequence[TextFile],
+    texts: Sequence[Source],
     tokenizer: "PreTrainedTokenizerFast",
     workers: int,
-    limit: int,
+    reader: Reader,
     advance: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write ``prefix.bin`` and ``prefix.idx``, one document per piece of at most ``limit`` bytes.
+    """Write ``prefix.bin`` and ``prefix.idx``.
 
-    The end-of-sequence token ends each document. Special tokens in the text become plain text.
+    Each document ends with the end-of-sequence token. Special tokens that occur in the text are
+    tokenized like plain text.
 
     Returns:
         ``documents``, ``tokens``, ``altered_documents`` and ``dtype`` of :class:`DataReport`.
@@ -544,9 +451,9 @@ def _write_corpus(
         return len(text.encode()), ends_file, with_end, intact
 
     documents = (
-        (text, number == file.pieces)
+        (text, number == file.documents)
         for file in texts
-        for number, text in enumerate(_pieces_of(file, limit), 1)
+        for number, text in enumerate(reader.read(file), 1)
     )
     builder = datasets.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     tokens = altered = 0
@@ -595,8 +502,40 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
             if not Path(f"{prefix}.bin").is_file():
                 raise DataError(f"{flag} {prefix}: {prefix}.bin does not exist. {_AGAIN}")
             documents = count_documents(prefix)
+            _check_tokenizer(Path(prefix), arguments)
             if flag == "--data-path":
                 check_split(arguments.get("split") or USUAL[0], documents, prefix)
+
+
+def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
+    """Raise DataError if a prepared dataset contains ids of another tokenizer.
+
+    A tokenizer with additional tokens is accepted, because the ids keep their meaning.
+    """
+    folder = prefix.parent
+    if prefix.name != CORPUS or not (folder / REPORT).is_file():
+        return  # written by other tools, which do not record their tokenizer
+    report = DataReport.read(folder)
+    made = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
+    kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
+    if kind == "NullTokenizer":
+        size = arguments.get("vocab_size") or 0
+        if size < report.vocab_size:
+            raise DataError(f"{made}. Pass --vocab-size {report.vocab_size} instead of {size}.")
+    elif kind == "HuggingFaceTokenizer" and model and Path(model).is_dir():
+        if Path(model).resolve() == (folder / TOKENIZER).resolve():
+            return
+        given = load_tokenizer(Path(model)).get_vocab()
+        if vocabulary_hash(given) == report.vocab_sha256:
+            return
+        own = load_tokenizer(folder / TOKENIZER).get_vocab()
+        if own.items() <= given.items():
+            return
+        raise DataError(
+            f"{made}, but the {len(given)} tokens of --tokenizer-model {model} have other ids. "
+            f"Pass --tokenizer-model {folder / TOKENIZER}, or prepare the data again with "
+            f"--tokenizer {model}."
+        )
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:

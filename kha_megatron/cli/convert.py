@@ -14,7 +14,7 @@ from kha_megatron.cli.options import AsJSON, Preset, Workers, parse_size
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite, report
 from kha_megatron.config import KHAConfig
-from kha_megatron.data import read_beginning
+from kha_megatron.documents import read_beginning
 from kha_megatron.mcore.compat import check_version
 from kha_megatron.model.model import Model
 

@@ -36,10 +36,15 @@ def prepare(
         list[Path] | None,
         typer.Option(
             "--from",
-            help="Text file, or directory of text files. Can be repeated. "
-            "Default: the source of Python's standard library.",
+            help="File or directory to read: UTF-8 text, .jsonl or .parquet. Text and .jsonl may "
+            "be compressed (.gz, .zst). Can be repeated. Default: the source code of Python's "
+            "standard library.",
         ),
     ] = None,
+    json_key: Annotated[
+        str,
+        typer.Option(help="Field of .jsonl, or column of .parquet, that contains the text."),
+    ] = "text",
     vocab_size: Annotated[
         int | None,
         typer.Option(min=257, max=10**7, help="Size of the BPE vocabulary. Default: 4096."),
@@ -64,7 +69,7 @@ def prepare(
     workers: Workers = None,
     max_file_bytes: Annotated[
         str,
-        typer.Option(help="Split longer files at line ends into documents of at most this size."),
+        typer.Option(help="Maximum size of a document. Longer documents are split at newlines."),
     ] = "1MiB",
     tokenizer_sample: Annotated[
         str,
@@ -75,14 +80,15 @@ def prepare(
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Train a tokenizer on text files and write Megatron's indexed dataset.
+    """Train a tokenizer on text and write Megatron's indexed dataset.
 
-    Every file becomes one document, or several if it is longer than
-    --max-file-bytes. Empty, unreadable and non-UTF-8 files are listed.
-    To reuse the tokenizer for other text, pass --tokenizer OUT/tokenizer.
+    A text file is one document. In .jsonl files each line is a document, and in
+    .parquet files each row. Empty, unreadable and non-UTF-8 files are skipped
+    and listed. To reuse the tokenizer, pass --tokenizer OUT/tokenizer.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
+      kha-megatron data prepare --from corpus.jsonl.gz --out data/corpus
     """
     from kha_megatron import data
 
@@ -101,6 +107,7 @@ def prepare(
             tokenizer=tokenizer,
             globs=globs or None,
             exclude=exclude or None,
+            json_key=json_key,
             workers=workers,
             max_file_bytes=limit,
             tokenizer_sample=sample,
@@ -121,14 +128,17 @@ def show(
 ) -> None:
     """Check a prepared directory and print what it contains.
 
-    Opens the dataset and the tokenizer as training does, and compares them with data.json.
+    Opens the dataset and the tokenizer as training does, and compares them and
+    the hashes of all files with data.json.
 
     Examples:
       kha-megatron data show data/mine
     """
     from kha_megatron.data import verify
 
-    _print(verify(folder), folder, as_json)
+    with progress() as on_progress:
+        report = verify(folder, on_progress)
+    _print(report, folder, as_json)
 
 
 @contextmanager
@@ -187,7 +197,8 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
         console.print_json(report.to_dict())
         return
-    from kha_megatron.data import CORPUS, SKIPPED, TOKENIZER
+    from kha_megatron.data import CORPUS, TOKENIZER
+    from kha_megatron.documents import SKIPPED
 
     sample = report.tokenizer_sample_bytes
     rows = {

@@ -12,7 +12,7 @@ from kha_megatron.cli.attention import TOKENS, attention_figures, tables
 from kha_megatron.cli.options import AsJSON, Device
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
-from kha_megatron.data import read_beginning
+from kha_megatron.documents import read_beginning
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import kha_of, knock_weights
 

@@ -1,0 +1,290 @@
+"""Find files with training text and read their documents.
+
+A plain text file is one document. JSON Lines has one document per line and Parquet one per row.
+Text and JSON Lines may be compressed with gzip or Zstandard.
+"""
+
+import gzip
+import io
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from kha_megatron.errors import DataError
+
+SKIPPED: dict[str, str] = {
+    "empty": "empty files, or documents without text",
+    "unreadable": "cannot be opened, or not a regular file",
+    "not_utf8": "not UTF-8 text",
+    "other_name": "name does not match --glob",
+    "excluded": "name matches --exclude, or the output itself (a directory counts as one)",
+    "repeated": "already reached through another path or link",
+}
+"""Reasons for skipping a file: key in ``data.json``, and explanation."""
+
+UNSUPPORTED = {
+    ".json": "Write one JSON object per line to a .jsonl file.",
+    ".csv": "Convert it to .jsonl or .parquet.",
+    ".tsv": "Convert it to .jsonl or .parquet.",
+    ".arrow": "Convert it to .parquet.",
+    ".tar": "Unpack it and pass the directory.",
+    ".tgz": "Unpack it and pass the directory.",
+    ".zip": "Unpack it and pass the directory.",
+    ".bz2": "Decompress it, or use .gz or .zst.",
+    ".xz": "Decompress it, or use .gz or .zst.",
+    ".pdf": "Extract its text.",
+    ".docx": "Extract its text.",
+    ".bin": "Pass the prefix of a tokenized dataset to --data-path.",
+    ".idx": "Pass the prefix of a tokenized dataset to --data-path.",
+}
+"""File formats that are refused as a source, with a remedy."""
+
+_EXAMPLES = 5  # paths that a report names for each reason
+_BYTES_PER_TOKEN = 64  # for read_beginning
+
+Skipped = dict[str, dict[str, Any]]
+"""``{reason: {"count": n, "examples": [...]}}`` for each reason in :data:`SKIPPED`."""
+
+
+class Source(NamedTuple):
+    """A file with text, the size of its text in bytes, and the number of its documents."""
+
+    path: Path
+    bytes: int
+    documents: int
+    is_split: bool
+    """Whether a document was too long and was split into several."""
+
+
+class Reader:
+    """Read the documents of files.
+
+    Args:
+        limit: Maximum size of a document in bytes (at least 4). Longer documents are split after a
+            newline, or between two characters of a longer line.
+        json_key: Field of JSON Lines and column of Parquet that contains the text.
+    """
+
+    def __init__(self, limit: int, json_key: str = "text") -> None:
+        self.limit = limit
+        self.json_key = json_key
+
+    def documents(self, path: Path) -> Iterator[tuple[str, bool]]:
+        """Yield each document of a file, and whether it continues the previous one.
+
+        Raises:
+            DataError: If the file is not valid JSON Lines or Parquet, or a package is missing.
+            UnicodeDecodeError: If a text file is not UTF-8.
+        """
+        if path.suffix == ".parquet":
+            texts = self._parquet(path)
+        elif _format_of(path) == ".jsonl":
+            texts = self._json_lines(path)
+        else:
+            with _open(path) as stream:
+                yield from self._split(stream)
+            return
+        for text in texts:
+            yield from self._split(io.BytesIO(text.encode()))
+
+    def _split(self, stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
+        for number, piece in enumerate(split_text(stream, self.limit)):
+            yield piece.decode(), number > 0
+
+    def _json_lines(self, path: Path) -> Iterator[str]:
+        with _open(path) as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)[self.json_key]
+                    text.encode()  # JSON can contain half of a surrogate pair
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                    raise DataError(
+                        f"{path}, line {number}: not a JSON object with a string "
+                        f"{self.json_key!r} ({error}). Pass the name of the field with --json-key."
+                    ) from error
+                yield text
+
+    def _parquet(self, path: Path) -> Iterator[str]:
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError as error:
+            raise DataError(
+                f"Reading {path} requires pyarrow. Run `pip install pyarrow`."
+            ) from error
+        try:
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=1024, columns=[self.json_key]):
+                    for text in batch.column(0).to_pylist():
+                        yield text or ""
+        except (ArrowException, IndexError, AttributeError) as error:
+            raise DataError(
+                f"{path} has no text column {self.json_key!r}, or is damaged ({error}). Pass the "
+                "name of the column with --json-key."
+            ) from error
+
+    def read(self, source: Source) -> Iterator[str]:
+        """Yield the non-empty documents of a source. Raise DataError if the file has changed."""
+        size = 0
+        try:
+            for text, _ in self.documents(source.path):
+                size += len(text.encode())
+                if text:
+                    yield text
+            if size != source.bytes:
+                raise ValueError(f"{size} bytes instead of {source.bytes}")
+        except (OSError, EOFError, ValueError) as error:
+            raise DataError(
+                f"{printable(source.path)} changed while it was being read ({error})."
+            ) from error
+
+
+def printable(path: Path) -> str:
+    """Return a path as text. Escape bytes that cannot be decoded and control characters."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def find_files(
+    sources: Sequence[Path],
+    *,
+    globs: Sequence[str],
+    exclude: Sequence[str],
+    output: Path,
+    skipped: Skipped,
+) -> dict[Path, int]:
+    """Return the regular files under ``sources`` and their sizes in bytes, each real file once.
+
+    Directories are searched in sorted order and links are followed. ``globs`` and ``exclude`` apply
+    to names below a source but not to the source itself. ``output`` is not searched.
+    """
+    files: dict[Path, int] = {}
+    written = os.path.realpath(output)
+    seen: set[str] = set()
+    stack = [(path, True) for path in reversed(sources)]
+
+    def matches(path: Path, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(path.name, pattern) for pattern in patterns)
+
+    while stack:
+        path, is_source = stack.pop()
+        try:
+            status = path.stat()
+            is_folder, real = stat.S_ISDIR(status.st_mode), os.path.realpath(path)
+            if real == written or (not is_source and matches(path, exclude)):
+                _skip(skipped, "excluded", path)
+            elif not (is_source or is_folder or matches(path, globs)):
+                _skip(skipped, "other_name", path)
+            elif real in seen:
+                _skip(skipped, "repeated", path)
+            elif is_folder:
+                seen.add(real)
+                stack += [(child, False) for child in sorted(path.iterdir(), reverse=True)]
+            elif stat.S_ISREG(status.st_mode):
+                seen.add(real)
+                files[path] = status.st_size
+            else:  # opening a pipe or device could wait forever
+                _skip(skipped, "unreadable", path)
+        except (OSError, ValueError):
+            _skip(skipped, "unreadable", path)
+    return files
+
+
+def select_sources(
+    sizes: dict[Path, int], reader: Reader, *, skipped: Skipped, advance: Callable[[int], None]
+) -> list[Source]:
+    """Return the files that contain text, in the given order, and add the others to ``skipped``.
+
+    Reads every file once and calls ``advance`` with its size.
+    """
+    found = []
+    for path, size in sizes.items():
+        total = documents = empty = 0
+        is_split = False
+        try:
+            for text, continues in reader.documents(path):
+                total += len(text.encode())
+                documents += bool(text)
+                empty += not text
+                is_split |= continues
+            if documents:
+                found.append(Source(path, total, documents, is_split))
+            for _ in range(empty or not documents):
+                _skip(skipped, "empty", path)
+        except UnicodeDecodeError:
+            _skip(skipped, "not_utf8", path)
+        except (OSError, EOFError):
+            _skip(skipped, "unreadable", path)
+        advance(size)
+    return found
+
+
+def check_format(path: Path) -> None:
+    """Raise DataError if a source is a file of a known format that cannot be read."""
+    for suffix in (_format_of(path), path.suffix):
+        if path.is_file() and (remedy := UNSUPPORTED.get(suffix)):
+            raise DataError(f"{printable(path)}: {suffix} files are not supported. {remedy}")
+
+
+def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
+    """Yield the content of a stream in pieces of at most ``limit`` (at least 4) bytes.
+
+    A piece ends after the last newline that fits, or between two characters of a longer line.
+    """
+    rest = b""
+    while True:
+        block = rest + stream.read(limit + 1 - len(rest))
+        if len(block) <= limit:
+            if block:
+                yield block
+            return
+        cut = block.rfind(b"\n", 0, limit) + 1
+        if not cut:  # not before a continuation byte of UTF-8
+            ends = (at for at in range(limit, limit - 4, -1) if block[at] & 0xC0 != 0x80)
+            cut = next(ends, limit)
+        yield block[:cut]
+        rest = block[cut:]
+
+
+def read_beginning(file: Path, tokens: int) -> str:
+    """Return the beginning of a UTF-8 file, long enough for ``tokens`` tokens."""
+    try:
+        with file.open("rb") as stream:
+            text = next(split_text(stream, tokens * _BYTES_PER_TOKEN), b"").decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read {file} ({error}). Pass a UTF-8 text file.") from error
+    if not text.strip():
+        raise DataError(f"{file} contains no text.")
+    return text
+
+
+def _format_of(path: Path) -> str:
+    """Return the suffix of a file without that of its compression."""
+    is_compressed = path.suffix in (".gz", ".zst")
+    return Path(path.stem).suffix if is_compressed else path.suffix
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path))
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(
+                f"Reading {path} requires zstandard. Run `pip install zstandard`."
+            ) from error
+        return io.BufferedReader(zstandard.open(path, "rb"))
+    return path.open("rb")
+
+
+def _skip(skipped: Skipped, reason: str, path: Path) -> None:
+    entry = skipped[reason]
+    entry["count"] += 1
+    if len(entry["examples"]) < _EXAMPLES:
+        entry["examples"].append(printable(path))
