@@ -1,8 +1,12 @@
 """Find the checkpoint to read in a ``--save`` directory, whatever its tracker file says.
 
-Megatron writes the shards, ``.metadata``, the commit mark, the hashes, and last, not atomically,
-the tracker file. A killed save therefore leaves a directory without a mark, which must not be
-loaded, or a complete checkpoint that the tracker file does not name, which must not be lost.
+Megatron writes the shards, ``.metadata``, the commit mark, the hashes, and finally the tracker
+file. A killed save therefore leaves either a directory without a mark, which must not be loaded, or
+a complete checkpoint that the tracker file does not name, which must not be lost.
+
+Just before the mark, our entry point writes ``commit.json`` with the time of the commit.
+Checkpoints are ordered by this time and not by their iteration, because a run that was rolled back
+to an earlier iteration leaves checkpoints with higher iterations behind.
 """
 
 import json
@@ -23,9 +27,13 @@ RELEASE = "release"
 COMMIT_MARK = "metadata.json"
 """Megatron writes this file after all shards. A checkpoint without it is incomplete."""
 
+COMMIT = "commit.json"
+"""``{"time": nanoseconds since the epoch}``, written by :func:`record_commit`."""
+
 _CHECKPOINT_FILES = (
     INTEGRITY,
     COMMIT_MARK,
+    COMMIT,
     ".integrity*",
     ".metadata*",
     "*.distcp",
@@ -62,34 +70,41 @@ class Selection(NamedTuple):
 def select_checkpoint(folder: Path) -> Selection:
     """Select the checkpoint to load from a ``--save`` directory.
 
-    Follow the tracker file if it names a complete checkpoint, unless a higher iteration was
-    completed after that one: then the job was killed before it wrote the tracker file. Otherwise
-    select the highest complete iteration. A release counts as iteration 0.
+    Follow the tracker file if it names a complete checkpoint, unless another checkpoint was
+    committed after the tracker file was written. In that case the job was killed before it updated
+    the tracker file. Otherwise select the checkpoint that was committed last. Checkpoints of other
+    programs do not record when they were committed, so the highest iteration counts as the last. A
+    release counts as iteration 0.
     """
     file = folder / TRACKER
     tracker = file.read_text(errors="replace").strip() if file.is_file() else None
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
-    marks = {
-        n: (path / COMMIT_MARK).stat().st_mtime_ns if (path / COMMIT_MARK).exists() else 0
-        for n, path in saves.items()
-        if is_complete(path)
-    }
+    commits = {n: _commit(path) for n, path in saves.items() if is_complete(path)}
     number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
     named = int(number[0]) if number else 0 if tracker == RELEASE else None
-    newest, problem = max(marks, default=None), None
+    newest = max(commits, key=lambda n: (commits[n].recorded and commits[n].time, n), default=None)
+    problem = None
     if newest is None:
         pass
     elif tracker is None:
         problem = "is missing"
     elif named is None:
         problem = f"contains {tracker[:20]!r} instead of an iteration"
-    elif named not in marks:
+    elif named not in commits:
         problem = f"names {tracker}, which is not a complete checkpoint"
     else:
-        newest = max(n for n in marks if n >= named and marks[n] >= marks[named])
+        written = file.stat().st_mtime_ns
+        later = [
+            n
+            for n, commit in commits.items()
+            if commit.time > written
+            and commit.time >= commits[named].time
+            and (commit.recorded or n > named)
+        ]
+        newest = max(later, key=lambda n: (commits[n].time, n), default=named)
         if newest != named:
-            problem = f"names {tracker}, and {saves[newest].name} was completed after it"
-    cut_short = sorted(n for n in saves if n not in marks and n > (newest or 0))
+            problem = f"names {tracker}, but {saves[newest].name} was completed after that"
+    cut_short = sorted(n for n in saves if n not in commits and n > (newest or 0))
     return Selection(
         folder,
         tracker,
@@ -98,6 +113,44 @@ def select_checkpoint(folder: Path) -> Selection:
         problem,
         [saves[n].name for n in cut_short],
     )
+
+
+def record_commit(path: Path) -> None:
+    """Record the time at which a checkpoint is committed, right before its commit mark.
+
+    The time is later than that of all other checkpoints in the same ``--save`` directory, even if
+    the clocks of two machines differ.
+    """
+    others = (other for other in path.parent.iterdir() if other != path and is_complete(other))
+    latest = max((_commit(other).time for other in others), default=0)
+    with staged_file(path / COMMIT) as staged:
+        staged.touch()
+        now = staged.stat().st_mtime_ns  # by the clock that also dates the tracker file
+        staged.write_text(json.dumps({"time": max(now, latest + 1)}))
+
+
+class _Commit(NamedTuple):
+    time: int
+    recorded: bool
+    """False if ``time`` is only the modification time of the commit mark."""
+
+
+def _commit(path: Path) -> _Commit:
+    try:
+        return _Commit(int(json.loads((path / COMMIT).read_bytes())["time"]), True)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        mark = path / COMMIT_MARK
+        return _Commit(mark.stat().st_mtime_ns if mark.exists() else 0, False)
+
+
+def newest_other(path: Path) -> Path | None:
+    """Return the newest checkpoint beside ``path`` that our entry point has committed.
+
+    The entry point saves no weights that are not finite.
+    """
+    others = [other for other in path.parent.iterdir() if other != path and iteration_of(other)]
+    recorded = [other for other in others if _commit(other).recorded and is_complete(other)]
+    return max(recorded, key=_commit, default=None)
 
 
 def newest(folder: Path) -> Path | None:
