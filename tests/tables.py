@@ -74,6 +74,18 @@ SECTIONS = {
         "the next run resumes from the first checkpoint.",
         ("failing write", "exit codes", "next run loads"),
     ),
+    "Writers": (
+        "Several processes try to write to one directory.",
+        ("situation", "result"),
+    ),
+    "Rollbacks": (
+        "A run goes back to an earlier iteration and trains on from there.",
+        ("situation", "result"),
+    ),
+    "Datasets": (
+        "The dataset does not fit the tokenizer.",
+        ("situation", "result"),
+    ),
     "Fuzz": (
         "Randomly corrupted files are rejected with an error or read correctly.",
         ("input", "cases", "refused", "read"),

@@ -1,17 +1,15 @@
 """Write files and directories so that a crash, an error or Ctrl-C leaves nothing half-written."""
 
-import errno
-import fcntl
 import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kha_megatron.checkpoint.ownership import OWNER, try_lock
 from kha_megatron.errors import OutputError
 
 
@@ -38,7 +36,7 @@ def check_output_folder(
             _clean_up(target)
     if not folder.exists():
         return
-    held = sorted(folder.iterdir())
+    held = sorted(path for path in folder.iterdir() if path.name != OWNER)
     foreign = [path.name for path in held if only and not any(map(path.match, only))]
     if not inside and os.path.ismount(target):  # a mount point cannot be renamed
         problem = f"{folder} is a mount point and cannot be replaced. Choose a directory inside it."
@@ -114,37 +112,15 @@ def _clean_up(target: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-def lock(descriptor: int, target: Path) -> None:
-    """Lock an open file. Raise BlockingIOError if another process holds the lock.
-
-    Warn if the disk of ``target`` has no locks, as on some Lustre mounts.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        warnings.warn(
-            f"The disk of {target} has no file locks ({error.strerror}). Do not write to it twice.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Hold the lock of ``target``. The kernel frees it when this process dies."""
     file = target.with_name(f".{target.name}.lock")
     with file.open("a") as opened:
-        try:
-            lock(opened.fileno(), target)
-        except BlockingIOError:
+        if try_lock(opened.fileno(), target) is False:
             raise OutputError(
                 f"{target} is being written by another process. Choose another directory."
-            ) from None
+            )
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ import typer
 
 from kha_megatron import compare as comparing
 from kha_megatron import recipes
+from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import staged_file, write_json
 from kha_megatron.cli import console
 from kha_megatron.cli.following import loss_words, report
@@ -106,7 +107,8 @@ def compare(
     cores = len(os.sched_getaffinity(0))
     parallel = jobs or (1 if on_gpus else max(1, cores // (nproc or chosen.ranks)))
     try:
-        with runs.lock_directory(planned.folder):
+        with owned(planned.folder):
+            (planned.folder / runs.RUNS).mkdir(exist_ok=True)
             failures = _train_all(planned, parallel)
     except KeyboardInterrupt:
         console.log.print("Stopped. Run the same command again to continue.")

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from kha_megatron import recipes
+from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import check_output_folder, write_json
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import console, plots
@@ -70,21 +71,25 @@ def quickstart(
         recipe = recipe.with_heads(KHAConfig.from_presets(names))
     check_output_folder(output, overwrite=True, mark=MARK, inside=True)
     require_matplotlib()
-    output.mkdir(parents=True, exist_ok=True)
+    with owned(output):
+        _run(recipe, output, megatron or [])
+
+
+def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
     write_json(output / MARK, {"finished": False})
 
     _heading(1, f"text: {output / 'data'}")
     _prepare(output / "data", recipe.run.vocab_size)
 
     _heading(2, f"training under NeMo-Run: {output / 'run'}")
-    trained = _train(recipe, output, megatron or [])
+    trained = _train(recipe, output, overrides)
     history = read_history(output / "run" / TENSORBOARD)
 
     _heading(3, f"to Hugging Face: {output / 'hf'}")
     written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
-    run = recipe.run_for(megatron or [])
+    run = recipe.run_for(overrides)
     if run.kha.variants and not run.kha.other_mechanisms:
         inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text

@@ -9,19 +9,16 @@ Megatron's ``--seed`` decides both and matrices at the identity draw no random n
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
-from kha_megatron.checkpoint.staging import lock, write_json
+from kha_megatron.checkpoint.ownership import has_files, owned
+from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, ModelVariant, with_null
@@ -31,7 +28,7 @@ from kha_megatron.recipes import Job, Recipe, prepare
 from kha_megatron.recipes.log_lines import LOSS, SECONDS, VALIDATION_LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
-MARK = "compare.lock"
+RUNS = "runs"
 RUN, RESULT = "run.json", "result.json"
 _INDEX = "index"
 """Directory of Megatron's sample index. Parallel runs would otherwise write it beside the data."""
@@ -154,15 +151,18 @@ def plan(
             data=data,
             ranks=ranks,
             device=device,
-            folder=output / "runs" / f"{variant.name}-seed{seed}",
+            folder=output / RUNS / f"{variant.name}-seed{seed}",
             iterations=iterations,
             held_out=bool(held_out),
         )
         for seed in range(1, seeds + 1)
         for variant in variants
     )
-    if output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
-        raise OutputError(f"{output} is not empty and has no {MARK}. Choose another --output.")
+    if has_files(output) and not (output / RUNS).is_dir():
+        raise OutputError(
+            f"{output} is not empty and was not written by `kha-megatron compare`. Choose another "
+            "--output."
+        )
     for run in runs:
         if run.seed == 1:
             prepare(run.recipe, data=data, overrides=run.overrides, ranks=ranks, device=device)
@@ -190,35 +190,18 @@ def _check_arguments(run: Trial) -> None:
         )
 
 
-@contextmanager
-def lock_directory(folder: Path) -> Iterator[None]:
-    """Create the comparison directory and lock it. Raise OutputError if it is locked."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / MARK).open("a") as file:
-        try:
-            lock(file.fileno(), folder)
-        except BlockingIOError:
-            raise OutputError(
-                f"Another `kha-megatron compare` runs in {folder}. Choose another --output."
-            ) from None
-        yield
-
-
 def begin(run: Trial) -> tuple[Job, int]:
     """Prepare a run to start or to resume, and return its job and the iteration it starts from.
 
     Raises:
-        OutputError: ranks of an earlier command still train in the directory.
+        OutputError: If ranks of an earlier command still train in the directory.
     """
-    if pids := _live_ranks(run.folder):
-        raise OutputError(
-            f"Process {pids[0]} of an earlier command still trains in {run.folder}. Wait for it."
-        )
-    last = newest(run.folder / CHECKPOINTS)
-    earlier = run.folder / RUN
-    starts = json.loads(earlier.read_bytes())["starts"] if last and earlier.exists() else 0
-    # remove incomplete checkpoints, and an index that may be incomplete
-    shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
+    with owned(run.folder / CHECKPOINTS):
+        last = newest(run.folder / CHECKPOINTS)
+        earlier = run.folder / RUN
+        starts = json.loads(earlier.read_bytes())["starts"] if last and earlier.exists() else 0
+        # remove incomplete checkpoints, and an index that may be incomplete
+        shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
     index = str((run.folder / _INDEX).absolute())
     job = prepare(
         run.recipe,
@@ -285,10 +268,3 @@ def _held_out(run: Trial, history: History) -> float | None:
     if loss is None or not math.isfinite(loss):
         raise DataError(f"Expected a finite held-out loss in {run.folder}, got {loss}. Remove it.")
     return loss
-
-
-def _live_ranks(folder: Path) -> list[int]:
-    """Return the processes whose command line names the run's checkpoints."""
-    save = str(folder.absolute() / CHECKPOINTS)
-    processes = psutil.process_iter(["pid", "cmdline"])
-    return [p.pid for p in processes if save in (p.info["cmdline"] or ()) and p.pid != os.getpid()]

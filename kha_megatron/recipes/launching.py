@@ -21,7 +21,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, find_failure
-from kha_megatron.recipes.prepare import Job
+from kha_megatron.recipes.prepare import Job, owned_output
 from kha_megatron.recipes.processes import MARK, find_processes, guarded, interruptible
 
 TASK = "train"
@@ -94,11 +94,17 @@ def launch(
         KeyboardInterrupt: Ctrl-C, SIGTERM, a closed terminal or ``stop``. All ranks have ended.
         MissingDependencyError: NeMo-Run is not installed.
         ConfigError: torchrun cannot be found, or NeMo-Run cannot use its home directory.
+        OutputError: If another process uses the output directory.
     """
     mark = uuid.uuid4().hex
     executor, last_step = _executor(job, mark=mark), None
     # the guard is the inner context: leaving the experiment waits for the ranks
-    with interruptible(), experiment_of(job, executor) as experiment, guarded(mark):
+    with (
+        owned_output(job),
+        interruptible(),
+        experiment_of(job, executor) as experiment,
+        guarded(mark),
+    ):
         start = time.monotonic()
         experiment.run()
         info = experiment.status(return_dict=True)[TASK]

@@ -9,18 +9,23 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.tracker import select_checkpoint
 from kha_megatron.data import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.recipe import Recipe
+from kha_megatron.recipes.recipe import CHECKPOINTS, Recipe
+
+SUBMISSION = "submission.json"
+"""File in the output directory with the ids of the submitted Slurm jobs."""
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _OTHER_CHECKPOINT = (
@@ -85,6 +90,8 @@ class Job:
     """``cuda`` or ``cpu``."""
     slurm: Slurm | None = None
     """None runs on this machine."""
+    resume: bool = False
+    """Whether the job continues an earlier one in ``output``."""
 
     @property
     def title(self) -> str:
@@ -143,6 +150,13 @@ def prepare(
         raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
     if restarts and load not in (None, save):
         raise ConfigError(f"A restarted job would load --load {load} again. Use --resume.")
+    step = run.arguments.get("--ckpt-step")
+    if step and slurm is not None and (slurm.chain > 1 or slurm.retries):
+        raise ConfigError(
+            f"--ckpt-step {' '.join(step)} cannot be combined with --chain or --retries, "
+            "because every job would start from that iteration and overwrite the checkpoints of "
+            "the previous one. Submit one job with --ckpt-step first."
+        )
     defaults: dict[str, Any] = {}
     if restarts or resume or run.training.kha_upcycle:  # an empty directory starts from scratch
         defaults["load"] = save
@@ -167,6 +181,7 @@ def prepare(
         output=output,
         device=run.training.device,
         slurm=slurm,
+        resume=resume or load is not None,
     )
 
 
@@ -177,8 +192,28 @@ def _check_directories(run: Run, load: str | None, output: Path | None, *, resum
         _check_checkpoint(source, run)
     targets = [output, Path(run.training.save) if run.training.save else None]
     for target in dict.fromkeys(path.absolute() for path in targets if path is not None):
-        if target.exists() and any(target.iterdir()) and not (resume or target == source):
+        if has_files(target) and not (resume or target == source):
             raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")
+
+
+@contextmanager
+def owned_output(job: Job) -> Iterator[None]:
+    """Own a job's output directory while the job runs or is being submitted.
+
+    Raises:
+        OutputError: If another process owns the directory, or has used it since :func:`prepare`.
+    """
+    if job.output is None or (job.slurm is not None and job.slurm.image is not None):
+        yield  # the directory may exist only inside the container
+        return
+    with owned(job.output):
+        used = any((job.output / name).exists() for name in (CHECKPOINTS, SUBMISSION))
+        if used and not job.resume:
+            raise OutputError(
+                f"Another launch has used {job.output} in the meantime. Choose another --output, "
+                "or add --resume."
+            )
+        yield
 
 
 def _check_checkpoint(directory: Path, run: Run) -> None:

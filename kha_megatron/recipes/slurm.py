@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.launching import experiment_of, import_nemo_run
 from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, failure_in
-from kha_megatron.recipes.prepare import Job, Slurm
+from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, owned_output
 
 RENDEZVOUS = 29500
 """Port and id under which the nodes of one job find each other."""
@@ -84,7 +85,7 @@ def submit(
         ConfigError: NeMo-Run cannot create the executor or use its home directory.
     """
     start = time.monotonic()
-    with _experiment(job) as experiment:
+    with owned_output(job), _experiment(job) as experiment:
         error = ""
         try:
             experiment.run(detach=True)
@@ -92,6 +93,8 @@ def submit(
             lines = [line.strip() for line in str(raised).split("\n") if line.strip()]
             error = lines[-1] if lines else type(raised).__name__
         taken = [item for item in experiment.jobs if item.handle]
+        if taken and job.output is not None and job.output.is_dir():
+            write_json(job.output / SUBMISSION, {"slurm_jobs": [_job_id(item) for item in taken]})
         end: dict[str, Any]
         if error:
             end = {"status": "failed", "reason": f"Slurm did not take the job: {error}"}

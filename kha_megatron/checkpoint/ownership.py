@@ -1,0 +1,172 @@
+"""Make sure that only one process at a time writes into a directory.
+
+The owner holds an advisory lock on ``.owner.json`` in the directory until it exits. The kernel
+releases the lock even if the process is killed. Some cluster file systems have no locks, or locks
+that other nodes do not see, so the file also records a random run id. The owner compares this id
+before and after it writes, and stops if another run has replaced it.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kha_megatron.announcements import announce
+from kha_megatron.errors import OutputError
+
+OWNER = ".owner.json"
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Ownership:
+    """The right of this process to write into ``directory``. Created by :func:`claim`."""
+
+    def __init__(self, directory: Path, descriptor: int, run_id: str) -> None:
+        self.directory = directory
+        self.run_id = run_id
+        self._descriptor = descriptor
+
+    def check(self) -> None:
+        """Raise OutputError if another run has taken over the directory since :func:`claim`."""
+        owner = _read_owner(self.directory / OWNER)
+        if owner and owner["run_id"] != self.run_id:
+            raise OutputError(
+                f"{self.directory} was taken over by {_describe(owner)}. This run stops so that "
+                "the two runs do not overwrite each other's checkpoints. Use another directory."
+            )
+
+    def release(self) -> None:
+        """Release the lock. The file stays, because removing it could race with a new owner."""
+        os.close(self._descriptor)
+
+
+def claim(directory: Path) -> Ownership:
+    """Create a directory if necessary and become its only writer until this process exits.
+
+    A Slurm job that was requeued after its node crashed takes the directory over from its earlier
+    attempt, even if the file server has not released the lock of the crashed node yet.
+
+    Raises:
+        OutputError: If another process owns the directory, or the directory cannot be written.
+    """
+    file = directory / OWNER
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise OutputError(f"Cannot write to {directory}: {error.strerror}.") from error
+    try:
+        locked = try_lock(descriptor, directory)
+        owner = _read_owner(file)
+        in_use = (
+            not _is_requeued(owner) if locked is False else locked is None and _is_running(owner)
+        )
+        if in_use:
+            raise OutputError(
+                f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, "
+                "or choose another directory."
+            )
+        run_id = uuid.uuid4().hex
+        content = {"run_id": run_id, **_this_process()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(content).encode(), 0)
+        os.fsync(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Ownership(directory, descriptor, run_id)
+
+
+@contextmanager
+def owned(directory: Path) -> Iterator[Ownership]:
+    """Own a directory for the duration of the block. Raises OutputError as :func:`claim` does."""
+    ownership = claim(directory)
+    try:
+        yield ownership
+    finally:
+        ownership.release()
+
+
+def has_files(directory: Path) -> bool:
+    """Return whether a directory exists and contains more than the file that names its owner."""
+    return directory.is_dir() and any(path.name != OWNER for path in directory.iterdir())
+
+
+def try_lock(descriptor: int, target: Path) -> bool | None:
+    """Try to lock an open file without waiting.
+
+    Returns:
+        True if this process now holds the lock and False if another process does. None if the file
+        system does not support locks, which is logged once for ``target``.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        announce(
+            f"WARNING: the file system of {target} does not support locks ({error.strerror}). Make "
+            "sure that no other process writes to it.",
+            once=(try_lock, target),
+        )
+        return None
+    return True
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "created": psutil.Process().create_time(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+    }
+
+
+def _read_owner(file: Path) -> dict[str, Any]:
+    """Return the content of the owner file, or an empty dict if it is missing or incomplete."""
+    try:
+        owner = dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+    return owner if owner.keys() >= _this_process().keys() else {}
+
+
+def _is_requeued(owner: dict[str, Any]) -> bool:
+    """Return whether the owner is an earlier attempt of this Slurm job."""
+    this = _this_process()
+    return (
+        this["slurm_job"] is not None
+        and owner.get("slurm_job") == this["slurm_job"]
+        and owner.get("slurm_restarts", 0) < this["slurm_restarts"]
+    )
+
+
+def _is_running(owner: dict[str, Any]) -> bool:
+    """Return whether the owner is a running process of this machine."""
+    if owner.get("host") != socket.gethostname():
+        return False
+    try:
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["created"]) < 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another process"
+    job = f" (Slurm job {owner['slurm_job']})" if owner.get("slurm_job") else ""
+    return f"process {owner['pid']} on {owner['host']}{job}, started {owner['started']}"

@@ -1,0 +1,170 @@
+"""Test that a directory has one writer at a time, and that checkpoints are ordered by commit."""
+
+import errno
+import fcntl
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kha_megatron import cli
+from kha_megatron.checkpoint import ownership
+from kha_megatron.checkpoint.ownership import OWNER, claim, owned
+from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
+from kha_megatron.errors import OutputError
+from tests.entry import Entry
+from tests.faults.jobs import arguments, iteration_folder, resumed, until
+
+HOLD = """
+import sys
+from pathlib import Path
+from kha_megatron.checkpoint.ownership import claim
+claim(Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that owns ``tmp_path / "out"``."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Return a function that runs ``kha-megatron`` and returns its exit code and its errors."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["kha-megatron", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
+        return end.value.code, errors
+
+    return run
+
+
+def test_one_of_two_trainings_saves(entry, tmp_path, faults_table):
+    other, ended = Entry(), []
+    words = arguments(tmp_path, *until(3))
+    threads = [
+        threading.Thread(target=lambda run=run: ended.append(run(words, 2)))
+        for run in (entry, other)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed, succeeded = sorted(ended, key=lambda run: run.codes == [0, 0])
+    assert succeeded.codes == [0, 0], succeeded.output[-3000:]
+    assert 2 in failed.codes
+    (error,) = failed.errors
+    owner = json.loads((tmp_path / OWNER).read_bytes())
+    assert f"in use by process {owner['pid']} on {owner['host']}" in error
+    assert select_checkpoint(tmp_path).newest == iteration_folder(tmp_path, 3)
+    faults_table("Writers", "two trainings with one `--save`", "one trains, the other exits")
+
+
+@pytest.mark.usefixtures("holder")
+@pytest.mark.parametrize("words", [("quickstart",), ("launch", "quickstart")], ids=" ".join)
+def test_a_command_does_not_write_beside_another(words, holder, tmp_path, command):
+    code, (error,) = command(*words, "--output", tmp_path / "out", "--", "--mock-data")
+    assert code == 2
+    assert f"in use by process {holder.pid} on " in error
+    assert os.listdir(tmp_path / "out") == [OWNER]
+
+
+def test_a_killed_owner_blocks_nobody(holder, tmp_path):
+    with pytest.raises(OutputError, match=f"process {holder.pid}"):
+        claim(tmp_path / "out")
+    holder.kill()
+    holder.wait()
+    with owned(tmp_path / "out"):
+        pass
+
+
+def test_a_requeued_job_takes_over_from_its_crashed_node(holder, tmp_path, monkeypatch):
+    file = tmp_path / "out" / OWNER
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    crashed = json.loads(file.read_bytes()) | {"host": "node1", "slurm_job": "77"}
+    file.write_text(json.dumps(crashed | {"slurm_job": "76"}))
+    with pytest.raises(OutputError, match=r"on node1 \(Slurm job 76\)"):
+        claim(tmp_path / "out")
+    file.write_text(json.dumps(crashed))
+    claim(tmp_path / "out").check()
+
+
+def test_without_locks_the_earlier_run_stops_before_it_writes(tmp_path, monkeypatch, capsys):
+    def unsupported(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    first = claim(tmp_path)
+    assert "does not support locks" in capsys.readouterr().err
+    with pytest.raises(OutputError, match=f"in use by process {os.getpid()}"):
+        claim(tmp_path)
+    monkeypatch.setattr(ownership.socket, "gethostname", lambda: "node2")
+    second = claim(tmp_path)
+    second.check()
+    with pytest.raises(OutputError, match=r"taken over by process .* on node2"):
+        first.check()
+
+
+def take_over(folder, rank):
+    """Let another run take over ``folder`` while rank 0 writes the second checkpoint."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    write = TorchDistSaveShardedStrategy.async_save
+
+    def write_and_lose(self, state, directory, *rest, **options):
+        result = write(self, state, directory, *rest, **options)
+        if rank == 0 and "iter_0000002" in str(directory):
+            file = folder / OWNER
+            file.write_text(json.dumps(json.loads(file.read_bytes()) | {"run_id": "other"}))
+        return result
+
+    TorchDistSaveShardedStrategy.async_save = write_and_lose
+
+
+def test_a_run_whose_directory_was_taken_over_commits_nothing(entry, tmp_path):
+    run = entry(arguments(tmp_path, *until(4)), 2, before=functools.partial(take_over, tmp_path))
+    assert any("was taken over by process" in error for error in run.errors), run.output[-3000:]
+    found = select_checkpoint(tmp_path)
+    assert found.newest == iteration_folder(tmp_path, 1)
+    assert found.incomplete == ["iter_0000002"]
+
+
+def test_after_a_rollback_the_new_branch_resumes(entry, tmp_path, faults_table):
+    def train(*more):
+        run = entry(arguments(tmp_path, *more), 1)
+        assert run.codes == [0], run.output[-3000:]
+        return run
+
+    train(*until(4))
+    assert resumed(train("--ckpt-step", "2", *until(3)).output) == 2
+    for torn in ("", "junk"):
+        (tmp_path / TRACKER).write_text(torn)
+        assert select_checkpoint(tmp_path).newest == iteration_folder(tmp_path, 3)
+    run = train(*until(5))
+    assert resumed(run.output) == 3
+    faults_table("Rollbacks", "the tracker file is torn afterwards", "the new branch resumes")
+
+
+def test_a_tracker_file_that_was_set_back_by_hand_is_followed(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "save")
+    (folder / TRACKER).write_text("1")
+    assert select_checkpoint(folder).newest == iteration_folder(folder, 1)
