@@ -156,12 +156,37 @@ def use_forked_checkpoint_writers() -> None:
     AsyncCallsQueue._get_async_caller = lambda self: TemporalAsyncCaller()
 
 
+class _AtomicTrackerFiles:
+    """Megatron's file functions, except that a tracker file is replaced atomically."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+    @contextmanager
+    def open(self, file: Any, mode: str = "r", **options: Any) -> Iterator[Any]:
+        from kha_megatron.checkpoint.staging import staged_file
+        from kha_megatron.checkpoint.tracker import TRACKER
+
+        if mode != "w" or Path(file).name != TRACKER or "://" in str(file):
+            with self._functions.open(file, mode, **options) as stream:
+                yield stream
+            return
+        with staged_file(Path(file)) as staged, staged.open(mode, **options) as stream:
+            yield stream
+
+
 @functools.cache  # once per process
-def guard_checkpoints() -> None:
+def guard_checkpoints(ownership: Any = None) -> None:
     """Make saving crash-safe, loading safe, and hashing fast.
 
     - Megatron overwrites a complete checkpoint without removing its commit marker first. A killed
       save would leave a mixture that looks complete, so the marker is removed.
+    - Megatron does not write the tracker file atomically, and records no time of the commit.
+    - If another run has taken over the ``--save`` directory, ``ownership.check()`` stops the save
+      before the first shard and before the commit marker.
     - PyTorch ignores Megatron's list of safe classes when it unpickles non-tensor state.
     - TensorBoard is flushed at each save, so that the curves of a resumed run have no gap.
     - Hashes come from :mod:`kha_megatron.checkpoint.integrity`.
@@ -169,20 +194,35 @@ def guard_checkpoints() -> None:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.training import checkpointing
     from megatron.training.global_vars import get_tensorboard_writer
 
     from kha_megatron.checkpoint.integrity import verify_hashes, write_hashes
-    from kha_megatron.checkpoint.tracker import clear_for_overwriting
+    from kha_megatron.checkpoint.tracker import clear_for_overwriting, record_commit
 
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     serialization.save_integrity_manifest = write_hashes
     serialization.verify_integrity_manifest = verify_hashes
+    checkpointing.maybe_msc = _AtomicTrackerFiles(checkpointing.maybe_msc)
     async_save = TorchDistSaveShardedStrategy.async_save
+    write_marker = serialization.save_config
+
+    def check_owner() -> None:
+        if ownership is not None:
+            ownership.check()
+
+    @functools.wraps(write_marker)
+    def commit(config: Any, checkpoint_dir: Any) -> None:
+        check_owner()
+        if "://" not in str(checkpoint_dir):
+            record_commit(Path(checkpoint_dir))
+        write_marker(config, checkpoint_dir)
 
     @functools.wraps(async_save)
     def guarded(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any):
         if dist.get_rank() == 0:
+            check_owner()
             clear_for_overwriting(checkpoint_dir)
         if writer := get_tensorboard_writer():
             writer.flush()
@@ -190,6 +230,7 @@ def guard_checkpoints() -> None:
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     TorchDistSaveShardedStrategy.async_save = guarded
+    serialization.save_config = commit
 
 
 @functools.cache  # once per process
@@ -265,6 +306,45 @@ def let_adams_exchange_states() -> None:
         load(self, saved | {"param_groups": groups})
 
     adam.load_state_dict = loading
+
+
+@functools.cache  # once per process
+def let_learning_rate_change(keep: bool) -> None:
+    """Let a run resume with another ``--lr`` or ``--min-lr``.
+
+    Megatron identifies a parameter group of a checkpoint by values that include its learning rates,
+    and finds no group if they have changed. Here, groups with the run's default schedule match if
+    everything else is equal.
+
+    Args:
+        keep: Whether these groups keep the learning rates of the checkpoint
+            (``--use-checkpoint-opt-param-scheduler``) instead of taking the new ones.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    match_groups = MegatronOptimizer._filter_and_reorder_param_groups
+    load = DistributedOptimizer.load_state_dict
+
+    def align(current: Any, saved: Any) -> None:
+        source, target = (saved, current) if keep else (current, saved)
+        default: Any = next((group for group in source if group.get("default_config")), {})
+        for group in target:
+            if group.get("default_config"):
+                group |= {name: default[name] for name in ("max_lr", "min_lr") if name in default}
+
+    @functools.wraps(match_groups)
+    def aligned_match(current_groups: Any, state_dict_groups: Any) -> Any:
+        align(current_groups, state_dict_groups)
+        return match_groups(current_groups, state_dict_groups)
+
+    @functools.wraps(load)
+    def aligned_load(self: Any, state_dict: Any) -> None:
+        align(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
+        load(self, state_dict)
+
+    MegatronOptimizer._filter_and_reorder_param_groups = staticmethod(aligned_match)
+    DistributedOptimizer.load_state_dict = aligned_load
 
 
 def skip_fusion_warm_up() -> None:

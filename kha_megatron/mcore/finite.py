@@ -25,6 +25,7 @@ from kha_megatron.mcore.knocking import KnockingHeads
 Model = Any
 """A pipeline stage of a GPTModel or HybridModel, or a module of one."""
 _FIRST, _LAST = -1.0, math.inf  # before and after all layers
+_PARAMETER, _ACTIVATION, _GRADIENT = range(3)
 
 
 class Finding(NamedTuple):
@@ -108,41 +109,71 @@ def _recorder(largest: Tensor, index: int) -> Callable:
 def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None) -> None:
     gradients = [gradient for *_, gradient in _parameters(models) if gradient is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(largest)
-    bad = (~torch.isfinite(torch.cat([largest, norm.view(1)])).all()).int()
-    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-    if not bad.item():
-        return
-    findings: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(findings, _first_finding(models, sites, largest, summed_by))
-    first = min(filter(None, findings), default=None)
+    bad = ~torch.isfinite(torch.cat([largest, norm.view(1)])).all()
+    first = _first_on_any_rank(bad, lambda: _first_finding(models, sites, largest, summed_by))
     if first is None:
         return
+    kind, where = first
+    cause = (
+        "The weights were already bad before this step, because of an earlier optimizer step or "
+        "the loaded checkpoint."
+        if kind == _PARAMETER
+        else "No weight was changed."
+    )
+    raise NonFiniteError(
+        f"{where}. Training stopped before the optimizer step. {cause} Restart to resume from the "
+        "last checkpoint. If the error comes back, look at that layer, or restart with a lower "
+        "--lr and --override-opt-param-scheduler."
+    )
+
+
+def find_non_finite_parameter(models: list[Model]) -> str | None:
+    """Describe the first parameter with NaN or infinity, e.g. ``NaN in 1 of 9 elements of ...``.
+
+    Call it on every rank with its pipeline stages. Every rank returns the same text, or None if all
+    parameters of all ranks are finite.
+    """
+    finite = [torch.isfinite(parameter).all() for _, _, parameter, _ in _parameters(models)]
+    bad = ~torch.stack(finite).all()
+    found = _first_on_any_rank(bad, lambda: min(_bad_parameters(models), default=None))
+    return None if found is None else found[1]
+
+
+def _first_on_any_rank(bad: Tensor, search: Callable[[], Finding | None]) -> tuple[int, str] | None:
+    """Search on every rank if ``bad`` is true on any, and return kind and place of the cause."""
+    flag = bad.int()
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if not flag.item():
+        return None
+    findings: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, search())
+    first = min(filter(None, findings), default=None)
+    if first is None:
+        return None
     ranks = [rank for rank, finding in enumerate(findings) if finding == first]
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    raise NonFiniteError(
-        f"{first.text} on {where}. Training stopped before the optimizer step, so no weight was "
-        "changed and no checkpoint saved. Restart to resume from the last checkpoint. If the error "
-        "returns, look at that layer and lower --lr."
-    )
+    return first.kind, f"{first.text} on {where}"
+
+
+def _bad_parameters(models: list[Model]) -> Iterator[Finding]:
+    for order, name, parameter, _ in _parameters(models):
+        if not torch.isfinite(parameter).all():
+            yield Finding(_PARAMETER, order, f"{_count(parameter)} parameter {name}")
 
 
 def _first_finding(
     models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None
 ) -> Finding | None:
-    found = []
-    parameters = list(_parameters(models))
-    for order, name, parameter, _ in parameters:
-        if not torch.isfinite(parameter).all():
-            found.append(Finding(0, order, f"{_count(parameter)} parameter {name}"))
+    found = list(_bad_parameters(models))
     for site, peak in zip(sites, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
-            found.append(Finding(1, site.order, f"{what} in the output of {site.name}"))
+            found.append(Finding(_ACTIVATION, site.order, f"{what} in the output of {site.name}"))
     note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
-    for (layer, position), name, _, gradient in parameters:
+    for (layer, position), name, _, gradient in _parameters(models):
         if gradient is not None and not torch.isfinite(gradient).all():
             text = f"{_count(gradient)} the gradient of {name}{note}"
-            found.append(Finding(2, (-layer, -position), text))
+            found.append(Finding(_GRADIENT, (-layer, -position), text))
     return min(found, default=None)
 
 

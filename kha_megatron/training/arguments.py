@@ -206,6 +206,10 @@ def check_args(args: argparse.Namespace) -> None:
             flag = name.replace("_", "-")
             raise ConfigError(f"Remove --{flag}: only pretrain_gpt.py with --spec supports it.")
     mistakes = {
+        f"This job was requeued, and --ckpt-step {args.ckpt_step} would load that iteration again "
+        "instead of the last checkpoint. Submit a new job without --ckpt-step.": (
+            args.ckpt_step and int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        ),
         "--ckpt-format torch loads a checkpoint of another KHA configuration without an error. Use "
         "torch_dist.": args.ckpt_format == "torch",
         "--moe-router-bias-update-rms needs --moe-router-enable-expert-bias.": (

@@ -22,14 +22,16 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from kha_megatron.announcements import announce
+from kha_megatron.announcements import announce, is_first_rank
+from kha_megatron.checkpoint.ownership import Ownership, claim
 from kha_megatron.config import KHAConfig
+from kha_megatron.errors import DataError
 from kha_megatron.mcore import compat, cpu
 from kha_megatron.mcore.attention import describe_model
 from kha_megatron.mcore.backends import load_from_either
@@ -60,6 +62,7 @@ from kha_megatron.training.resume import (
     restored_kha,
 )
 from kha_megatron.training.scalars import write_scalars
+from kha_megatron.training.weights import guard_weights
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -77,13 +80,14 @@ def run(program_start: float) -> None:
     compat.let_distributed_optimizer_resume()
     compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
-    compat.guard_checkpoints()
     if cpu.is_installed():
         compat.use_forked_checkpoint_writers()
         compat.skip_fusion_warm_up()
 
     early = parse_args(add_kha_arguments)
     check_args(early)
+    compat.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
+    compat.guard_checkpoints(_claim_save_directory(early))
     repair_tracker(early)
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)
@@ -129,6 +133,13 @@ def run(program_start: float) -> None:
         torch.distributed.destroy_process_group()
 
 
+def _claim_save_directory(args: argparse.Namespace) -> Ownership | None:
+    """Make this run the only writer of ``--save`` until rank 0 exits. Call this on every rank."""
+    if not args.save or "://" in args.save or not is_first_rank():
+        return None
+    return claim(Path(args.save))
+
+
 def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
     """Build Megatron's model configuration, with the hooks that run before the model is wrapped."""
     config = model_config(args, kha)
@@ -142,6 +153,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
             captured = args.cuda_graph_impl == "full_iteration"  # runs no Python
             report = None if captured else report_expert_load
             balance_experts(models, "rms" if by_rms else "sign", report)
+        guard_weights(models, args)
         if args.check_for_nan_in_loss_and_grad:  # last: nothing may change before the check
             stop_before_non_finite_steps(models)
         if args.kha_log_interval:
@@ -214,6 +226,7 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
     batch: dict[str, Tensor | None] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
+        _check_token_ids(sample)
         batch = {
             name: sample[name].cuda(non_blocking=True) if sample.get(name) is not None else None
             for name in _BATCH
@@ -239,6 +252,21 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
     return [batch.get(name) for name in _BATCH]
+
+
+def _check_token_ids(sample: dict[str, Tensor]) -> None:
+    """Raise DataError if a batch contains token ids outside the vocabulary.
+
+    Embedding rows that only pad the vocabulary would otherwise train without an error.
+    """
+    args = get_args()
+    size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
+    largest = max(int(sample[name].max()) for name in ("tokens", "labels"))
+    if largest >= size:
+        raise DataError(
+            f"The data contains token id {largest}, but the vocabulary has {size} tokens. Train "
+            "with the tokenizer that the data was prepared with."
+        )
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ starts from scratch. The file is therefore repaired before Megatron reads it.
 import ctypes
 import errno
 import os
+import re
 import shutil
 import signal
 import time
@@ -28,6 +29,9 @@ from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SCHEDULE = re.compile(
+    r"OptimizerParamScheduler: class input value (.+) and checkpoint\s*value (.+) for (.+) do not "
+)
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -104,6 +108,15 @@ def explain_failures(args: Namespace) -> Iterator[None]:
         if error.args[0] != "write" or not args.save:
             raise
         raise _not_written(args.save, "see the lines above") from error
+    except AssertionError as error:
+        if (found := _SCHEDULE.search(str(error))) is None:
+            raise
+        given, stored, name = found.groups()
+        raise CheckpointError(
+            f"The {name} is {given}, but {args.load} was saved with {stored}. Add "
+            "--override-opt-param-scheduler to use the new value, or "
+            "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
+        ) from error
     except OSError as error:
         if error.errno not in _DISK or not args.save:
             raise

@@ -1,0 +1,78 @@
+"""Keep NaN and infinity out of checkpoints, and stop a run that only skips optimizer steps."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron.training import training
+
+from kha_megatron.checkpoint.tracker import newest, newest_other
+from kha_megatron.errors import CheckpointError, NonFiniteError
+from kha_megatron.mcore.finite import find_non_finite_parameter
+from kha_megatron.training.resume import checkpoint_to_load
+
+
+def guard_weights(models: list[Any], args: Namespace) -> None:
+    """Check the parameters before each save, after each load, and at each skipped step.
+
+    With dynamic loss scaling (``--fp16``), Megatron skips a step whose gradients overflow and does
+    not check for NaN. A NaN in a parameter would then skip all remaining steps.
+
+    Args:
+        models: Pipeline stages of this rank, before Megatron wraps them. Call this on every rank.
+        args: Megatron's arguments.
+    """
+    save, load, train_step = training.save_checkpoint, training.load_checkpoint, training.train_step
+
+    def checked_save(iteration: int, *arguments: Any, **options: Any) -> Any:
+        if found := find_non_finite_parameter(models):
+            raise NonFiniteError(
+                f"{found} after iteration {iteration}. No checkpoint was saved. {_remedy(args)}"
+            )
+        return save(iteration, *arguments, **options)
+
+    def checked_load(*arguments: Any, **options: Any) -> Any:
+        result = load(*arguments, **options)
+        if found := find_non_finite_parameter(models):
+            raise CheckpointError(f"{found} {_of_loaded_checkpoint(args)}")
+        return result
+
+    def checked_step(
+        forward: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **options: Any
+    ):
+        result = train_step(forward, data, model, optimizer, *rest, **options)
+        skipped, exits = result[1], result[3]
+        if not skipped or exits:
+            return result
+        if found := find_non_finite_parameter(models):
+            raise NonFiniteError(f"{found}, so every step would be skipped. {_remedy(args)}")
+        if optimizer.get_loss_scale().item() <= args.min_loss_scale:
+            raise NonFiniteError(
+                f"The gradients overflow although the loss scale is at its minimum of "
+                f"{args.min_loss_scale:g}, so every step would be skipped. {_remedy(args)}"
+            )
+        return result
+
+    training.save_checkpoint = checked_save
+    training.load_checkpoint = checked_load
+    if args.fp16 and not args.loss_scale:
+        training.train_step = checked_step
+
+
+def _remedy(args: Namespace) -> str:
+    last = newest(Path(args.save)) if args.save else None
+    start = f"from {last.name} in {args.save}" if last else "from scratch"
+    return f"Restart {start}, with a lower --lr and --override-opt-param-scheduler."
+
+
+def _of_loaded_checkpoint(args: Namespace) -> str:
+    """Return the end of an error that names the newest checkpoint whose weights were checked."""
+    path = checkpoint_to_load(args)
+    if path is None:
+        return f"of the checkpoint in {args.load}. Load another one."
+    if other := newest_other(path):
+        return (
+            f"of {path}. The weights of {other.name} were finite when it was saved. Add "
+            f"--ckpt-step {int(other.name[5:])} to load it."
+        )
+    return f"of {path}. Its directory has no other checkpoint that is known to be finite."
