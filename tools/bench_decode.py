@@ -61,9 +61,9 @@ def make_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / BASELINE)
     for name in {"linear" if model == "folded" else model for model in given.models}:
         kha = KHAConfig.from_preset(f"kha_{name}")
-        to_hf.plan(folder / BASELINE, upcycle=kha).write(folder / name)
+        to_hf.plan_export(folder / BASELINE, upcycle=kha).write(folder / name)
     if "folded" in given.models:
-        to_hf.plan(folder / "linear", fold=True).write(folder / "folded")
+        to_hf.plan_export(folder / "linear", fold=True).write(folder / "folded")
     models = {}
     for name in (BASELINE, *given.models):
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)

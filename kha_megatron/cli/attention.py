@@ -39,7 +39,7 @@ def attention_figures(
     with tempfile.TemporaryDirectory(prefix="kha-inspect-") as scratch:
         folder = checkpoint
         if not is_hf_folder(checkpoint):
-            plan = to_hf.plan(checkpoint, tokenizer=tokenizer)
+            plan = to_hf.plan_export(checkpoint, tokenizer=tokenizer)
             if plan.source.tokenizer.origin is None:
                 raise CheckpointError(
                     f"{checkpoint} records no Hugging Face tokenizer. Add --tokenizer DIRECTORY."

@@ -12,7 +12,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Preset, Workers, parse_size
 from kha_megatron.cli.running import Commands
-from kha_megatron.cli.verify import conclude, not_finite, report
+from kha_megatron.cli.verify import conclude, not_finite, run_verification
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
 from kha_megatron.mcore.compat import check_version
@@ -27,7 +27,7 @@ _ROWS, _LENGTH = 8, 256
 
 app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
-Source = Annotated[
+ModelPath = Annotated[
     Path,
     typer.Argument(help="Megatron --save directory, one iteration in it, or Hugging Face model."),
 ]
@@ -46,7 +46,7 @@ Tokenizer = Annotated[
 ]
 Verify = Annotated[bool, typer.Option(help="Compare every tensor and the logits afterwards.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
-Architecture = Annotated[
+ArchitectureName = Annotated[
     str | None,
     typer.Option(
         help="kha supports every attention and mechanism. Without KHA: qwen3, qwen3_moe, glm4_moe, "
@@ -71,7 +71,7 @@ TensorParallel = Annotated[
         help="Pad the vocabulary for this TP size. Other TP sizes can load OUT as well.",
     ),
 ]
-Variant = Annotated[
+VariantName = Annotated[
     str | None, typer.Option(help="linear, mlp, gate or none. Overrides the preset.")
 ]
 _FOLD_HELP = """Fold linear knocking heads into the projections to get a stock model.
@@ -94,9 +94,9 @@ def _commands() -> None:
 @app.command("to-hf")
 def to_hf(
     context: typer.Context,
-    checkpoint: Source,
+    checkpoint: ModelPath,
     out: Out,
-    architecture: Architecture = None,
+    architecture: ArchitectureName = None,
     max_shard_size: ShardSize = "5GB",
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
@@ -118,7 +118,7 @@ def to_hf(
     """
     from kha_megatron.conversion import to_hf
 
-    plan = to_hf.plan(
+    plan = to_hf.plan_export(
         checkpoint,
         fold=context.info_name == "fold",
         architecture=architecture,
@@ -133,7 +133,7 @@ def to_hf(
 
 @app.command("to-megatron")
 def to_megatron(
-    model: Source,
+    model: ModelPath,
     out: Out,
     divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
@@ -158,7 +158,7 @@ def to_megatron(
     """
     from kha_megatron.conversion import to_megatron
 
-    plan = to_megatron.plan(
+    plan = to_megatron.plan_import(
         model,
         dtype=dtype,
         allow_overflow=allow_overflow,
@@ -172,15 +172,15 @@ def to_megatron(
 
 @app.command()
 def upcycle(
-    model: Source,
+    model: ModelPath,
     out: Out,
     to: Annotated[
         Literal["megatron", "hf"], typer.Option(help="Format to write OUT in.")
     ] = "megatron",
     kha_preset: Preset = None,
-    kha_query: Variant = None,
-    kha_key: Variant = None,
-    kha_value: Variant = None,
+    kha_query: VariantName = None,
+    kha_key: VariantName = None,
+    kha_value: VariantName = None,
     heads: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="Setting of a head mechanism; repeatable."),
@@ -233,9 +233,9 @@ def upcycle(
     plan: Plan
     if to == "hf":
         size = parse_size("--max-shard-size", max_shard_size)
-        plan = to_hf.plan(model, max_shard_bytes=size, **options)
+        plan = to_hf.plan_export(model, max_shard_bytes=size, **options)
     else:
-        plan = to_megatron.plan(
+        plan = to_megatron.plan_import(
             model, divisible_by=divisible_by, tensor_parallel=tensor_parallel, **options
         )
     tokens = None
@@ -262,8 +262,8 @@ def convert(
     """Convert a checkpoint as ``to-hf`` does by default, for other commands."""
     from kha_megatron.conversion import to_hf
 
-    plan = to_hf.plan(checkpoint)
-    return _write(plan, out, None, overwrite, True), report(plan.source.path, out, None)
+    plan = to_hf.plan_export(checkpoint)
+    return _write(plan, out, None, overwrite, True), run_verification(plan.source.path, out, None)
 
 
 def _write(
@@ -306,7 +306,7 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
-    """Verify and report. Exit with 1 if the two models differ by more than rounding."""
+    """Verify and run_verification. Exit with 1 if the two models differ by more than rounding."""
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
     values = asdict(written)
     facts = {
@@ -322,5 +322,5 @@ def _finish(
     if losses:
         values["loss"] = losses
         facts |= {f"loss {when}": f"{losses[when]:.4f} nats" for when in ("before", "after")}
-    verification = report(plan.source.path, written.path, workers) if verify else None
+    verification = run_verification(plan.source.path, written.path, workers) if verify else None
     conclude(verification, as_json, facts=facts, values=values)

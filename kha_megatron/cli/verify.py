@@ -40,10 +40,12 @@ def verify(
         from kha_megatron.mcore.compat import check_version
 
         check_version()
-    conclude(report(one, other, workers, logits=logits), as_json)
+    conclude(run_verification(one, other, workers, logits=logits), as_json)
 
 
-def report(one: Path, other: Path, workers: int | None, *, logits: bool = True) -> "Verification":
+def run_verification(
+    one: Path, other: Path, workers: int | None, *, logits: bool = True
+) -> "Verification":
     """Compare two checkpoints while showing a status on stderr."""
     from kha_megatron.conversion import verify as comparison
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.conversion.rows import TensorSlot
-from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.sources import ModelSource
 from kha_megatron.conversion.transforms import count_not_finite
 from kha_megatron.errors import OutputError
 
@@ -56,7 +56,7 @@ class Conversion:
 class Plan(ABC):
     """A checked conversion. Nothing has been written yet."""
 
-    source: Source
+    source: ModelSource
 
     marker: ClassVar[str]
     """File that identifies a directory written by this kind of conversion."""
@@ -124,7 +124,7 @@ class Plan(ABC):
 
 
 def transfer(
-    source: Source,
+    source: ModelSource,
     put: Put,
     *,
     workers: int | None = None,

@@ -15,7 +15,7 @@ from kha_megatron.conversion.architecture import (
 )
 from kha_megatron.errors import CheckpointError
 
-SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "position_embedding_type": ("rope",),
@@ -97,7 +97,7 @@ def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: i
         CheckpointError: An argument is missing or has an unsupported value.
         ConfigError: The attention does not support the head mechanisms.
     """
-    for name, allowed in SUPPORTED.items():
+    for name, allowed in SUPPORTED_ARGUMENTS.items():
         if args.get(name) not in allowed:
             raise _unsupported(name, args.get(name), f"only {allowed[0]!r}")
     try:

@@ -124,7 +124,7 @@ def _run_here(
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     checkpoint = MegatronCheckpoint.open(iteration)
-    model = load(build(checkpoint), checkpoint)
+    model = load_model_weights(build_model(checkpoint), checkpoint)
     for parameter in model.parameters():  # expert biases are buffers and stay float32
         parameter.data = parameter.data.to(rounded_to or torch.float32).float()
     length = tokens.shape[1]
@@ -150,7 +150,7 @@ def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
     return outputs
 
 
-def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
+def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
     """Build Megatron's GPTModel or HybridModel from the saved arguments, on local modules.
 
     Args:
@@ -175,7 +175,7 @@ def build(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = 
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
-def load(model: Any, checkpoint: MegatronCheckpoint) -> Any:
+def load_model_weights(model: Any, checkpoint: MegatronCheckpoint) -> Any:
     """Load a checkpoint with Megatron's loader."""
     from megatron.core import dist_checkpointing
 

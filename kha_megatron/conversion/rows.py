@@ -18,7 +18,7 @@ from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.heads import HeadTensor
 
 _GATE = "self_attn.gate_output."
-Shape = Callable[[Architecture], tuple[int, ...]]
+_Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
 
 
@@ -34,8 +34,8 @@ class Row:
     """Hugging Face name, below ``model.layers.{i}.`` in a layer. ``{}`` stands for each part."""
     names: tuple[str, ...]
     """Megatron names, below ``decoder.layers.{i}.`` in a layer. The first one is written."""
-    shape: Shape
-    """Shape of the Megatron tensor."""
+    shape: _Shape
+    """_Shape of the Megatron tensor."""
     when: When = lambda model, layer: True
     """Whether the layer (counted from 0) has this tensor."""
     parts: tuple[str, ...] = ("",)

@@ -26,7 +26,7 @@ from kha_megatron.conversion.table import locate, tensor_slots
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError, ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
 _MAX_ELEMENTS = 2**56
 _PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
@@ -46,7 +46,7 @@ class Read(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model's tensors, slot by slot."""
 
     checkpoint: HFCheckpoint | MegatronCheckpoint
@@ -72,7 +72,7 @@ class Source:
 
 def open_source(
     path: Path, *, tokenizer: Path | None = None, padded: bool = False, comparing: bool = False
-) -> Source:
+) -> ModelSource:
     """Open a Hugging Face directory (it has a ``config.json``) or a Megatron checkpoint.
 
     Args:
@@ -110,7 +110,7 @@ def open_source(
     return source  # padding does not explain the number of rows
 
 
-def _open_hf(path: Path) -> Source:
+def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
     formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
     infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
@@ -144,10 +144,10 @@ def _open_hf(path: Path) -> Source:
         held = [torch.empty(infos[n].shape, dtype=infos[n].dtype, device="meta") for n in names]
         return formats.read(slot, model, held)
 
-    return Source(checkpoint, model, read, formats)
+    return ModelSource(checkpoint, model, read, formats)
 
 
-def _open_megatron(path: Path) -> Source:
+def _open_megatron(path: Path) -> ModelSource:
     checkpoint = MegatronCheckpoint.open(path)
     args, infos = checkpoint.args, checkpoint.keys()
     if EMBEDDING not in infos:
@@ -173,10 +173,10 @@ def _open_megatron(path: Path) -> Source:
             return slot.row.split(torch.empty(shape, dtype=dtype, device="meta"), model)
         return slot.row.split(checkpoint.tensor(key, index), model)
 
-    return Source(checkpoint, model, read)
+    return ModelSource(checkpoint, model, read)
 
 
-def truncate_vocabulary(source: Source, rows: int) -> Source:
+def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:
     """Return a source with the first ``rows`` entries of the vocabulary."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -203,9 +203,9 @@ def _mismatch(
     for name, shape in wanted.items():
         if infos[name].shape != shape:
             return f"has {name} of shape {infos[name].shape}, but its {caller} requires {shape}."
-        if infos[name].dtype not in DTYPES.values():
+        if infos[name].dtype not in FLOAT_DTYPES.values():
             return (
-                f"has {name} in {infos[name].dtype}. Expected one of {', '.join(DTYPES)}. A "
+                f"has {name} in {infos[name].dtype}. Expected one of {', '.join(FLOAT_DTYPES)}. A "
                 "quantized model cannot be converted."
             )
     return None
@@ -217,6 +217,6 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     Raises:
         ConfigError: The name is unknown.
     """
-    if name is not None and name not in DTYPES:
-        raise ConfigError(f"Unknown dtype {name!r}. Choose one of {', '.join(DTYPES)}.")
-    return None if name is None else DTYPES[name]
+    if name is not None and name not in FLOAT_DTYPES:
+        raise ConfigError(f"Unknown dtype {name!r}. Choose one of {', '.join(FLOAT_DTYPES)}.")
+    return None if name is None else FLOAT_DTYPES[name]

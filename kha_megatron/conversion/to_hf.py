@@ -87,7 +87,7 @@ class HFPlan(Plan):
         return written
 
 
-def plan(
+def plan_export(
     path: Path,
     *,
     architecture: str | None = None,
@@ -104,7 +104,7 @@ def plan(
         path: A checkpoint of either side.
         architecture: A ``model_type``, or ``auto`` for the stock architecture that fits and
             ``kha`` if none does. Default: ``kha``; with ``fold``: ``auto``.
-        dtype: A key of ``sources.DTYPES``; None keeps the dtypes.
+        dtype: A key of ``sources.FLOAT_DTYPES``; None keeps the dtypes.
         allow_overflow: Convert numbers beyond the range of ``dtype`` to infinity.
         tokenizer: A tokenizer directory that replaces the model's own.
         fold: Fold linear knocks and collaborative heads into the projections.

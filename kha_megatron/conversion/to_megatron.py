@@ -90,7 +90,7 @@ class MegatronPlan(Plan):
         return self.summarize(target, "megatron", shards, wrong, *command_line(args, str(target)))
 
 
-def plan(
+def plan_import(
     path: Path,
     *,
     dtype: str | None = None,
@@ -104,7 +104,7 @@ def plan(
 
     Args:
         path: A Megatron or Hugging Face checkpoint. The padding of a Megatron vocabulary is kept.
-        dtype: A key of ``sources.DTYPES``; None keeps the dtypes.
+        dtype: A key of ``sources.FLOAT_DTYPES``; None keeps the dtypes.
         allow_overflow: Convert numbers beyond the range of ``dtype`` to infinity.
         tokenizer: A tokenizer directory that replaces the model's own.
         upcycle: Head mechanisms to add without changing an output.

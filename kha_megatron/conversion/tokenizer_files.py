@@ -77,7 +77,7 @@ class TokenizerFiles:
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"No tokenizer directory {folder}. Pass one with --tokenizer.")
         _files(folder)  # raises for links out of the directory
-        loaded = load_tokenizer(folder)
+        loaded = load_hf_tokenizer(folder)
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
@@ -90,7 +90,7 @@ class TokenizerFiles:
         """
         if self.origin is None:
             raise ConfigError("The model has no tokenizer. Pass one with --tokenizer.")
-        tokenizer = self.loaded or load_tokenizer(Path(self.origin))
+        tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
             raise ConfigError(f"Expected a text of at least 2 tokens, got {len(ids)}.")
@@ -159,7 +159,7 @@ def _files(folder: Path) -> tuple[str, ...]:
     return tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer directory without running code from it.
 
     Raises:

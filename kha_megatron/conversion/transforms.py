@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.rows import FileFormat, QKVRow, TensorSlot, head_row
-from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.sources import ModelSource
 from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Knock
@@ -34,7 +34,7 @@ _DOUBLED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "ou
 """Projections that ``Mechanism.projections_to_double`` may return, by Hugging Face module."""
 
 
-def cast(source: Source, dtype: torch.dtype, *, allow_overflow: bool = False) -> Source:
+def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = False) -> ModelSource:
     """Round all tensors except the router's correction biases to ``dtype``.
 
     ``read`` raises CheckpointError if a finite number becomes infinite, unless ``allow_overflow``.
@@ -58,7 +58,7 @@ def cast(source: Source, dtype: torch.dtype, *, allow_overflow: bool = False) ->
     return replace(source, read=read)
 
 
-def fold_heads(source: Source, kha: KHAConfig) -> Source:
+def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
     """Fold the linear knocks and collaborative heads of ``kha`` into the projections.
 
     Raises:
@@ -73,7 +73,7 @@ def fold_heads(source: Source, kha: KHAConfig) -> Source:
     return source if kha.collaborative is None else _fold_collaborative(source)
 
 
-def _fold_knock(source: Source) -> Source:
+def _fold_knock(source: ModelSource) -> ModelSource:
     """Fold linear knocks: ``W' = W T`` in the projections before them, biases too (eq. 8).
 
     Computed in float64 and rounded once to the stored dtype. QK-norm and RoPE come after the knock,
@@ -120,7 +120,7 @@ def _knocked_rows(name: str, model: Architecture) -> list[tuple[str, int, int]]:
     return [(_KNOCKED[module], rows, 0)] if module in _KNOCKED else []
 
 
-def _fold_collaborative(source: Source) -> Source:
+def _fold_collaborative(source: ModelSource) -> ModelSource:
     """Fold collaborative heads: query head ``i`` is ``W_Q diag(m_i)``, and all keys are the same.
 
     The new head dim is the larger one of keys and values. Smaller heads are padded with zeros. RoPE
@@ -185,7 +185,7 @@ def _pad_heads(part: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
     return pad(split, (0, 0) * (split.dim() - dim - 2) + (0, zeros)).flatten(dim, dim + 1)
 
 
-def upcycle_heads(source: Source, kha: KHAConfig) -> Source:
+def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
     """Add head mechanisms without changing any bit of the model's output.
 
     Matrices start at the identity, projections of the input at zero. If a mechanism then halves its
@@ -244,7 +244,7 @@ def upcycle_heads(source: Source, kha: KHAConfig) -> Source:
     return replace(source, model=model, read=read)
 
 
-def add_zero_tensors(source: Source, model: Architecture) -> Source:
+def add_zero_tensors(source: ModelSource, model: Architecture) -> ModelSource:
     """Add zeros for the expert biases and shared experts of ``model``."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -259,12 +259,12 @@ def add_zero_tensors(source: Source, model: Architecture) -> Source:
     return replace(source, model=model, read=read)
 
 
-def _weights_dtype(source: Source, slot: TensorSlot) -> torch.dtype:
+def _weights_dtype(source: ModelSource, slot: TensorSlot) -> torch.dtype:
     """Return the dtype of the layer's other weights."""
     return source.read(TensorSlot(ATTENTION_OUTPUT, slot.layer), meta=True)[0].dtype
 
 
-def round_as_stored(source: Source, files: FileFormat) -> Source:
+def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
     """Round tensors as the files of an architecture do: norm weights are stored minus one."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -274,7 +274,7 @@ def round_as_stored(source: Source, files: FileFormat) -> Source:
     return replace(source, read=read)
 
 
-def pad_vocabulary(source: Source, rows: int) -> Source:
+def pad_vocabulary(source: ModelSource, rows: int) -> ModelSource:
     """Pad the vocabulary to ``rows`` entries."""
     return replace(source, model=replace(source.model, padded_vocab_size=rows))
 

@@ -23,7 +23,7 @@ from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
 from kha_megatron.conversion.rows import TensorSlot
-from kha_megatron.conversion.sources import Source, open_source, truncate_vocabulary
+from kha_megatron.conversion.sources import ModelSource, open_source, truncate_vocabulary
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     count_not_finite,
@@ -34,7 +34,7 @@ from kha_megatron.conversion.transforms import (
 from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64
-TOLERANCE = 1e-4
+LOGIT_TOLERANCE = 1e-4
 """Largest difference of float32 logits due to rounding."""
 _MAY_DIFFER = (
     "max_position_embeddings",
@@ -84,8 +84,8 @@ class Agreement:
     """Fraction of positions with the same most likely token."""
     tokens: int
     first_layer: int | None = None
-    """First layer, from 0, whose output differs by more than ``TOLERANCE``."""
-    limit: float | None = TOLERANCE
+    """First layer, from 0, whose output differs by more than ``LOGIT_TOLERANCE``."""
+    limit: float | None = LOGIT_TOLERANCE
     """Upper bound of ``max_difference``. None if weights were rounded for the comparison, or if
     only one model drops heads."""
 
@@ -116,8 +116,8 @@ class Verification:
 class Pair:
     """Two open checkpoints with the same mechanisms, vocabulary and optional tensors."""
 
-    one: Source
-    other: Source
+    one: ModelSource
+    other: ModelSource
     remark: str
     exact: bool
     """Whether the logits must agree: no 16-bit weights were rounded for the comparison, and both or
@@ -187,11 +187,11 @@ class Pair:
         return replace(compared, logits=compare_logits(self))
 
 
-def _dtype(source: Source) -> torch.dtype:
+def _dtype(source: ModelSource) -> torch.dtype:
     return next(source.entries())[1][0].dtype
 
 
-def _same_heads(pair: list[Source]) -> tuple[list[Source], str]:
+def _same_heads(pair: list[ModelSource]) -> tuple[list[ModelSource], str]:
     """Fold the model with more head mechanisms, or upcycle the other one."""
     has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
     more = int(has[0] < has[1])
@@ -268,7 +268,7 @@ def compare_logits(pair: Pair) -> Agreement:
         generator=torch.Generator().manual_seed(0),
     )
     smaller = min(_dtype(pair.other), _dtype(pair.one), key=lambda dtype: dtype.itemsize)
-    agreement = compare(*(run_model(path, tokens, smaller) for path in paths))
+    agreement = compare_outputs(*(run_model(path, tokens, smaller) for path in paths))
     return agreement if pair.exact else replace(agreement, limit=None)
 
 
@@ -318,7 +318,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
         return Outputs(model.eval()(tokens).logits, layers)
 
 
-def compare(one: Outputs, other: Outputs) -> Agreement:
+def compare_outputs(one: Outputs, other: Outputs) -> Agreement:
     """Compare two runs on the common part of the vocabulary."""
     entries = min(one.logits.shape[-1], other.logits.shape[-1])
     ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
@@ -327,7 +327,7 @@ def compare(one: Outputs, other: Outputs) -> Agreement:
     differing = (
         number
         for number, (a, b) in enumerate(zip(one.layers, other.layers, strict=False))
-        if not (a - b).abs().max() < TOLERANCE
+        if not (a - b).abs().max() < LOGIT_TOLERANCE
     )
     return Agreement(
         max_difference=difference.max().item(),

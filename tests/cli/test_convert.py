@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.conversion import to_hf
-from kha_megatron.conversion.verify import TOLERANCE, Pair
+from kha_megatron.conversion.verify import LOGIT_TOLERANCE, Pair
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import VOCAB
 from tests.conversion.fixtures import write_tokenizer
@@ -189,7 +189,7 @@ def test_a_wrong_model_exits_with_1(run, linear, tmp_path, monkeypatch):
     assert code == 1
     assert "The two models differ: 1 tensors different, such as model.norm.weight" in stderr
     difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
-    assert difference > TOLERANCE
+    assert difference > LOGIT_TOLERANCE
 
 
 def test_upcycle_to_either_side(run, qwen3, tmp_path):

@@ -32,13 +32,13 @@ def load_and_run(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from kha_megatron.conversion.megatron_model import build
+    from kha_megatron.conversion.megatron_model import build_model
     from tests.distributed import models
 
     models.initialize(**layout)
     checkpoint = MegatronCheckpoint.open(folder)
     overrides = {"params_dtype": getattr(torch, dtype), "bf16": dtype == "bfloat16"}
-    model = build(checkpoint, layout | overrides)
+    model = build_model(checkpoint, layout | overrides)
     for parameter in model.parameters():  # as Megatron's Float16Module does
         parameter.data = parameter.data.to(getattr(torch, dtype))
     loaded, missing, unexpected = dist_checkpointing.load(

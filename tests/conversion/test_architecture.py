@@ -6,7 +6,7 @@ from kha_megatron.announcements import forget
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
-from kha_megatron.conversion.megatron_arguments import SUPPORTED, from_arguments
+from kha_megatron.conversion.megatron_arguments import SUPPORTED_ARGUMENTS, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
 
 
@@ -20,7 +20,7 @@ def args(sparse):
     return MegatronCheckpoint.open(sparse[0]).args
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", SUPPORTED_ARGUMENTS)
 def test_unsupported_arguments_are_refused(args, name):
     assert name in args
     with pytest.raises(CheckpointError, match=rf"^The checkpoint .* {name}='something new'"):

@@ -10,7 +10,7 @@ import torch
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
-from kha_megatron.conversion.sources import Source
+from kha_megatron.conversion.sources import ModelSource
 
 MODEL = Architecture(
     vocab_size=200_003,
@@ -33,7 +33,7 @@ def read(slot, *, meta=False):
 
 def described():
     checkpoint = SimpleNamespace(verifying=nullcontext)
-    return Source(checkpoint, MODEL, read)
+    return ModelSource(checkpoint, MODEL, read)
 
 
 class Put:

@@ -80,7 +80,7 @@ def published(request, tmp_path, monkeypatch):
 )
 def test_published_models_become_stock_ones(published, tmp_path, architecture):
     folder, expected = published
-    written = to_hf.plan(folder, architecture="auto").write(tmp_path / "hf")
+    written = to_hf.plan_export(folder, architecture="auto").write(tmp_path / "hf")
     assert written.architecture == architecture
     with torch.no_grad():
         found = load(tmp_path / "hf")(tokens()).logits
@@ -99,9 +99,9 @@ def test_norm_weights_from_one_half_up_are_exact(tmp_path):
             if name.endswith("norm.weight"):
                 weight.copy_(torch.linspace(0.5, 2, len(weight)))
     model.save_pretrained(tmp_path / "kha")
-    to_hf.plan(tmp_path / "kha", architecture="qwen3_next").write(tmp_path / "stock")
+    to_hf.plan_export(tmp_path / "kha", architecture="qwen3_next").write(tmp_path / "stock")
     assert Pair.open(tmp_path / "kha", tmp_path / "stock").verify().agrees
-    to_hf.plan(tmp_path / "stock").write(tmp_path / "back")
+    to_hf.plan_export(tmp_path / "stock").write(tmp_path / "back")
     assert_same_tensors(tmp_path / "kha", tmp_path / "back")
 
 
@@ -112,8 +112,8 @@ def test_gates_after_a_trained_knock(tmp_path):
         config = KHAModelConfig(**SIZES, kha_value=variant)
         make(config).save_pretrained(tmp_path / variant)
     with pytest.raises(ConfigError, match=r"trained value=mlp.*Leave gate\.value out"):
-        to_hf.plan(tmp_path / "mlp", upcycle=kha)
-    to_hf.plan(tmp_path / "linear", upcycle=kha).write(tmp_path / "gated")
+        to_hf.plan_export(tmp_path / "mlp", upcycle=kha)
+    to_hf.plan_export(tmp_path / "linear", upcycle=kha).write(tmp_path / "gated")
     found = Pair.open(tmp_path / "linear", tmp_path / "gated").verify()
     assert found.agrees
     assert found.logits.max_difference == 0.0

@@ -128,7 +128,7 @@ def test_every_pair_of_architectures_is_exact_or_refused(raw, name, target):
 def test_a_config_that_disagrees_with_its_tensors_is_refused(tmp_path, changes, message):
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "hf")
     edit_config(tmp_path / "hf", layer_types=None, **changes)
-    for plan in (to_megatron.plan, to_hf.plan):
+    for plan in (to_megatron.plan_import, to_hf.plan_export):
         with pytest.raises(CheckpointError, match=message):
             plan(tmp_path / "hf")
 
@@ -141,7 +141,7 @@ def test_a_tied_model_may_repeat_its_embedding(tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     edit_tensors(tmp_path / "hf", repeat)
-    to_megatron.plan(tmp_path / "hf")
+    to_megatron.plan_import(tmp_path / "hf")
 
 
 def test_quantised_tensors_are_refused(tmp_path):

@@ -47,7 +47,7 @@ def refusal(call, *words):
 @pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "vocab_size"])
 def test_impossible_sizes_are_refused(folder, size, value):
     edit_config(folder("qwen3"), **{size: value})
-    for plan in (to_hf.plan, to_megatron.plan):
+    for plan in (to_hf.plan_export, to_megatron.plan_import):
         message = refusal(plan, folder("qwen3"))
         assert f"{size}={value}" in message
         assert "Expected a number from 1 to" in message
@@ -63,20 +63,20 @@ def test_fuzzed_configurations_are_refused_in_one_line(folder, family, faults_ta
         names = random_numbers.sample(sorted(plain), random_numbers.choice((1, 1, 2, 5)))
         changes = {name: random_numbers.choice(VALUES) for name in names}
         file.write_text(json.dumps(plain | changes))
-        plans = (to_megatron.plan, to_hf.plan)
+        plans = (to_megatron.plan_import, to_hf.plan_export)
         refused += sum(refusal(plan, folder(family)) is not None for plan in plans)
     assert refused > FUZZED // 2  # else it tries nothing
     faults_table("Fuzz", f"`config.json` of {family}", 2 * FUZZED, refused, 2 * FUZZED - refused)
     file.write_text(json.dumps(plain))
-    assert refusal(to_megatron.plan, folder(family)) is None
+    assert refusal(to_megatron.plan_import, folder(family)) is None
 
 
 def test_experts_of_several_dtypes_need_a_cast(folder, tmp_path):
     mixed, save = folder("qwen3_moe"), tmp_path / "save"
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     edit_tensors(mixed, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
-    message = refusal(to_megatron.plan(mixed).write, save)
+    message = refusal(to_megatron.plan_import(mixed).write, save)
     assert all(part in message for part in ("mlp.experts.", "bfloat16", "float32", "--dtype"))
     assert not save.exists()
-    to_megatron.plan(mixed, dtype="bfloat16").write(save)
-    to_hf.plan(mixed).write(tmp_path / "hf")  # where they may differ
+    to_megatron.plan_import(mixed, dtype="bfloat16").write(save)
+    to_hf.plan_export(mixed).write(tmp_path / "hf")  # where they may differ

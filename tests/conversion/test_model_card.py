@@ -23,7 +23,7 @@ def knocked(tokenizer, tmp_path):
 
 
 def test_the_card_of_a_fold(knocked, tmp_path):
-    written = to_hf.plan(knocked, fold=True).write(tmp_path / "my model")
+    written = to_hf.plan_export(knocked, fold=True).write(tmp_path / "my model")
     card = (tmp_path / "my model" / "README.md").read_text()
     assert "\n# license:" in card  # left to the user
     assert "\nlicense:" not in card
@@ -36,7 +36,7 @@ def test_the_card_of_a_fold(knocked, tmp_path):
 
 
 def test_the_card_of_a_kha_model(knocked, tmp_path):
-    to_hf.plan(knocked).write(tmp_path / "again")
+    to_hf.plan_export(knocked).write(tmp_path / "again")
     card = (tmp_path / "again" / "README.md").read_text()
     assert "Its heads have value=linear" in card
     assert "- of these in knock: 128" in card  # one 8x8 matrix in each of two layers
@@ -46,7 +46,7 @@ def test_the_card_of_a_kha_model(knocked, tmp_path):
 
 def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     make(KHAModelConfig(**SIZES, kha_value="linear", kha_talking={})).save_pretrained(knocked)
-    to_hf.plan(knocked).write(tmp_path / "talking")
+    to_hf.plan_export(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
     assert "talking" in card.split("vLLM does not serve this model.")[1]
     assert "vllm serve" not in card

@@ -14,7 +14,7 @@ MLP = "mlp.linear_fc1.layer_norm_weight"
 def model(request, tmp_path):
     """Return a configuration, and a directory with its model and Megatron checkpoint."""
     make(CONFIGS[request.param]).save_pretrained(tmp_path / "hf")
-    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
+    to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     return CONFIGS[request.param], tmp_path
 
 
@@ -44,14 +44,14 @@ def test_names_of_both_backends_are_read(model, backend):
     tensors = {key: checkpoint.tensor(key) for key in held if not is_dropped(key)}
     assert len(tensors) < len(held) or family == "kha"
     rewritten = save(folder / "rewritten", 1, tensors, **checkpoint.args)
-    to_hf.plan(rewritten, architecture=family).write(folder / "back")
+    to_hf.plan_export(rewritten, architecture=family).write(folder / "back")
     assert_same_tensors(folder / "hf", folder / "back")
 
 
 @pytest.mark.parametrize("name", ["kha, sparse", "qwen3, tied"])
 def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
     make(CONFIGS[name]).save_pretrained(tmp_path / "hf")
-    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
+    to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     checkpoint = MegatronCheckpoint.open(tmp_path / "save")
     layers = CONFIGS[name].num_hidden_layers
     kinds = getattr(CONFIGS[name], "mlp_layer_types", ["dense"] * layers)
@@ -73,5 +73,5 @@ def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
     changes = {"hybrid_layer_pattern": pattern, "num_layers": 2 * layers}
     target = save(tmp_path / "hybrid", 1, tensors, **checkpoint.args | changes)
 
-    to_hf.plan(target, architecture=CONFIGS[name].model_type).write(tmp_path / "back")
+    to_hf.plan_export(target, architecture=CONFIGS[name].model_type).write(tmp_path / "back")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import sources, to_hf, to_megatron
-from kha_megatron.conversion.sources import DTYPES
+from kha_megatron.conversion.sources import FLOAT_DTYPES
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
@@ -163,7 +163,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     save = tmp_path / "save"
     logits = ranks(save_and_run, world, str(save), kha, layout, config, args)[-1][1]
     asked = "auto" if architecture == "qwen3_next" else architecture
-    planned = to_hf.plan(save, architecture=asked)
+    planned = to_hf.plan_export(save, architecture=asked)
     read = []
     written = planned.write(tmp_path / "hf", on_bytes=read.append)
     assert written.architecture == architecture
@@ -189,7 +189,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     tied = not args.get("untie_embeddings_and_output_weights", True)
     assert ("lm_head.weight" in stored) == (not tied)
 
-    written = to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
+    written = to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
     assert ("--attention-output-gate" in written.arguments) == is_stock
     back = MegatronCheckpoint.open(tmp_path / "back")
     heads = KHAConfig(gate=Gate(output="element")) if is_stock else kha
@@ -206,20 +206,22 @@ def test_dtype_casts_everything_but_expert_biases(ranks, tmp_path):
     original = None
     for dtype in ("bfloat16", "float16"):
         folder = tmp_path / dtype
-        written = to_hf.plan(save, dtype=None if dtype == "bfloat16" else dtype).write(folder)
+        written = to_hf.plan_export(save, dtype=None if dtype == "bfloat16" else dtype).write(
+            folder
+        )
         assert written.dtype == dtype
         assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
         tensors = _tensors(folder)
         original = original or tensors
         for name, tensor in tensors.items():
             is_bias = name.endswith("e_score_correction_bias")
-            assert tensor.dtype == (torch.float32 if is_bias else DTYPES[dtype]), name
+            assert tensor.dtype == (torch.float32 if is_bias else FLOAT_DTYPES[dtype]), name
             assert torch.equal(tensor, original[name].to(tensor.dtype)), name
     assert original["model.layers.1.mlp.gate.e_score_correction_bias"].abs().max() > 0.1
 
 
 def test_tokenizer_and_special_tokens_are_copied(sparse, tokenizer, tmp_path):
-    written = to_hf.plan(sparse[0]).write(tmp_path / "hf")
+    written = to_hf.plan_export(sparse[0]).write(tmp_path / "hf")
     assert written.tokenizer == str(tokenizer)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert loaded("w7 w9")["input_ids"] == [7, 9]
@@ -232,7 +234,7 @@ def test_tokenizer_and_special_tokens_are_copied(sparse, tokenizer, tmp_path):
 def test_trained_rows_are_not_taken_for_padding(sparse, tmp_path):
     for entries, rows in ((47, 56), (49, 49)):
         folder = write_tokenizer(tmp_path / str(entries), entries)
-        assert to_hf.plan(sparse[0], tokenizer=folder).config.vocab_size == rows
+        assert to_hf.plan_export(sparse[0], tokenizer=folder).config.vocab_size == rows
 
 
 LAYERS = "decoder.layers."
@@ -265,4 +267,4 @@ def test_tensors_that_contradict_the_arguments_are_refused(
     checkpoint.__dict__["args"] = checkpoint.args | args
     monkeypatch.setattr(sources.MegatronCheckpoint, "open", lambda path: checkpoint)
     with pytest.raises(CheckpointError, match=message):
-        to_hf.plan(sparse[0])
+        to_hf.plan_export(sparse[0])

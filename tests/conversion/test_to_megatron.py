@@ -64,7 +64,7 @@ def converted(models, tmp_path_factory):
 
     @cache
     def get(name):
-        planned = to_megatron.plan(models(name)[0], divisible_by=8)
+        planned = to_megatron.plan_import(models(name)[0], divisible_by=8)
         return planned.write(tmp_path_factory.mktemp("megatron") / "save", workers=3).path
 
     return get
@@ -72,7 +72,7 @@ def converted(models, tmp_path_factory):
 
 def back(save, name, folder):
     """Convert a Megatron checkpoint back."""
-    planned = to_hf.plan(save, architecture=CONFIGS[name].model_type)
+    planned = to_hf.plan_export(save, architecture=CONFIGS[name].model_type)
     return planned.write(folder / "hf", workers=3).path
 
 
@@ -90,7 +90,7 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_training_flags_describe_the_attention(models, name):
-    planned = to_megatron.plan(models(name)[0], divisible_by=8)
+    planned = to_megatron.plan_import(models(name)[0], divisible_by=8)
     words = " ".join(command_line(planned.args, "folder"))
     if "gta" in name:
         assert "--position-embedding-type rope --rotary-percent 0.5" in words
@@ -117,7 +117,7 @@ def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name
 
 def test_a_notice_about_rope_scaling(tmp_path, capsys):
     make(CONFIGS["llama, llama3 rope"]).save_pretrained(tmp_path / "hf")
-    to_megatron.plan(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
+    to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     told = capsys.readouterr().err
     assert "Train this model with python -m kha_megatron.training" in told
     found = Pair.open(tmp_path / "save", tmp_path / "hf").verify(logits=False)

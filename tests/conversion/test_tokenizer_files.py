@@ -41,8 +41,8 @@ def test_links_out_of_the_directory_are_refused(model, sparse, tmp_path, name, f
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     file.symlink_to(tmp_path / "secret")
-    given = partial(to_hf.plan, sparse[0], tokenizer=model)
-    for plan in (partial(to_hf.plan, model), partial(to_megatron.plan, model), given):
+    given = partial(to_hf.plan_export, sparse[0], tokenizer=model)
+    for plan in (partial(to_hf.plan_export, model), partial(to_megatron.plan_import, model), given):
         with pytest.raises(CheckpointError, match=rf"{name} is a link to .*secret"):
             plan()
     faults_table("Hostile inputs", f"`{name}`, a link out", "its target is published", "refused")
@@ -59,7 +59,7 @@ def test_links_within_the_directory_and_the_hub_cache_are_followed(model, tmp_pa
         (model / name).rename(blobs / name)
         (model / name).symlink_to(f"../../blobs/{name}")
     model.rename(snapshot)
-    to_hf.plan(snapshot, architecture="qwen3").write(tmp_path / "out")
+    to_hf.plan_export(snapshot, architecture="qwen3").write(tmp_path / "out")
     assert_same_tensors(snapshot, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == text
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
@@ -70,7 +70,7 @@ def test_a_given_tokenizer_changes_token_ids_and_keeps_generation_settings(model
     (model / "generation_config.json").write_text(json.dumps(own))
     edit_config(model, eos_token_id=7, pad_token_id=5)
     named = write_tokenizer(tmp_path / "named", 47)
-    to_hf.plan(model, tokenizer=named).write(tmp_path / "out")
+    to_hf.plan_export(model, tokenizer=named).write(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (45, 46)
@@ -78,10 +78,10 @@ def test_a_given_tokenizer_changes_token_ids_and_keeps_generation_settings(model
         assert (held.eos_token_id, held.pad_token_id) == (45, 46)
     assert found.generation_config.temperature == 0.6
     assert found.generation_config.do_sample is True
-    to_hf.plan(model).write(tmp_path / "same")  # without another tokenizer, byte for byte
+    to_hf.plan_export(model).write(tmp_path / "same")  # without another tokenizer, byte for byte
     assert json.loads((tmp_path / "same" / "generation_config.json").read_text()) == own
-    to_megatron.plan(model, tokenizer=named, divisible_by=8).write(tmp_path / "save")
-    to_hf.plan(tmp_path / "save").write(tmp_path / "back")
+    to_megatron.plan_import(model, tokenizer=named, divisible_by=8).write(tmp_path / "save")
+    to_hf.plan_export(tmp_path / "save").write(tmp_path / "back")
     name = "generation_config.json"
     assert (tmp_path / "back" / name).read_text() == (tmp_path / "out" / name).read_text()
 
@@ -89,25 +89,25 @@ def test_a_given_tokenizer_changes_token_ids_and_keeps_generation_settings(model
 def test_generation_settings_survive_a_round_trip(model, tmp_path):
     own = {"eos_token_id": [49, 7], "temperature": 0.6, "do_sample": True, "top_k": 20}
     (model / "generation_config.json").write_text(json.dumps(own))
-    to_megatron.plan(model, divisible_by=8).write(tmp_path / "save")
-    to_hf.plan(tmp_path / "save").write(tmp_path / "back")
+    to_megatron.plan_import(model, divisible_by=8).write(tmp_path / "save")
+    to_hf.plan_export(tmp_path / "save").write(tmp_path / "back")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "back").generation_config
     assert {name: getattr(found, name) for name in own} == own
     assert found.pad_token_id == AutoTokenizer.from_pretrained(tmp_path / "back").pad_token_id
     (tmp_path / "save" / "tokenizer" / "generation_config.json").unlink()  # as of another run
-    to_hf.plan(tmp_path / "save", tokenizer=model).write(tmp_path / "named")
+    to_hf.plan_export(tmp_path / "save", tokenizer=model).write(tmp_path / "named")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "named").generation_config
     assert {name: getattr(found, name) for name in own} == own
 
 
 def test_a_tokenizer_with_too_many_entries_is_refused_except_by_verify(model, tmp_path):
-    to_megatron.plan(model, divisible_by=8).write(tmp_path / "save")
+    to_megatron.plan_import(model, divisible_by=8).write(tmp_path / "save")
     shutil.rmtree(tmp_path / "save" / "tokenizer")
     write_tokenizer(tmp_path / "save" / "tokenizer", 60)  # of another model
     fitting = write_tokenizer(tmp_path / "fitting", 51)
     message = r"has 60 entries, but the embedding has 56 rows.*with --tokenizer"
     with pytest.raises(CheckpointError, match=message):
-        to_hf.plan(tmp_path / "save")
-    to_hf.plan(tmp_path / "save", tokenizer=fitting).write(tmp_path / "hf")
+        to_hf.plan_export(tmp_path / "save")
+    to_hf.plan_export(tmp_path / "save", tokenizer=fitting).write(tmp_path / "hf")
     for one, other in product((tmp_path / "save", tmp_path / "hf"), repeat=2):
         assert Pair.open(one, other).verify(logits=False).agrees

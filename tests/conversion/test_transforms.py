@@ -100,7 +100,7 @@ def folded(tmp_path_factory):
         with torch.no_grad():
             expected.append(model(tokens()).logits)
         target = base / f"stock{number}"
-        to_hf.plan(base / f"kha{number}", fold=True).write(target)
+        to_hf.plan_export(base / f"kha{number}", fold=True).write(target)
         words += [target, base / f"logits{number}.pt"]
     env = {name: v for name, v in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", WITHOUT_US, base / "tokens.pt", *words]
@@ -130,7 +130,7 @@ def test_folded_models_are_stock_and_compute_the_same(folded, case):
 def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
     layout = {"tensor_model_parallel_size": 2}
     parts = ranks(save_and_run, 2, str(tmp_path / "save"), kha, layout, {"num_layers": 3}, {})
-    written = to_hf.plan(tmp_path / "save", fold=True).write(tmp_path / "qwen3")
+    written = to_hf.plan_export(tmp_path / "save", fold=True).write(tmp_path / "qwen3")
     assert written.architecture == "qwen3"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3", dtype=torch.float32)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
 def test_unfoldable_heads_are_refused(tmp_path, changes, message):
     make(KHAModelConfig(**SIZES | changes)).save_pretrained(tmp_path / "kha")
     with pytest.raises(CheckpointError, match=message):
-        to_hf.plan(tmp_path / "kha", fold=True)
+        to_hf.plan_export(tmp_path / "kha", fold=True)
 
 
 KHA = KHAConfig(query="linear", key="gate", value="mlp")
@@ -194,7 +194,7 @@ DTYPES = [
 @pytest.mark.parametrize("case", UPCYCLED)
 def test_upcycled_models_keep_every_bit(tmp_path, case, dtype):
     make(CONFIGS[case.partition(";")[0]]).to(dtype).save_pretrained(tmp_path / "stock")
-    to_hf.plan(tmp_path / "stock", upcycle=UPCYCLED[case]).write(tmp_path / "kha")
+    to_hf.plan_export(tmp_path / "stock", upcycle=UPCYCLED[case]).write(tmp_path / "kha")
     # eager experts, because torch's grouped product takes no rows of 36 bfloat16
     upcycled, stock = (
         AutoModelForCausalLM.from_pretrained(
@@ -214,11 +214,11 @@ def test_upcycled_models_keep_every_bit(tmp_path, case, dtype):
 def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
     stock = tmp_path / "stock"
-    to_megatron.plan(stock, dtype=dtype, divisible_by=8).write(tmp_path / "plain")
+    to_megatron.plan_import(stock, dtype=dtype, divisible_by=8).write(tmp_path / "plain")
     presets = ["kha_linear", "kha_linear_v" if name == "deepseek_v3" else "kha_mlp"]
     for preset in presets:
         kha = KHAConfig.from_preset(preset)
-        planned = to_megatron.plan(stock, upcycle=kha, dtype=dtype, divisible_by=8)
+        planned = to_megatron.plan_import(stock, upcycle=kha, dtype=dtype, divisible_by=8)
         planned.write(tmp_path / preset)
     plain, *upcycled = (
         ranks(load_and_run, 1, str(tmp_path / folder), tokens().tolist(), {}, dtype)[0]
@@ -232,12 +232,12 @@ def test_upcycling_a_megatron_checkpoint_keeps_its_padding(ranks, tmp_path):
     layout = {"pipeline_model_parallel_size": 2}
     logits = ranks(save_and_run, 2, str(tmp_path / "save"), None, layout, {}, {})[-1][1]
     kha = KHAConfig.from_preset("kha_mlp")
-    to_megatron.plan(tmp_path / "save", upcycle=kha).write(tmp_path / "kha")
+    to_megatron.plan_import(tmp_path / "save", upcycle=kha).write(tmp_path / "kha")
     ids = tokens().tolist()
     found = ranks(load_and_run, 1, str(tmp_path / "kha"), ids, {})[0]
     np.testing.assert_allclose(found, logits, rtol=0, atol=1e-5)
-    before = to_hf.plan(tmp_path / "save").write(tmp_path / "a")
-    after = to_hf.plan(tmp_path / "kha").write(tmp_path / "b")
+    before = to_hf.plan_export(tmp_path / "save").write(tmp_path / "a")
+    after = to_hf.plan_export(tmp_path / "kha").write(tmp_path / "b")
     one, other = (load_file(w.path / "model.safetensors") for w in (before, after))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert {name.split(".")[4] for name in other.keys() - one.keys()} == {"v_knock"}
@@ -268,4 +268,4 @@ LINEAR_KHA = KHAConfig.from_preset("kha_linear")
 def test_impossible_upcycling_is_refused(tmp_path, config, kha, message):
     make(config).save_pretrained(tmp_path / "base")
     with pytest.raises((CheckpointError, ConfigError), match=message):
-        to_hf.plan(tmp_path / "base", upcycle=kha)
+        to_hf.plan_export(tmp_path / "base", upcycle=kha)

@@ -10,7 +10,7 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.megatron_model import Outputs
-from kha_megatron.conversion.verify import TOLERANCE, Pair, compare
+from kha_megatron.conversion.verify import LOGIT_TOLERANCE, Pair, compare_outputs
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import KHA_MOE, SIZES, edit_config, edit_tensors, make
 
@@ -26,7 +26,7 @@ def verify(one, other, **options):
 def converted(sparse, tmp_path_factory):
     """Return a checkpoint and its converted directory."""
     folder = tmp_path_factory.mktemp("converted") / "hf"
-    to_hf.plan(sparse[0]).write(folder)
+    to_hf.plan_export(sparse[0]).write(folder)
     return sparse[0], folder
 
 
@@ -51,7 +51,7 @@ def test_a_good_conversion_agrees(theirs):
     assert tensors.agrees
     assert tensors.tensors > 60
     assert tensors.parameters[0] == tensors.parameters[1] > 10_000
-    assert agreement.max_difference < 1e-5 < TOLERANCE
+    assert agreement.max_difference < 1e-5 < LOGIT_TOLERANCE
     assert 0 <= agreement.mean_difference <= agreement.max_difference
     assert abs(agreement.kl) < 1e-9
     assert (agreement.argmax, agreement.first_layer) == (1.0, None)
@@ -105,7 +105,7 @@ def test_mutations_are_noticed(converted, theirs, rerun, tmp_path, mutation):
     changed = verify(checkpoint, _mutated(folder, tmp_path, MUTATIONS[mutation]))
     assert not changed.agrees
     assert 1 <= len(changed.tensors.different) <= 6
-    assert changed.logits.max_difference > 3 * TOLERANCE
+    assert changed.logits.max_difference > 3 * LOGIT_TOLERANCE
     assert changed.logits.kl > theirs[0].logits.kl
     place = changed.tensors.different[0].split(".")
     layer = int(place[2]) if place[1] == "layers" else None
@@ -115,9 +115,11 @@ def test_mutations_are_noticed(converted, theirs, rerun, tmp_path, mutation):
 def test_folded_and_upcycled_models_agree(tmp_path):
     linear = KHAModelConfig(**SIZES, kha_query="linear", kha_value="linear")
     make(linear).save_pretrained(tmp_path / "kha")
-    to_hf.plan(tmp_path / "kha", fold=True).write(tmp_path / "qwen3")
+    to_hf.plan_export(tmp_path / "kha", fold=True).write(tmp_path / "qwen3")
     assert verify(tmp_path / "kha", tmp_path / "qwen3").agrees
-    to_hf.plan(tmp_path / "qwen3", upcycle=KHAConfig(value="mlp")).write(tmp_path / "upcycled")
+    to_hf.plan_export(tmp_path / "qwen3", upcycle=KHAConfig(value="mlp")).write(
+        tmp_path / "upcycled"
+    )
     found = verify(tmp_path / "qwen3", tmp_path / "upcycled")
     assert found.agrees
     assert (found.tensors.remark, found.logits.max_difference) == ("the first upcycled", 0.0)
@@ -130,13 +132,13 @@ def test_folded_and_upcycled_models_agree(tmp_path):
 def test_compare():
     theirs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
     ours = torch.log(torch.tensor([[[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]]))
-    agreement = compare(Outputs(theirs, []), Outputs(ours, []))
+    agreement = compare_outputs(Outputs(theirs, []), Outputs(ours, []))
     assert agreement.max_difference == pytest.approx(math.log(2))
     assert agreement.mean_difference == pytest.approx(2 * math.log(2) / 6)
     assert agreement.kl == pytest.approx(0.25 * math.log(2) / 2)  # of two positions, one differs
     assert (agreement.argmax, agreement.tokens) == (0.5, 2)
     ours[0, 0, 0] = math.nan
-    assert not compare(Outputs(theirs, []), Outputs(ours, [])).agrees
+    assert not compare_outputs(Outputs(theirs, []), Outputs(ours, [])).agrees
 
 
 MOH = {"kha_moh": {"shared": 1, "active": 2, "balance": 0.01}}

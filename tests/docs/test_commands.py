@@ -102,10 +102,10 @@ def world(tmp_path_factory):
         shutil.copy(file, place / "Qwen3-0.6B-Base")
     base = place / "Qwen3-0.6B-Base"
     linear, mlp = (KHAConfig.from_preset(name) for name in ("kha_linear", "kha_mlp"))
-    to_megatron.plan(base, upcycle=linear).write(place / "runs/kha-linear/checkpoints")
+    to_megatron.plan_import(base, upcycle=linear).write(place / "runs/kha-linear/checkpoints")
     shutil.copytree(place / "runs/kha-linear/checkpoints", place / "ckpt/run")
-    to_megatron.plan(base, upcycle=mlp).write(place / "quickstart/run/checkpoints")
-    to_hf.plan(base, upcycle=mlp).write(place / "quickstart/hf")
+    to_megatron.plan_import(base, upcycle=mlp).write(place / "quickstart/run/checkpoints")
+    to_hf.plan_export(base, upcycle=mlp).write(place / "quickstart/hf")
     with SummaryWriter(place / "quickstart/run/tensorboard") as writer:
         for step in range(100):
             writer.add_scalar("lm loss", 6 - step / 50, step)

@@ -26,9 +26,9 @@ def convert(kind: str, source: Path, target: Path) -> None:
     from kha_megatron.conversion import to_hf, to_megatron
 
     if kind == "to-hf":
-        to_hf.plan(source, max_shard_bytes=3000).write(target, workers=1)
+        to_hf.plan_export(source, max_shard_bytes=3000).write(target, workers=1)
     else:
-        to_megatron.plan(source, divisible_by=8).write(target, workers=1)
+        to_megatron.plan_import(source, divisible_by=8).write(target, workers=1)
 
 
 def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tuple[int, list[str]]:

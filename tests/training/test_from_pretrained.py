@@ -27,7 +27,7 @@ RUN = shlex.split("""
 @pytest.mark.whole
 def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
     make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
-    planned = to_megatron.plan(
+    planned = to_megatron.plan_import(
         tmp_path / "base", upcycle=KHAConfig(query="linear", key="linear", value="linear")
     )
     arguments = planned.write(tmp_path / "start").arguments
@@ -46,8 +46,8 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
     assert trained.iteration == 3
     assert all(moved(knock_weights(trained)))
 
-    to_hf.plan(tmp_path / "run").write(tmp_path / "knocked")
-    to_hf.plan(tmp_path / "run", fold=True).write(tmp_path / "folded")
+    to_hf.plan_export(tmp_path / "run").write(tmp_path / "knocked")
+    to_hf.plan_export(tmp_path / "run", fold=True).write(tmp_path / "folded")
     knocked = KHAForCausalLM.from_pretrained(tmp_path / "knocked").eval()
     folded = Qwen3ForCausalLM.from_pretrained(tmp_path / "folded").eval()
     with torch.no_grad():

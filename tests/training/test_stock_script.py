@@ -119,5 +119,5 @@ def test_our_entry_point_resumes_it_as_a_hybrid_model(stock, corpus, tmp_path):
     assert kha_of(checkpoint) == KHAConfig(value="mlp")
     assert list(knock_weights(checkpoint)) == [(2 * layer, "value") for layer in range(LAYERS)]
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
-    written = to_hf.plan(tmp_path / "save").write(tmp_path / "hf")
+    written = to_hf.plan_export(tmp_path / "save").write(tmp_path / "hf")
     assert Pair.open(tmp_path / "save", written.path).verify().agrees
