@@ -26,8 +26,8 @@ from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks
 from kha_megatron.mcore.hooks import ProjectionHook
-from kha_megatron.mcore.knocking import HeadWeight, HeadWeights, KnockingHeads
-from kha_megatron.mcore.own_projections import with_key_width
+from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, MechanismWeights
+from kha_megatron.mcore.own_projections import set_key_width
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model import Model
@@ -64,18 +64,18 @@ class KnockedAttention(Attention):
             knocking = KnockingHeads(config, tensor, variant=kha.variants[tensor.heads], **common)
             setattr(self, tensor.name, knocking)
             self.knockings[tensor.heads] = knocking
-        self.mechanisms: list[tuple[Mechanism, HeadWeights]] = []
+        self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
         self.projection_hooks: list[ProjectionHook] = []
         self.input_projections: list[str] = []
         for mechanism in _without_stock_gate(kha, config).other_mechanisms:
             tensors = mechanism.tensors(sizes)
             for tensor in tensors:
-                kind = InputProjection if tensor.reads_input else HeadWeight
+                kind = InputProjection if tensor.reads_input else MechanismWeight
                 setattr(self, tensor.name, kind(config, tensor, **common))
             self.input_projections += [tensor.name for tensor in tensors if tensor.reads_input]
             modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
             of_layer = mechanism.for_layer(self.layer_number - 1)
-            self.mechanisms.append((of_layer, HeadWeights(modules)))
+            self.mechanisms.append((of_layer, MechanismWeights(modules)))
             if "core" in mechanism.stages:
                 self.core_attention.set_mechanism(*self.mechanisms[-1])
         self.head_ranks = HeadRanks(
@@ -188,7 +188,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         model = Model.from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
-            submodules = with_key_width(submodules, config, model.normed_dim)
+            submodules = set_key_width(submodules, config, model.normed_dim)
         if not (layout.is_stock and len(layout.extra) == config.attention_output_gate):
             submodules = replace(submodules, linear_qkv=_with_rows(submodules.linear_qkv, layout))
         super().__init__(config, submodules, layer_number, *args, **kwargs)
@@ -349,8 +349,8 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     return f"knocks {kha} in {knocked} of {total} layers: {added:,} parameters added"
 
 
-def _weights(attention: Attention) -> list[HeadWeight]:
-    return [module for module in attention.children() if isinstance(module, HeadWeight)]
+def _weights(attention: Attention) -> list[MechanismWeight]:
+    return [module for module in attention.children() if isinstance(module, MechanismWeight)]
 
 
 def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:

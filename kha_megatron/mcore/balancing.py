@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from kha_megatron.mcore.gradients import around_finalization
+from kha_megatron.mcore.gradients import wrap_grad_finalization
 
 Update = Literal["sign", "rms"]
 
@@ -28,7 +28,7 @@ Report = Callable[[list[int], Tensor, Tensor], None]
 their new biases, ``[n, E]``."""
 
 
-def step_of_bias(loads: Tensor, update: Update) -> Tensor:
+def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
     """Return the step of each bias, before the update rate. Zero if all loads are equal.
 
     Args:
@@ -74,13 +74,13 @@ def balance_experts(
             else groups.tp_dp_cp
         )
         dist.all_reduce(loads, group=group)  # all copies of a bias
-        biases = biases + rate * step_of_bias(loads, update)
+        biases = biases + rate * compute_bias_update(loads, update)
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
         if report is not None:
             report([router.layer_number for router in routers], loads, biases)
 
-    around_finalization(models, balanced)
+    wrap_grad_finalization(models, balanced)
 
 
 def violation(loads: Tensor) -> Tensor:

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kha_megatron.errors import NonFiniteError
-from kha_megatron.mcore.gradients import around_finalization, gradient_of
+from kha_megatron.mcore.gradients import gradient_of, wrap_grad_finalization
 from kha_megatron.mcore.knocking import KnockingHeads
 
-Model = Any
+_Model = Any
 """A pipeline stage of a GPTModel or HybridModel, or a module of one."""
 _FIRST, _LAST = -1.0, math.inf  # before and after all layers
 _PARAMETER, _ACTIVATION, _GRADIENT = range(3)
 
 
-class Finding(NamedTuple):
+class _Finding(NamedTuple):
     """A tensor that is not finite. The smallest finding over all ranks is the cause.
 
     Parameters affect activations (first in forward order), which affect gradients (first in
@@ -45,7 +45,7 @@ class _Site(NamedTuple):
     name: str
 
 
-def stop_before_non_finite_steps(models: list[Model]) -> None:
+def stop_before_non_finite_steps(models: list[_Model]) -> None:
     """Check every step of these pipeline stages. Call it on every rank, before training.
 
     Raises ``NonFiniteError`` on every rank. Costs one pass over the layers' outputs and one over
@@ -60,7 +60,7 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
         module.register_forward_hook(_recorder(largest, index))
 
     @contextmanager
-    def checked(chunks: list[Model], groups: Any) -> Iterator[None]:
+    def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
         wrapped = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
         overlaps = any(config.overlap_grad_reduce for config in wrapped)
         if overlaps:  # gradients are complete only after finalization
@@ -73,10 +73,10 @@ def stop_before_non_finite_steps(models: list[Model]) -> None:
         if not overlaps:
             yield
 
-    around_finalization(models, checked)
+    wrap_grad_finalization(models, checked)
 
 
-def _watched_modules(model: Model) -> list[tuple[_Site, Model]]:
+def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
     """Return embedding, knocked heads, layers, final norm and the output of one stage."""
     found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
     for layer in model.decoder.layers:
@@ -95,7 +95,7 @@ def _watched_modules(model: Model) -> list[tuple[_Site, Model]]:
 
 
 def _recorder(largest: Tensor, index: int) -> Callable:
-    def record(module: Model, inputs: Any, output: Any) -> None:
+    def record(module: _Model, inputs: Any, output: Any) -> None:
         if not module.training:
             return
         output = output[0] if isinstance(output, tuple) else output
@@ -106,7 +106,9 @@ def _recorder(largest: Tensor, index: int) -> Callable:
     return record
 
 
-def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None) -> None:
+def _check(
+    models: list[_Model], sites: list[_Site], largest: Tensor, summed_by: str | None
+) -> None:
     gradients = [gradient for *_, gradient in _parameters(models) if gradient is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(largest)
     bad = ~torch.isfinite(torch.cat([largest, norm.view(1)])).all()
@@ -127,7 +129,7 @@ def _check(models: list[Model], sites: list[_Site], largest: Tensor, summed_by: 
     )
 
 
-def find_non_finite_parameter(models: list[Model]) -> str | None:
+def find_non_finite_parameter(models: list[_Model]) -> str | None:
     """Describe the first parameter with NaN or infinity, e.g. ``NaN in 1 of 9 elements of ...``.
 
     Call it on every rank with its pipeline stages. Every rank returns the same text, or None if all
@@ -139,13 +141,15 @@ def find_non_finite_parameter(models: list[Model]) -> str | None:
     return None if found is None else found[1]
 
 
-def _first_on_any_rank(bad: Tensor, search: Callable[[], Finding | None]) -> tuple[int, str] | None:
+def _first_on_any_rank(
+    bad: Tensor, search: Callable[[], _Finding | None]
+) -> tuple[int, str] | None:
     """Search on every rank if ``bad`` is true on any, and return kind and place of the cause."""
     flag = bad.int()
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if not flag.item():
         return None
-    findings: list[Finding | None] = [None] * dist.get_world_size()
+    findings: list[_Finding | None] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, search())
     first = min(filter(None, findings), default=None)
     if first is None:
@@ -155,30 +159,30 @@ def _first_on_any_rank(bad: Tensor, search: Callable[[], Finding | None]) -> tup
     return first.kind, f"{first.text} on {where}"
 
 
-def _bad_parameters(models: list[Model]) -> Iterator[Finding]:
+def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
     for order, name, parameter, _ in _parameters(models):
         if not torch.isfinite(parameter).all():
-            yield Finding(_PARAMETER, order, f"{_count(parameter)} parameter {name}")
+            yield _Finding(_PARAMETER, order, f"{_count(parameter)} parameter {name}")
 
 
 def _first_finding(
-    models: list[Model], sites: list[_Site], largest: Tensor, summed_by: str | None
-) -> Finding | None:
+    models: list[_Model], sites: list[_Site], largest: Tensor, summed_by: str | None
+) -> _Finding | None:
     found = list(_bad_parameters(models))
     for site, peak in zip(sites, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
-            found.append(Finding(_ACTIVATION, site.order, f"{what} in the output of {site.name}"))
+            found.append(_Finding(_ACTIVATION, site.order, f"{what} in the output of {site.name}"))
     note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
     for (layer, position), name, _, gradient in _parameters(models):
         if gradient is not None and not torch.isfinite(gradient).all():
             text = f"{_count(gradient)} the gradient of {name}{note}"
-            found.append(Finding(_GRADIENT, (-layer, -position), text))
+            found.append(_Finding(_GRADIENT, (-layer, -position), text))
     return min(found, default=None)
 
 
 def _parameters(
-    models: Iterable[Model],
+    models: Iterable[_Model],
 ) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
     """Yield forward order, checkpoint name, and local shards of a parameter and its gradient."""
     for model in models:

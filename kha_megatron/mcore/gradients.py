@@ -9,7 +9,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 
-def around_finalization(
+def wrap_grad_finalization(
     models: Sequence[Any], around: Callable[..., AbstractContextManager[None]]
 ) -> None:
     """Run a context manager around the sum of gradients over ranks, in every step.

@@ -112,7 +112,7 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         return self._copy_views(query, self._normed(self.k_layernorm, key), tied)
 
 
-def tied_layer(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+def separate_input_norm(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
     """Return a layer spec with a separate input norm, whose output two projections read.
 
     Transformer Engine fuses the norm with ``linear_qkv``. In checkpoints of both backends the norm

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.knocking import HeadWeight
+from kha_megatron.mcore.knocking import MechanismWeight
 
 
-class InputProjection(HeadWeight):
+class InputProjection(MechanismWeight):
     """A parameter ``[features, hidden]`` or ``[heads, features, hidden]`` that reads the input.
 
     Maps this rank's tokens ``[s / tp or s, b, hidden]`` to, by ``HeadTensor.gradient`` and

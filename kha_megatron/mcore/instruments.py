@@ -40,11 +40,11 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
 from kha_megatron.heads.diagnostics import measure, sink_queries, sink_terms
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.mcore.gradients import around_finalization
+from kha_megatron.mcore.gradients import wrap_grad_finalization
 from kha_megatron.mcore.knocking import KnockingHeads
-from kha_megatron.mcore.local_modules import held_positions
+from kha_megatron.mcore.local_modules import token_positions
 
-Model = Any
+_Model = Any
 """A pipeline stage of a GPTModel or HybridModel, or a module of one."""
 Write = Callable[[dict[str, float], int], None]
 
@@ -53,7 +53,7 @@ _OPENNESS, _SPREAD = "kha-gate-openness", "kha-gate-spread"
 
 
 def watch_heads(
-    models: Sequence[Model],
+    models: Sequence[_Model],
     kha: KHAConfig,
     *,
     interval: int,
@@ -77,18 +77,20 @@ def watch_heads(
     instruments = _Instruments(models, kha, lambda: iteration() % interval == 0)
 
     @contextmanager
-    def measured(chunks: list[Model], groups: Any) -> Iterator[None]:
+    def measured(chunks: list[_Model], groups: Any) -> Iterator[None]:
         yield
         if iteration() % interval == 0:
             write(instruments.read(), iteration())
 
-    around_finalization(models, measured)
+    wrap_grad_finalization(models, measured)
 
 
 class _Instruments:
     """Sums of this rank for each layer and name, and their means over all ranks."""
 
-    def __init__(self, models: Sequence[Model], kha: KHAConfig, is_due: Callable[[], bool]) -> None:
+    def __init__(
+        self, models: Sequence[_Model], kha: KHAConfig, is_due: Callable[[], bool]
+    ) -> None:
         self.config = get_model_config(models[0])
         self.kha = kha
         self.is_due = is_due
@@ -108,7 +110,7 @@ class _Instruments:
                 self._watch(number, attention)
 
     def _watch(self, layer: int, attention: Any) -> None:
-        def add_sink(module: Model, inputs: tuple[Any, ...]) -> None:
+        def add_sink(module: _Model, inputs: tuple[Any, ...]) -> None:
             query, key, *_ = inputs
             if self._has_plain_scores(query) and self._is_first_call(module, layer, _SINK):
                 self._add_sink(layer, attention, query[:, 0], key[:, 0])
@@ -125,7 +127,7 @@ class _Instruments:
                 # a hook after the forward pass: before it, parameters may not be gathered yet
                 knocking.register_forward_hook(partial(self._add_gate, layer, projection))
 
-    def _is_first_call(self, module: Model, layer: int, name: str) -> bool:
+    def _is_first_call(self, module: _Model, layer: int, name: str) -> bool:
         """Return whether a measured step calls this for the first time.
 
         Later calls are other microbatches and recomputation.
@@ -162,7 +164,7 @@ class _Instruments:
         """Add sinks of one sequence from ``[s, heads, D]`` and ``[s, groups, D]`` of this rank."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
-        held, at = held_positions(length, group), sink_queries(length, query.device)
+        held, at = token_positions(length, group), sink_queries(length, query.device)
         if not len(at):
             return
         is_here = (held == at.unsqueeze(-1)).to(query.dtype)

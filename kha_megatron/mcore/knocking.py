@@ -34,7 +34,7 @@ from kha_megatron.heads.kernels.fused import fused_knock
 from kha_megatron.heads.knock import Variant
 
 
-class HeadWeight(MegatronModule):
+class MechanismWeight(MegatronModule):
     """One parameter of a head mechanism, described by a :class:`~kha_megatron.heads.HeadTensor`.
 
     ``weight`` has ``config.params_dtype`` and the tensor's shape, or this rank's heads of it if it
@@ -169,10 +169,10 @@ class HeadWeight(MegatronModule):
         return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
 
 
-class HeadWeights(Mapping[str, Tensor]):
+class MechanismWeights(Mapping[str, Tensor]):
     """Parameters of one mechanism by tensor name. Each access calls the module (a collective)."""
 
-    def __init__(self, modules: Mapping[str, HeadWeight]) -> None:
+    def __init__(self, modules: Mapping[str, MechanismWeight]) -> None:
         self._modules = dict(modules)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -185,7 +185,7 @@ class HeadWeights(Mapping[str, Tensor]):
         return len(self._modules)
 
 
-class KnockingHeads(HeadWeight):
+class KnockingHeads(MechanismWeight):
     """The shared matrices of one projected tensor of one layer (paper section 3.2).
 
     ``weight`` is ``[n, D, D]``: the matrices of ``variant`` in the order of

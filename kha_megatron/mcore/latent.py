@@ -95,7 +95,7 @@ class LatentNorm(MegatronModule):
         return ((wide * scale).flatten(-2) * self.weight).to(latent.dtype)
 
 
-def grouped(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
+def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
     """Return the submodules of MLA with those of GLA, for both backends."""
     up = submodules.linear_kv_up_proj
     norm = submodules.kv_layernorm

@@ -129,10 +129,10 @@ class GatheredDotProductAttention(DotProductAttention):
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
     def _positions(self, local: int, total: int) -> Tensor:
-        return held_positions(total, self.cp_group)[-local:]
+        return token_positions(total, self.cp_group)[-local:]
 
 
-def held_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
+def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
     """Return the positions of a context-parallel rank's tokens in a sequence of ``length``."""
     positions = torch.arange(length, device=torch.cuda.current_device())
     rank, size = cp_group.rank(), cp_group.size()

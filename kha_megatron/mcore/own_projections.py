@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Module
 
 
-def with_key_width(
+def set_key_width(
     submodules: SelfAttentionSubmodules, config: TransformerConfig, width: int
 ) -> SelfAttentionSubmodules:
     """Return ``submodules`` with a core attention and QK-norms for keys of ``width`` features.

@@ -35,11 +35,11 @@ with megatron_imports():
     from megatron.core.utils import get_pg_rank
 
     from kha_megatron.mcore.attention import KHASelfAttention, check_config
-    from kha_megatron.mcore.gta import KHAGroupedTiedAttention, tied_layer
+    from kha_megatron.mcore.gta import KHAGroupedTiedAttention, separate_input_norm
     from kha_megatron.mcore.latent import (
         KHAFusedMLASelfAttention,
         KHAMLASelfAttention,
-        grouped,
+        use_grouped_latents,
     )
     from kha_megatron.mcore.local_modules import (
         GatheredDotProductAttention,
@@ -87,7 +87,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
         if id(node) not in rewritten:
             whole: Any = node
             if isinstance(node, TransformerLayerSubmodules) and kha.attention == "gta":
-                whole = tied_layer(node)
+                whole = separate_input_norm(node)
                 replaced.append(whole)
             changed = {f.name: rewrite(getattr(whole, f.name)) for f in fields(whole) if f.init}
             if isinstance(node, ModuleSpec) and (module := _knocked(node.module, kha)):
@@ -98,7 +98,9 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
                         changed["submodules"], core_attention=TalkingAttention
                     )
                 if kha.attention == "gla":
-                    changed["submodules"] = grouped(changed["submodules"], kha.latent_heads)
+                    changed["submodules"] = use_grouped_latents(
+                        changed["submodules"], kha.latent_heads
+                    )
             rewritten[id(node)] = replace(whole, **changed)
         return rewritten[id(node)]
 

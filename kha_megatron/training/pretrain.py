@@ -39,7 +39,7 @@ from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.instruments import watch_heads
-from kha_megatron.mcore.knocking import HeadWeight
+from kha_megatron.mcore.knocking import MechanismWeight
 from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
@@ -112,7 +112,7 @@ def run(program_start: float) -> None:
 
         def keep_matrices(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
             for module in (each for model in models for each in model.modules()):
-                if isinstance(module, HeadWeight):
+                if isinstance(module, MechanismWeight):
                     module.keep_at_next_load()
             return models
 

@@ -128,11 +128,11 @@ def train_and_save(folder, case):
 
 
 def load_and_save(source, folder, case, optimizer=True, upcycle=False):
-    from kha_megatron.mcore.knocking import HeadWeight
+    from kha_megatron.mcore.knocking import MechanismWeight
 
     training = Training(case, filled=not upcycle)
     for module in training.chunks[0].modules() if upcycle else ():
-        if isinstance(module, HeadWeight):
+        if isinstance(module, MechanismWeight):
             module.keep_at_next_load()
     training.load(f"{source}/state", optimizer=optimizer)
     return training.finish(folder)

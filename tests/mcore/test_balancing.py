@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kha_megatron.mcore.balancing import step_of_bias, violation
+from kha_megatron.mcore.balancing import compute_bias_update, violation
 from tests.versions import on_this_cp_rank
 
 UPDATES = ("sign", "rms")
@@ -12,8 +12,8 @@ UPDATES = ("sign", "rms")
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_perfect_balance_is_the_fixed_point(update):
     loads = torch.tensor([[7.0] * 5, [0.0] * 5, [3.0] * 5])
-    assert torch.equal(step_of_bias(loads, update), torch.zeros(3, 5))
-    moved = step_of_bias(torch.tensor([7.0, 7.0, 8.0, 6.0, 7.0]), update)
+    assert torch.equal(compute_bias_update(loads, update), torch.zeros(3, 5))
+    moved = compute_bias_update(torch.tensor([7.0, 7.0, 8.0, 6.0, 7.0]), update)
     assert moved[2] < 0 < moved[3]
     assert torch.equal(moved[[0, 1, 4]], torch.zeros(3))
 
@@ -23,15 +23,15 @@ def test_the_rms_form_is_sus_in_float64():
     exact = loads.double()
     offset = exact.mean(dim=-1, keepdim=True) - exact
     expected = offset / offset.square().mean(dim=-1, keepdim=True).sqrt()
-    got = step_of_bias(loads, "rms")
+    got = compute_bias_update(loads, "rms")
     # five roundings of float32
     torch.testing.assert_close(got.double(), expected, rtol=5 * 2**-23, atol=5 * 2**-23)
     torch.testing.assert_close(got.sum(dim=-1), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(got.square().mean(dim=-1), torch.ones(2))
     # one token more or less is felt in proportion, where the sign form takes a full step
     near = torch.tensor([100.0, 100.0, 101.0, 90.0, 109.0])
-    assert step_of_bias(near, "rms")[2].abs() < 0.2
-    assert step_of_bias(near, "sign")[2] == -1
+    assert compute_bias_update(near, "rms")[2].abs() < 0.2
+    assert compute_bias_update(near, "sign")[2] == -1
 
 
 SKEWED = {
@@ -137,4 +137,4 @@ def signs_of_megatron(loads, bias):
 def test_the_sign_form_equals_megatrons_update(ranks):
     loads, bias = torch.randint(0, 9, (3, 5)).float(), torch.randn(3, 5)
     (theirs,) = ranks(signs_of_megatron, 1, loads, bias)
-    assert torch.equal(theirs, bias + 1e-3 * step_of_bias(loads, "sign"))
+    assert torch.equal(theirs, bias + 1e-3 * compute_bias_update(loads, "sign"))
