@@ -89,6 +89,8 @@ class Reader:
                 yield from self._split(stream)
             return
         for text in texts:
+            if not text:
+                yield "", False
             yield from self._split(io.BytesIO(text.encode()))
 
     def _split(self, stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
