@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.hf_writer import HFWriter
@@ -95,6 +95,12 @@ def _truncate(folder):
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def _repeat(folder):
+    first, second = (folder / SHARD.format(number) for number in (1, 2))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor + 1}, second)
+
+
 def _link(folder):
     shard = folder / SHARD.format(1)
     shard.rename(folder.parent / "outside")
@@ -122,6 +128,7 @@ REFUSED = {
         lambda folder: (folder / "model.safetensors.index.json").unlink(),
         "Save it as safetensors",
     ),
+    "a tensor in two shards": (_repeat, r"both \S+00001-of-\S+ and \S+00002-of-\S+ contain"),
     "link": (_link, r"is a link to .*outside"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no JSON": (_write("config.json", "{"), "cannot be read as a JSON object"),

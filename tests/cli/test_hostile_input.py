@@ -92,6 +92,8 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{LAUNCH} --nodes 2", "Expected --executor slurm"),
         (f"{LAUNCH} --detach -- --mock-data", "Expected --executor slurm"),
         (f"{LAUNCH} {SLURM} --env A", "Expected --env NAME=VALUE, got A"),
+        (f"{LAUNCH} {SLURM} --chain 2 -- --mock-data --ckpt-step 5", "--ckpt-step 5 cannot be"),
+        (f"{LAUNCH} {SLURM} --retries 1 -- --mock-data --ckpt-step 5", "--ckpt-step 5 cannot be"),
         (f"{LAUNCH} --data /no/such", "/no/such/corpus.bin"),
         (f"{LAUNCH} -- --train-iters abc", "got abc"),
         (f"{LAUNCH} stray", "got 'stray'"),

@@ -22,7 +22,7 @@ MOCK = ["--mock-data", "--vocab-size", "90"]
 MLP = ["--kha-preset", "kha_mlp"]
 
 
-def _checked(lines):
+def _checked(lines, environment):
     """Return for each command line of 8 ranks its configuration or the error that refuses it."""
     from megatron.training.arguments import parse_args
 
@@ -37,13 +37,15 @@ def _checked(lines):
         except KHAError as error:
             return error
 
-    with mock.patch.object(sys, "argv"), mock.patch.dict(os.environ, {"WORLD_SIZE": "8"}):
+    with mock.patch.object(sys, "argv"), mock.patch.dict(os.environ, environment):
         return [check(words) for words in lines]
 
 
 @pytest.fixture
 def checked(ranks):
-    return lambda *lines: ranks(_checked, 1, lines)[0]
+    return lambda *lines, **environment: ranks(
+        _checked, 1, lines, {"WORLD_SIZE": "8"} | environment
+    )[0]
 
 
 TIED = ["--kha-attention", "gta", "--kv-channels", "8", "--rotary-percent", "0.5"]
@@ -105,6 +107,13 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         assert type(answer) is kind, (words, answer)
         assert message in str(answer)
         assert "\n" not in str(answer)
+
+
+def test_a_requeued_job_does_not_go_back_to_its_first_checkpoint(checked):
+    words = [*MLP, *MOCK, "--ckpt-step", "5"]
+    assert checked(words) == [KHAConfig(value="mlp")]
+    (error,) = checked(words, SLURM_RESTART_COUNT="1")
+    assert "--ckpt-step 5 would load that iteration again" in str(error)
 
 
 def test_kha_config_variable_is_refused(monkeypatch):
