@@ -16,7 +16,7 @@ from kha_megatron.cli.verify import conclude, not_finite, run_verification
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
 from kha_megatron.mcore.compat import check_version
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan

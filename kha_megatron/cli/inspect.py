@@ -14,7 +14,7 @@ from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
 if TYPE_CHECKING:
     from kha_megatron.hf.instruments import LayerFigures
@@ -67,9 +67,9 @@ def inspect(
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
     content = None if text is None else read_beginning(text, tokens or TOKENS)
     opened = (HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint).open(checkpoint)
-    kha = kha_of(opened) or KHAConfig()
+    kha = read_kha_config(opened) or KHAConfig()
     # without --text, a model without matrices is an error
-    weights = {} if content and not kha.variants else knock_weights(opened)
+    weights = {} if content and not kha.variants else read_knock_weights(opened)
     used = 0
     layers: list[LayerFigures] = []
     if content is not None:

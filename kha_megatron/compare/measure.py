@@ -12,7 +12,7 @@ from kha_megatron.compare.charts import draw_matrices
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.diagnostics import diagnose
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import count, counted, flops
 
@@ -62,10 +62,10 @@ def matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any
         One entry per projection and matrix with ``projection``, ``variant``, ``matrix``,
         ``picture`` (file name) and ``layers`` (the diagnostics of each layer).
     """
-    kha = kha_of(checkpoint)
+    kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:
         return []
-    weights = knock_weights(checkpoint)
+    weights = read_knock_weights(checkpoint)
     draw_matrices(weights, kha, folder)
     found = []
     for projection, variant in kha.variants.items():

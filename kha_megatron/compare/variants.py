@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.run import OF_HEADS, Run
+from kha_megatron.model.run import HEAD_FIELDS, Run
 from kha_megatron.recipes.recipe import HEAD_ARGUMENTS
 
 RANDOM_INIT = "random-init"
 NULL = "null"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-SETTINGS = tuple(row.flag for row in OF_HEADS if row.argument in HEAD_ARGUMENTS)
+SETTINGS = tuple(row.flag for row in HEAD_FIELDS if row.argument in HEAD_ARGUMENTS)
 """Flags that a variant may set. The kind of attention is the recipe's."""
 
 
@@ -70,7 +70,7 @@ def _parse_variant(word: str) -> ModelVariant:
 
 def _parse_flags(name: str, flags: str) -> KHAConfig:
     try:
-        given = Run.of().updated(shlex.split(flags))
+        given = Run.from_values().updated(shlex.split(flags))
         if not given.flags or set(given.flags) - set(SETTINGS):
             raise ConfigError(f"Expected flags among {', '.join(SETTINGS)}, got {flags!r}.")
         return given.kha

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kha_megatron.heads import HeadTensor
 from kha_megatron.model.fields import Field, flag, rows
-from kha_megatron.model.model import Model
-from kha_megatron.model.rules import head_facts
+from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.rules import build_head_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Yarn(Scaling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture(Model):
+class Architecture(ModelConfig):
     """A decoder-only transformer with RMSNorm, SwiGLU and RoPE.
 
     ``kv_channels`` is the width of a value head in MLA and GLA. ``moe_layer_freq`` has a 0 or 1 for
@@ -89,7 +89,7 @@ class Architecture(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         # the exported model, and Megatron with --attention-backend unfused, take heads of any width
-        self.kha.check(replace(head_facts(self), fused_attention=False))
+        self.kha.check(replace(build_head_facts(self), fused_attention=False))
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 

@@ -116,7 +116,7 @@ def _unsupported(name: str, value: Any, remedy: str) -> CheckpointError:
 
 
 def _copy(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: ROWS[name].typed(args[ROWS[name].argument]) for name in names}
+    return {name: ROWS[name].convert(args[ROWS[name].argument]) for name in names}
 
 
 def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:

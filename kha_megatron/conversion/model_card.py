@@ -10,7 +10,7 @@ from kha_megatron import __version__
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion
 from kha_megatron.hf.modeling_kha import vllm_obstacle
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 
 CARD = "README.md"
 
@@ -55,7 +55,7 @@ _PAPER = "Knocking-Heads Attention, arXiv 2510.23052"
 
 def model_card(
     written: Conversion,
-    model: Model,
+    model: ModelConfig,
     config: PreTrainedConfig,
     *,
     origin: Mapping[str, Any],

@@ -27,7 +27,7 @@ from kha_megatron.conversion.sources import open_source, parse_dtype
 from kha_megatron.conversion.table import MODEL, tensor_slots
 from kha_megatron.conversion.transforms import cast, pad_vocabulary, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"

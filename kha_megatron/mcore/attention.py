@@ -30,9 +30,9 @@ from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, Mechanis
 from kha_megatron.mcore.own_projections import set_key_width
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.model.rules import check_layout, head_facts
+from kha_megatron.model.rules import check_layout, build_head_facts
 
 
 class KnockedAttention(Attention):
@@ -52,7 +52,7 @@ class KnockedAttention(Attention):
     def _add_knocking(self, kha: KHAConfig) -> None:
         self.kha = kha
         config = self.config
-        sizes = Model.from_config(config, kha).head_sizes
+        sizes = ModelConfig.from_config(config, kha).head_sizes
         self.value_dim = sizes.dim("value")
         common = {
             "layer_number": self.layer_number,
@@ -185,7 +185,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
         check_config(config, kha, layers=config.num_layers)
-        model = Model.from_config(config, kha)
+        model = ModelConfig.from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
             submodules = set_key_width(submodules, config, model.normed_dim)
@@ -289,8 +289,8 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     Args:
         layers: number of layers of the model, if known to be ``config.num_layers``.
     """
-    model = Model.from_config(config, kha)
-    kha.check(replace(head_facts(model), layers=layers))
+    model = ModelConfig.from_config(config, kha)
+    kha.check(replace(build_head_facts(model), layers=layers))
     check_layout(model, Layout.from_config(config))
     latent, rows = config.multi_latent_attention, model.qkv
     groups, heads = config.num_query_groups, config.num_attention_heads
@@ -332,7 +332,7 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
         sum(row.size(sizes) for row in attention.kha.rows(sizes))
         + sum(weight.tensor.size for weight in _weights(attention))
         for attention in attentions
-        for sizes in (Model.from_config(attention.config, attention.kha).head_sizes,)
+        for sizes in (ModelConfig.from_config(attention.config, attention.kha).head_sizes,)
     )
     totals = torch.tensor(
         [len(attentions) if kha.mechanisms else 0, len(every), added, wrong],
@@ -357,7 +357,7 @@ def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
     if not isinstance(attention, KnockedAttention):
         return not (_without_stock_gate(kha, attention.config).mechanisms or kha.attention)
-    sizes = Model.from_config(attention.config, kha).head_sizes
+    sizes = ModelConfig.from_config(attention.config, kha).head_sizes
     built = {(weight.tensor.name, *weight.tensor.matrices) for weight in _weights(attention)}
     return (
         built == {(tensor.name, *tensor.matrices) for tensor in kha.tensors(sizes)}

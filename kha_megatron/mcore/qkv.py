@@ -21,9 +21,9 @@ class QKVSplit:
     def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
         self.layout, self.tp_group = layout, tp_group
         ranks, rank = tp_group.size(), get_pg_rank(tp_group)
-        self.is_shared = layout.sharing(ranks) > 1
+        self.is_shared = layout.ranks_per_group(ranks) > 1
         self.group = layout.group_of(rank, ranks)
-        self.wanted = layout.wanted(rank, ranks)
+        self.wanted = layout.head_slices(rank, ranks)
 
     def groups(self, mixed: Tensor) -> Tensor:
         """Return whole groups ``[s, b, g, n]`` from this rank's rows ``[s, b, rows / ranks]``.

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kha_megatron.errors import ConfigError
 
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 """Largest number of layers, and of repetitions in a layer pattern."""
 
 _ROW = "row"
@@ -47,7 +47,7 @@ class Field:
     """Parses values that are not just a number; raises ``ValueError`` with what it expects."""
     writes: Callable[[Any], str]
 
-    def value_of(self, words: tuple[str, ...]) -> Any:
+    def parse_words(self, words: tuple[str, ...]) -> Any:
         """Return the typed value of the words after the flag.
 
         Raises:
@@ -61,9 +61,9 @@ class Field:
                 f"Expected {expected} values after {self.flag}, got {len(words)}: "
                 f"{' '.join(words)!r}."
             )
-        return self.typed(words[0]) if words else not self.default
+        return self.convert(words[0]) if words else not self.default
 
-    def typed(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Convert a parsed argument to a typed value; lists become tuples.
 
         Raises:
@@ -77,7 +77,7 @@ class Field:
         if is_text and self.many:
             return (value,)
         whole = f"a whole number from {self.least}"
-        whole += f" to {self.most}" if self.most == MOST_LAYERS else ""
+        whole += f" to {self.most}" if self.most == MAX_LAYERS else ""
         try:
             parsed = (self.reads or self.kind)(value) if is_text else value
             is_whole = self.kind is int and type(parsed) is int
@@ -89,7 +89,7 @@ class Field:
             expected = error if self.reads else number
             raise ConfigError(f"Expected {self.flag} as {expected}, got {value}.") from None
 
-    def words_of(self, value: Any) -> tuple[str, ...] | None:
+    def format_words(self, value: Any) -> tuple[str, ...] | None:
         """Return the words after the flag for ``value``; None if the flag is to be omitted."""
         if value is None or (self.kind is bool and value == self.default):
             return None
@@ -145,7 +145,7 @@ def rows(*kinds: type) -> tuple[Field, ...]:
     return tuple(found)
 
 
-def read(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a dataclass's fields from Megatron's arguments by name.
 
     Missing arguments have Megatron's default.
@@ -153,10 +153,10 @@ def read(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a string cannot be parsed.
     """
-    return {r.field: r.typed(arguments.get(r.argument, r.default)) for r in rows(owner)}
+    return {r.field: r.convert(arguments.get(r.argument, r.default)) for r in rows(owner)}
 
 
-def attributes(owner: type, config: Any) -> dict[str, Any]:
+def read_attributes(owner: type, config: Any) -> dict[str, Any]:
     """Return the values of those fields that a ``TransformerConfig`` has as attributes."""
     named = ((r, r.attribute) for r in rows(owner) if r.attribute is not None)
-    return {r.field: r.typed(getattr(config, name)) for r, name in named if hasattr(config, name)}
+    return {r.field: r.convert(getattr(config, name)) for r, name in named if hasattr(config, name)}

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kha_megatron.model.fields import MOST_LAYERS, attributes, flag, read
+from kha_megatron.model.fields import MAX_LAYERS, read_attributes, flag, read_arguments
 
 
-def stages_of(text: str) -> tuple[str, ...]:
+def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     """Unroll Megatron's notation of a pipeline layout: ``Ett|(t|)*2L`` has four stages.
 
     Raises:
@@ -20,13 +20,13 @@ def stages_of(text: str) -> tuple[str, ...]:
     """
     plain = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        if any(int(found[1]) > MOST_LAYERS for found in re.findall(repeated, plain)):
+        if any(int(found[1]) > MAX_LAYERS for found in re.findall(repeated, plain)):
             break
         plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
     if not set(plain) <= set("EtmL|"):
         raise ValueError(
             "E (embedding), t (layer), m (multi-token prediction), L (loss) and | between stages, "
-            f"repeated at most {MOST_LAYERS} times"
+            f"repeated at most {MAX_LAYERS} times"
         )
     return tuple(plain.split("|"))
 
@@ -79,7 +79,7 @@ class Layout:
         None,
         "--pipeline-model-parallel-layout",
         attribute=None,
-        reads=stages_of,
+        reads=parse_pipeline_layout,
         writes="|".join,
     )
     """Custom pipeline layout, unrolled: one string per stage, in the order of the layers."""
@@ -87,13 +87,13 @@ class Layout:
     expert_weight_shards: int | None = flag(None, "--expert-tensor-parallel-num-weight-shards")
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
+    def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
         """Return the parallel sizes of Megatron's arguments, by name.
 
         Raises:
             ConfigError: a value cannot be parsed.
         """
-        given = read(cls, arguments)
+        given = read_arguments(cls, arguments)
         if given["stages"] is not None:
             given["vpp"] = len(given["stages"]) // given["pp"]
         elif given["virtual_stage_layers"]:
@@ -109,7 +109,7 @@ class Layout:
     @classmethod
     def from_config(cls, config: Any) -> Self:
         """Return the parallel sizes of a ``TransformerConfig``, without the number of ranks."""
-        return cls(**attributes(cls, config))
+        return cls(**read_attributes(cls, config))
 
     @property
     def expert_tp(self) -> int:
@@ -166,9 +166,9 @@ class Batch:
     """Sequences per optimizer step, over all replicas."""
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self | None:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> Self | None:
         """Return the batch of Megatron's arguments; None if they do not define it."""
-        given = read(cls, arguments)
+        given = read_arguments(cls, arguments)
         given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
         if not given["seq_length"] or not given["micro_batch_size"]:
             return None

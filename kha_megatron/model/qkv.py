@@ -53,7 +53,7 @@ class QKVLayout:
     """Rows of mechanisms, in order."""
     tied: bool = False
     """True if keys have no rows (grouped-tied attention)."""
-    elsewhere: tuple[Projection, ...] = ()
+    omitted: tuple[Projection, ...] = ()
     """Queries or keys that a mechanism makes itself (``Mechanism.own_projections``)."""
 
     @cached_property
@@ -70,12 +70,12 @@ class QKVLayout:
             )
             first = found[name].rows.stop
 
-        if "query" not in self.elsewhere:
+        if "query" not in self.omitted:
             add("query", "q_proj", self.head_dim, True)
         for row in self.extra:
             add(row.name, row.hf, row.features, row.heads == "query")
         first = self.padding.stop
-        if not self.tied and "key" not in self.elsewhere:
+        if not self.tied and "key" not in self.omitted:
             add("key", "k_proj", self.head_dim, False)
         add("value", "kv_proj" if self.tied else "v_proj", self.head_dim, False)
         return found
@@ -84,7 +84,7 @@ class QKVLayout:
     def padding(self) -> slice:
         """Padding rows of a group, before its key."""
         size = {r: r.features * (self.queries if r.heads == "query" else 1) for r in self.extra}
-        queries = 0 if "query" in self.elsewhere else self.queries
+        queries = 0 if "query" in self.omitted else self.queries
         first = queries * self.head_dim + sum(size.values())
         ours = sum(rows for row, rows in size.items() if not row.is_stock)
         return slice(first, first + -ours % UNIT)
@@ -92,7 +92,7 @@ class QKVLayout:
     @property
     def is_stock(self) -> bool:
         """True if Megatron has the same rows, including its output gate."""
-        return not (self.tied or self.elsewhere) and all(row.is_stock for row in self.extra)
+        return not (self.tied or self.omitted) and all(row.is_stock for row in self.extra)
 
     @property
     def parts_before_padding(self) -> int:
@@ -125,17 +125,17 @@ class QKVLayout:
             blocks += [name] * count
         return tuple(blocks) * self.groups
 
-    def sharing(self, ranks: int) -> int:
+    def ranks_per_group(self, ranks: int) -> int:
         """Return how many tensor-parallel ranks share a group."""
         return max(1, ranks // self.groups)
 
     def group_of(self, rank: int, ranks: int) -> int:
         """Return the group of a rank that shares one."""
-        return rank // self.sharing(ranks)
+        return rank // self.ranks_per_group(ranks)
 
-    def wanted(self, rank: int, ranks: int) -> dict[str, slice]:
+    def head_slices(self, rank: int, ranks: int) -> dict[str, slice]:
         """Return the heads of each part that belong to a rank."""
-        sharing = self.sharing(ranks)
+        sharing = self.ranks_per_group(ranks)
         found: dict[str, slice] = {}
         for name, part in self.parts.items():
             mine = part.heads // sharing if part.is_per_query else part.heads

@@ -41,7 +41,7 @@ class _HuggingFace(Protocol):
     def linears(self, keys: list[str], /) -> Any: ...
 
 
-def kha_of(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
+def read_kha_config(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
     """Return the KHA configuration that Megatron's arguments or ``config.json`` record, if any.
 
     Raises:
@@ -65,7 +65,7 @@ def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> No
     """Check that a run has the head mechanisms ``kha`` of the checkpoint that it resumes from.
 
     Args:
-        stored: the checkpoint's configuration, see :func:`kha_of`.
+        stored: the checkpoint's configuration, see :func:`read_kha_config`.
 
     Raises:
         CheckpointError: naming both configurations.
@@ -101,14 +101,14 @@ def _differing(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bo
     return min((key for key, _ in wanted ^ stored), default=None)
 
 
-def knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Projection], Any]:
+def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Projection], Any]:
     """Return the head-shared matrices ``[n, D, D]``, for ``x @ W``, by layer and projection.
 
     Raises:
         CheckpointError: there are none, the record and the tensors contradict each other, or the
             checkpoint is damaged.
     """
-    kha = kha_of(checkpoint)
+    kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:
         raise CheckpointError(
             f"{checkpoint.path} records no knocking heads, only {kha or 'plain Megatron'}."

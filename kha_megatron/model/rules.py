@@ -12,9 +12,9 @@ from typing import Any
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts
-from kha_megatron.model.fields import read
+from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.run import Training
 
 _ELSEWHERE = (
@@ -33,11 +33,11 @@ def check_arguments(
     Raises:
         ConfigError: the run is impossible or would compute something wrong.
     """
-    model = Model.of(arguments, kha)
+    model = ModelConfig.from_arguments(arguments, kha)
     if model is None or any(arguments.get(name) for name in _ELSEWHERE):
         return
-    check_layout(model, Layout.of(arguments, world_size), Batch.of(arguments))
-    training = Training(**read(Training, arguments))
+    check_layout(model, Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments))
+    training = Training(**read_arguments(Training, arguments))
     splits = training.optimizer.endswith("muon") and training.muon_split_qkv
     if splits and not (model.multi_latent_attention or model.qkv.is_stock):
         raise ConfigError(
@@ -46,7 +46,7 @@ def check_arguments(
         )
 
 
-def head_facts(model: Model, batch: Batch | None = None) -> HeadFacts:
+def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
     """Return what the head mechanisms need to know about a model and its batch, if known."""
     turned = model.position_embedding_type == "rope" and not model.multi_latent_attention
     return HeadFacts(
@@ -72,8 +72,8 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     Raises:
         ConfigError: naming the arguments to change.
     """
-    if (model := Model.of(arguments, kha)) is not None:
-        model.kha.check(head_facts(model, Batch.of(arguments)))
+    if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
+        model.kha.check(build_head_facts(model, Batch.from_arguments(arguments)))
     added = kha.without_output_gate().mechanisms
     if arguments.get("kha_upcycle") and not (added and all(m.is_exact_at_start for m in added)):
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
         )
 
 
-def check_layout(model: Model, layout: Layout, batch: Batch | None = None) -> None:
+def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None) -> None:
     """Check that a model, and a batch if known, can be divided over the ranks of a layout.
 
     Raises:
@@ -118,7 +118,7 @@ def check_layout(model: Model, layout: Layout, batch: Batch | None = None) -> No
 
 
 def _divided(
-    model: Model, layout: Layout, batch: Batch | None
+    model: ModelConfig, layout: Layout, batch: Batch | None
 ) -> Iterator[tuple[str, int, dict[str, int]]]:
     """Yield each size that is divided, with the numbers of parts whose product divides it."""
     pipeline = {"pipeline": layout.pp}

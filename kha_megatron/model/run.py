@@ -1,6 +1,6 @@
 """A training run as typed values, from which its command line is generated.
 
-``Run.of(num_layers=4, hidden_size=128, swiglu=True)`` takes Megatron's arguments by name. A user's
+``Run.from_values(num_layers=4, hidden_size=128, swiglu=True)`` takes Megatron's arguments by name. A user's
 words are parsed with the same table: ``run.updated(["--lr", "1e-3"])``. Flags that are not in the
 table are passed on unchanged.
 """
@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.fields import Field, flag, read, rows
+from kha_megatron.model.fields import Field, flag, read_arguments, rows
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 
 Arguments = dict[str, tuple[str, ...]]
 """A command line: each flag, with its dashes, to the words that follow it."""
@@ -101,10 +101,10 @@ class Heads:
     kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
 
 
-TABLE: tuple[Field, ...] = rows(Model, Layout, Batch, Training, Heads)
+TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, Heads)
 """Every argument that this package writes or reads."""
 
-OF_HEADS = tuple(row for row in rows(Model, Heads) if row.argument.startswith("kha_"))
+HEAD_FIELDS = tuple(row for row in rows(ModelConfig, Heads) if row.argument.startswith("kha_"))
 """Arguments of the head mechanisms."""
 
 
@@ -186,7 +186,7 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
     return {
         name: Argument(row.flag, words, value)
         for name, row, value in named
-        if (words := row.words_of(value)) is not None
+        if (words := row.format_words(value)) is not None
     }
 
 
@@ -199,7 +199,7 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     found = {}
     for name, values in parse(words).items():
         row = _by("flag").get(name)
-        value = row.value_of(values) if row else values
+        value = row.parse_words(values) if row else values
         found[row.argument if row else name] = Argument(name, values, value)
     return found
 
@@ -216,7 +216,7 @@ class Run:
     """Flags of the recipe that a user's arguments exclude, each with the reason."""
 
     @classmethod
-    def of(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
+    def from_values(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
         """Build a run from typed values, by the names of Megatron's arguments."""
         return cls(given=as_arguments(**values), vocab_size=vocab_size)
 
@@ -271,37 +271,37 @@ class Run:
         return {name: one.value for name, one in self.given.items()}
 
     @cached_property
-    def model(self) -> Model | None:
+    def model(self) -> ModelConfig | None:
         """The model; None if the sizes are not on the command line."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
-        return Model.of(self.arguments | sizes, self.kha)
+        return ModelConfig.from_arguments(self.arguments | sizes, self.kha)
 
     def layout(self, ranks: int | None) -> Layout:
         """Return the parallel sizes on a number of ranks."""
-        return Layout.of(self.arguments, ranks)
+        return Layout.from_arguments(self.arguments, ranks)
 
     @cached_property
     def batch(self) -> Batch | None:
         """The batch; None if Megatron decides."""
-        return Batch.of(self.arguments)
+        return Batch.from_arguments(self.arguments)
 
     @cached_property
     def kha(self) -> KHAConfig:
         """The head mechanisms. Raises ``ConfigError`` for unknown names."""
-        return kha_asked({"kha_preset": "baseline"} | self.arguments) or KHAConfig()
+        return parse_kha_config({"kha_preset": "baseline"} | self.arguments) or KHAConfig()
 
     @cached_property
     def training(self) -> Training:
         """Optimisation, precision, files and checkpoints."""
-        return Training(**read(Training, self.arguments))
+        return Training(**read_arguments(Training, self.arguments))
 
 
-def kha_asked(arguments: Mapping[str, Any]) -> KHAConfig | None:
+def parse_kha_config(arguments: Mapping[str, Any]) -> KHAConfig | None:
     """Return the KHA configuration of arguments by name; None if none is given.
 
     Raises:
         ConfigError: a name or a value is unknown.
     """
-    names = {row.argument: row.argument.removeprefix("kha_") for row in OF_HEADS}
+    names = {row.argument: row.argument.removeprefix("kha_") for row in HEAD_FIELDS}
     kha = KHAConfig.from_options({setting: arguments.get(name) for name, setting in names.items()})
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

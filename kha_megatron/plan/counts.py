@@ -16,7 +16,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 
 _CACHE_BYTES = 2  # bf16
 _UNITS = {"M": 10**6, "B": 10**9}
@@ -36,12 +36,12 @@ class Attention:
     """Numbers in the decoding cache of one token."""
 
 
-def attention_of(model: Model, kha: KHAConfig | None = None) -> Attention:
+def attention_of(model: ModelConfig, kha: KHAConfig | None = None) -> Attention:
     """Return the attention of one layer, without the rows that mechanisms add."""
     return latent(model) if model.multi_latent_attention else grouped(model, kha or KHAConfig())
 
 
-def grouped(model: Model, kha: KHAConfig) -> Attention:
+def grouped(model: ModelConfig, kha: KHAConfig) -> Attention:
     """Return MHA, MQA, GQA or GTA (Zadouri et al. 2025, section 3.3.1).
 
     Queries and keys that a mechanism projects itself are one head, as wide as its tensor.
@@ -67,7 +67,7 @@ def grouped(model: Model, kha: KHAConfig) -> Attention:
     )
 
 
-def latent(model: Model) -> Attention:
+def latent(model: ModelConfig) -> Attention:
     """Return MLA or GLA (Zadouri et al. 2025, section 3.3.2)."""
     d, n = model.hidden_size, model.num_attention_heads
     query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
@@ -109,7 +109,7 @@ class Parameters:
         return self.dense + self.experts
 
 
-def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> Parameters:
+def parameters(model: ModelConfig, kha: KHAConfig, layout: Layout, stage: int = 0) -> Parameters:
     """Count the parameters of each rank of pipeline stage ``stage``.
 
     Attention other than grouped-query must not be split by tensor parallelism.
@@ -156,7 +156,7 @@ def parameters(model: Model, kha: KHAConfig, layout: Layout, stage: int = 0) -> 
     )
 
 
-def filling_rows(model: Model, kha: KHAConfig) -> int:
+def filling_rows(model: ModelConfig, kha: KHAConfig) -> int:
     """Count the padding rows of the QKV projection."""
     if model.multi_latent_attention:
         return 0
@@ -164,7 +164,7 @@ def filling_rows(model: Model, kha: KHAConfig) -> int:
     return layout.groups * (layout.padding.stop - layout.padding.start)
 
 
-def active_parameters(model: Model, kha: KHAConfig) -> int:
+def active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
     """Count the parameters that one token passes through."""
     whole = parameters(model, kha, Layout())
     if not whole.experts:
@@ -236,7 +236,7 @@ class Flops:
         return self.kha / self.attention
 
 
-def counted(model: Model | None) -> Model:
+def counted(model: ModelConfig | None) -> ModelConfig:
     """Return the model if it can be counted.
 
     Raises:
@@ -254,7 +254,7 @@ def counted(model: Model | None) -> Model:
     return model
 
 
-def count(model: Model, kha: KHAConfig) -> Counts:
+def count(model: ModelConfig, kha: KHAConfig) -> Counts:
     """Count parameters and cache of the whole model."""
     whole, cache = parameters(model, kha, Layout()), attention_of(model, kha).cache
     sizes = model.head_sizes
@@ -271,7 +271,7 @@ def count(model: Model, kha: KHAConfig) -> Counts:
     )
 
 
-def flops(model: Model, kha: KHAConfig, length: int) -> Flops:
+def flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
     """Count the forward FLOPs of one sequence of ``length`` tokens.
 
     Generalises the paper's equations 10 to 12, which are the case ``g = n``, ``D = d / n`` and a

@@ -7,7 +7,7 @@ from typing import Literal
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.plan.counts import Parameters, parameters
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -18,7 +18,7 @@ Recompute = Literal["none", "selective", "full"]
 class Setup:
     """A run without its layout."""
 
-    model: Model
+    model: ModelConfig
     kha: KHAConfig
     batch: Batch
     precision: Precision = "bf16"
@@ -40,7 +40,7 @@ class Rank:
     stage: int
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelConfig:
         """The whole model."""
         return self.setup.model
 

@@ -12,8 +12,8 @@ from typing import Any
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
-from kha_megatron.model.model import Model
-from kha_megatron.model.rules import check_layout, head_facts
+from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.rules import check_layout, build_head_facts
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
 from kha_megatron.plan.counts import Flops, counted, flops
@@ -70,8 +70,8 @@ def setup_of(
         ConfigError: the planner does not support the run.
     """
     model, batch = counted(run.model), run.batch
-    if model.kind != "gqa" or batch is None:
-        found = "no batch size" if batch is None else model.kind.upper()
+    if model.attention_type != "gqa" or batch is None:
+        found = "no batch size" if batch is None else model.attention_type.upper()
         raise ConfigError(f"Expected a run with grouped-query attention and a batch, got {found}.")
     default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
     precision = precision or default
@@ -101,7 +101,7 @@ def plan_layouts(
     Raises:
         ConfigError: no layout is legal, or a mechanism does not fit the run.
     """
-    setup.kha.check(head_facts(setup.model, setup.batch))
+    setup.kha.check(build_head_facts(setup.model, setup.batch))
     if not 1 <= gpus <= MOST_GPUS:
         raise ConfigError(f"Expected 1 to {MOST_GPUS} GPUs, got {gpus}.")
     given = {name: size for name, size in fixed.items() if size is not None}
@@ -125,7 +125,7 @@ def plan_layouts(
     return sorted(plans, key=order)
 
 
-def arguments_of(layout: Layout, model: Model) -> dict[str, Any]:
+def arguments_of(layout: Layout, model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's arguments, by name, that request a layout."""
     sizes = [n for n in SIZES if model.num_experts or n not in ("ep", "etp")]
     whole = replace(layout, etp=layout.expert_tp)

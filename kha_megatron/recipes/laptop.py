@@ -34,7 +34,7 @@ def _recipe(name: str, description: str, *, ranks: int, length: int, **values: A
         name=name,
         description=description,
         ranks=ranks,
-        run=Run.of(vocab_size=512, **(shared | values)),
+        run=Run.from_values(vocab_size=512, **(shared | values)),
         environment={"OMP_NUM_THREADS": "1"},  # more threads would compete for the cores
     )
 

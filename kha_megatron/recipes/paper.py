@@ -197,7 +197,7 @@ class Baseline:
             name=name,
             description=f"{self.description}, {variant.description}, {self.schedule.tokens} tokens",
             ranks=8,
-            run=Run.of(vocab_size=self.vocab_size, **values),
+            run=Run.from_values(vocab_size=self.vocab_size, **values),
             paper=paper,
             note=self.note,
         )

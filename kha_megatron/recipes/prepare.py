@@ -225,10 +225,10 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
     if verdict and verdict.newest:
         if not any(run.arguments.get(name) for name in _OTHER_CHECKPOINT):
             from kha_megatron.checkpoint.megatron import MegatronCheckpoint  # imports torch
-            from kha_megatron.model.recorded import check_same_heads, kha_of
+            from kha_megatron.model.recorded import check_same_heads, read_kha_config
 
             checkpoint = MegatronCheckpoint.open(verdict.newest, verify=False)
-            check_same_heads(verdict.newest, kha_of(checkpoint), run.kha)
+            check_same_heads(verdict.newest, read_kha_config(checkpoint), run.kha)
     elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
         # other formats than torch_dist have only Megatron's tracker file, which is trusted
         raise CheckpointError(

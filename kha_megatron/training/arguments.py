@@ -15,9 +15,9 @@ from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import lacks_te_extension
 from kha_megatron.model.fields import rows
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import check_arguments
-from kha_megatron.model.run import Heads, kha_asked
+from kha_megatron.model.run import Heads, parse_kha_config
 
 DEVICES = ("cuda", "cpu")
 
@@ -118,7 +118,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
         "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
-    for row in (*rows(Heads), *(row for row in rows(Model) if row.argument in _HELP)):
+    for row in (*rows(Heads), *(row for row in rows(ModelConfig) if row.argument in _HELP)):
         several: dict[str, Any] = {"action": "extend", "nargs": "+"}
         group.add_argument(
             row.flag,
@@ -188,7 +188,7 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
     """
     if os.environ.get(CONFIG_VARIABLE):
         raise ConfigError(f"{CONFIG_VARIABLE} is for --spec. Unset it and use --kha-* arguments.")
-    if (kha := kha_asked(vars(args))) is None:
+    if (kha := parse_kha_config(vars(args))) is None:
         raise ConfigError("Expected --kha-preset, --kha-query, --kha-key, --kha-value or --heads.")
     return kha
 
@@ -227,5 +227,5 @@ def check_args(args: argparse.Namespace) -> None:
         ),
     }
     raise_first(mistakes)
-    check_arguments(vars(args), args.world_size, kha_asked(vars(args)))
+    check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
     check_data(vars(args))

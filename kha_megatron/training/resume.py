@@ -23,8 +23,8 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.model.recorded import check_same_heads, kha_of
-from kha_megatron.model.run import kha_asked
+from kha_megatron.model.recorded import check_same_heads, read_kha_config
+from kha_megatron.model.run import parse_kha_config
 
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes without scales that are carried from step to step."""
@@ -115,7 +115,7 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
     Returns:
         None if the command line has a configuration, or no checkpoint records one.
     """
-    asked = kha_asked(vars(args))
+    asked = parse_kha_config(vars(args))
     if not args.use_checkpoint_args or asked or not (path := checkpoint_to_load(args)):
         return None
     stored = _stored(path)[0]
@@ -211,4 +211,4 @@ def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
             args = folder.read_object("args").state
             return KHAConfig.from_entries(args), args
     checkpoint = MegatronCheckpoint.open(path)
-    return kha_of(checkpoint), checkpoint.args
+    return read_kha_config(checkpoint), checkpoint.args

@@ -9,9 +9,9 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import check_attention
-from kha_megatron.model.run import OF_HEADS
+from kha_megatron.model.run import HEAD_FIELDS
 from kha_megatron.training.arguments import add_model_arguments, kha_from_args
 
 SPEC = ["kha_megatron.training.stock", "layer_spec"]
@@ -35,7 +35,7 @@ def use_arguments(args: argparse.Namespace) -> None:
     if not args.kha_stock:  # our own entry point, or called before
         return
     args.kha_stock = False
-    if all(getattr(args, row.argument) == row.default for row in OF_HEADS):
+    if all(getattr(args, row.argument) == row.default for row in HEAD_FIELDS):
         for projection in PROJECTIONS:  # else a checkpoint would record the baseline preset
             delattr(args, f"kha_{projection}")
         return
@@ -103,6 +103,6 @@ def _kha(args: argparse.Namespace) -> KHAConfig:
 
 
 def _sizes(args: argparse.Namespace) -> HeadSizes:
-    model = Model.of(vars(args))
+    model = ModelConfig.from_arguments(vars(args))
     assert model is not None, "Megatron has validated its sizes"
     return model.head_sizes

@@ -11,7 +11,7 @@ import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
-from kha_megatron.model.recorded import kha_of
+from kha_megatron.model.recorded import read_kha_config
 from tests.conversion.checkpoints import ITERATION
 from tests.conversion.fixtures import KHA
 from tests.faults import fuzz
@@ -119,12 +119,12 @@ def test_common_pt_of_older_versions(copy, tmp_path):
     args = argparse.Namespace(kha_query="linear", kha_key="gate", kha_value="mlp")
     torch.save({"args": args, "iteration": 3}, copy / ITER / "common.pt")
     checkpoint = MegatronCheckpoint.open(copy)
-    assert (checkpoint.iteration, kha_of(checkpoint)) == (3, KHA)
+    assert (checkpoint.iteration, read_kha_config(checkpoint)) == (3, KHA)
 
     file = tmp_path / "pwned"
     torch.save({"args": args, "iteration": 3, "more": fuzz.Bomb(file)}, copy / ITER / "common.pt")
     with pytest.raises(CheckpointError, match=r"names (posix|nt)\.system"):
-        kha_of(MegatronCheckpoint.open(copy))
+        read_kha_config(MegatronCheckpoint.open(copy))
     (copy / ITER / "common.pt").write_bytes(b"PK\x03\x04 torn")
     with pytest.raises(CheckpointError, match="has no readable training state"):
         MegatronCheckpoint.open(copy).iteration  # noqa: B018

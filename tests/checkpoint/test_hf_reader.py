@@ -11,7 +11,7 @@ from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
 D, LAYERS = 7, 3
 SHARD = "model-0000{}-of-00003.safetensors"
@@ -61,9 +61,9 @@ def sharded(tmp_path, tensors):
 def test_matrices_are_transposed_and_stacked(request, tensors, kind):
     checkpoint = HFCheckpoint.open(request.getfixturevalue(kind))
     assert list(checkpoint.keys()) == sorted(tensors)
-    assert kha_of(checkpoint) == KHAConfig(key="linear", value="mlp")
+    assert read_kha_config(checkpoint) == KHAConfig(key="linear", value="mlp")
     assert torch.equal(checkpoint.tensor("model.norm.weight"), tensors["model.norm.weight"])
-    weights = knock_weights(checkpoint)
+    weights = read_knock_weights(checkpoint)
     assert set(weights) == {(i, p) for i in range(LAYERS) for p in ("key", "value")}
     x = torch.randn(2, D)
     for layer in range(LAYERS):
@@ -157,7 +157,7 @@ def test_open_refuses_damaged_and_hostile_directories(sharded, case):
 def test_a_config_that_contradicts_the_tensors_is_refused(hashed, change, error, message):
     (hashed / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(error, match=message):
-        knock_weights(HFCheckpoint.open(hashed))
+        read_knock_weights(HFCheckpoint.open(hashed))
 
 
 def test_a_flipped_bit_is_detected(hashed, tensors):

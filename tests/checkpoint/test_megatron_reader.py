@@ -9,7 +9,7 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.conversion.checkpoints import ITERATION
 from tests.conversion.fixtures import KHA
 
@@ -36,7 +36,7 @@ def test_knock_weights_are_read_without_megatron(dense, sparse, monkeypatch, lay
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
     folder, (parameters, _) = dense if layers == "stacked" else sparse
-    weights = knock_weights(MegatronCheckpoint.open(folder))
+    weights = read_knock_weights(MegatronCheckpoint.open(folder))
     assert set(weights) == {(i, p) for i in range(3) for p in ("query", "key", "value")}
     for (layer, projection), weight in weights.items():
         name = f"decoder.layers.{layer}.self_attention.knock_{projection}.weight"
@@ -54,7 +54,7 @@ def test_arguments_and_keys(dense):
     checkpoint = MegatronCheckpoint.open(dense[0])
     assert checkpoint.path.name == ITER
     assert checkpoint.iteration == ITERATION
-    assert kha_of(checkpoint) == KHA
+    assert read_kha_config(checkpoint) == KHA
     assert checkpoint.args["rotary_base"] == 10000
     assert "AttnBackend(5" in repr(checkpoint.args["attention_backend"])
     keys = {key: (info.shape, info.dtype) for key, info in checkpoint.keys().items()}
@@ -70,12 +70,12 @@ def test_kha_of_checkpoints_without_kha_arguments(dense):
     for projection in ("query", "key"):
         del tensors[f"decoder.layers.self_attention.knock_{projection}.weight"]
     checkpoint.__dict__["args"] = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
-    assert kha_of(checkpoint) == KHAConfig.from_preset("kha_mlp")
+    assert read_kha_config(checkpoint) == KHAConfig.from_preset("kha_mlp")
     del tensors["decoder.layers.self_attention.knock_value.weight"]
     checkpoint.__dict__["args"] = {"spec": None}
-    assert kha_of(checkpoint) is None
+    assert read_kha_config(checkpoint) is None
     with pytest.raises(CheckpointError, match="only plain Megatron"):
-        knock_weights(checkpoint)
+        read_knock_weights(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_a_record_that_contradicts_the_tensors_is_refused(dense, args, message):
     checkpoint = MegatronCheckpoint.open(dense[0])
     checkpoint.__dict__["args"] = args
     with pytest.raises(CheckpointError, match=message):
-        knock_weights(checkpoint)
+        read_knock_weights(checkpoint)

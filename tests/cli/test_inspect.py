@@ -14,7 +14,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.hf.instruments import measure
-from kha_megatron.model.recorded import knock_weights
+from kha_megatron.model.recorded import read_knock_weights
 from tests.cli.small_models import MODEL, train_tokenizer
 from tests.conversion.checkpoints import ITERATION, save_gpt
 
@@ -89,7 +89,7 @@ def test_both_checkpoint_formats_give_the_same_statistics(run, ranks, tmp_path):
     names = {"query": ["q_knock.proj"], "value": [f"v_knock.{m}_proj" for m in MATRICES["mlp"]]}
     matrices = {
         f"model.layers.{layer}.self_attn.{name}.weight": matrix.T.contiguous()
-        for (layer, projection), weight in knock_weights(MegatronCheckpoint.open(save)).items()
+        for (layer, projection), weight in read_knock_weights(MegatronCheckpoint.open(save)).items()
         for name, matrix in zip(names[projection], weight, strict=True)
     }
     model = _write(tmp_path / "hf", matrices)

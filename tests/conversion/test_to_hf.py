@@ -15,7 +15,7 @@ from kha_megatron.conversion.sources import FLOAT_DTYPES
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
-from kha_megatron.model.recorded import kha_of
+from kha_megatron.model.recorded import read_kha_config
 from tests.conversion.checkpoints import VOCAB, check_back, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import load
@@ -193,7 +193,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     assert ("--attention-output-gate" in written.arguments) == is_stock
     back = MegatronCheckpoint.open(tmp_path / "back")
     heads = KHAConfig(gate=Gate(output="element")) if is_stock else kha
-    assert kha_of(back) == (None if heads == KHAConfig() else heads)
+    assert read_kha_config(back) == (None if heads == KHAConfig() else heads)
     assert not is_stock or not [name for name in back.args if name.startswith("kha_")]
     if "vocab_size" not in args:  # else the rows that pad the vocabulary are not kept
         check_back(save, tmp_path / "back")

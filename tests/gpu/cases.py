@@ -113,7 +113,7 @@ class Case:
         return Recipe(
             name=f"gpu-check/{self.name}",
             description="one case of make gpu-check",
-            run=Run.of(vocab_size=4096).updated(render(flags), kha_preset=preset),
+            run=Run.from_values(vocab_size=4096).updated(render(flags), kha_preset=preset),
             ranks=1,
             environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "2"}
             | dict(self.environment),

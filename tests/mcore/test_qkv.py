@@ -26,7 +26,7 @@ def test_heads_stand_group_by_group():
     assert layout.stock_gate == "gate_output"
     tied = QKVLayout(groups=2, queries=2, head_dim=5, tied=True)
     assert tied.heads == ("query", "query", "value") * 2
-    assert "key" not in tied.wanted(0, 1)
+    assert "key" not in tied.head_slices(0, 1)
 
 
 def test_other_rows_of_a_group_are_filled_up_to_a_multiple_of_16():
@@ -60,7 +60,7 @@ def split_by(layout):
 def test_queries_and_keys_that_are_made_elsewhere_have_no_rows(ranks):
     """1 + 5 rows of gates, filled up to 16, and the value; the split finds them there."""
     gate = replace(STOCK, output="head", value="element")
-    layout = laid_out(gate, groups=2, queries=1, head_dim=5, elsewhere=("query", "key"))
+    layout = laid_out(gate, groups=2, queries=1, head_dim=5, omitted=("query", "key"))
     places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
     assert places == {"gate_output": (0, 1), "gate_value": (1, 6), "value": (16, 21)}
     assert (layout.padding, layout.parts_before_padding) == (slice(6, 16), 2)
@@ -72,12 +72,12 @@ def test_queries_and_keys_that_are_made_elsewhere_have_no_rows(ranks):
 
 def test_ranks_that_share_a_group_divide_its_queries_and_gates():
     layout = laid_out(replace(STOCK, key="head"), groups=2, queries=6, head_dim=5)
-    wanted = [layout.wanted(rank, 4) for rank in range(4)]
+    wanted = [layout.head_slices(rank, 4) for rank in range(4)]
     assert [layout.group_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
     assert [w["query"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
     assert [w["gate_output"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
     assert all(w[part] == slice(0, 1) for w in wanted for part in ("gate_key", "key", "value"))
-    whole = layout.wanted(1, 2)
+    whole = layout.head_slices(1, 2)
     assert whole["query"] == slice(0, 6)
 
 

@@ -9,7 +9,7 @@ from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model import Model, pattern_of
+from kha_megatron.model.model_config import ModelConfig, parse_layer_frequency
 from kha_megatron.model.run import TABLE, Run, parse, parse_arguments, render
 from kha_megatron.recipes import RECIPES, get_recipe
 
@@ -48,7 +48,7 @@ def test_table_agrees_with_megatrons_parser(ranks):
         argument, default, alone, const = actions[row.flag]
         assert row.argument == argument, row.flag
         if row.field not in REQUIRED:
-            assert row.default in (row.typed(default), (default,)), row.flag
+            assert row.default in (row.convert(default), (default,)), row.flag
         assert alone == (row.kind is bool), row.flag
         assert not alone or const == (not row.default), row.flag
 
@@ -67,11 +67,11 @@ def test_megatron_parses_every_recipe_to_its_own_values(ranks):
             found = parsed[name]
             assert (tuple(found) if isinstance(found, list) else found) == value, name
         assert {n: one.value for n, one in parse_arguments(run.words()).items()} == run.arguments
-        ours, theirs = (Model.of(values) for values in (run.arguments, parsed))
+        ours, theirs = (ModelConfig.from_arguments(values) for values in (run.arguments, parsed))
         if run.training.device == "cuda":  # the CPU's entry point adds its own flags
             assert ours == theirs
-        assert run.layout(8) == Layout.of(parsed, 8)
-        assert run.batch == Batch.of(parsed)
+        assert run.layout(8) == Layout.from_arguments(parsed, 8)
+        assert run.batch == Batch.from_arguments(parsed)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_malformed_arguments_are_refused(words, error):
 @pytest.mark.parametrize("text", ["1", "3", "[0]*1+[1]*3", "([1]*3+[0]*2)*2", "[0,1,1]"])
 def test_layer_patterns_are_parsed_as_by_megatron(text, ranks):
     row = next(row for row in TABLE if row.field == "moe_layer_freq")
-    value = pattern_of(text)
-    assert pattern_of(row.writes(value)) == value
+    value = parse_layer_frequency(text)
+    assert parse_layer_frequency(row.writes(value)) == value
     theirs = ranks(_parsed, 1, [["--moe-layer-freq", text]])[0][0]["moe_layer_freq"]
     assert (theirs if isinstance(theirs, int) else tuple(theirs)) == value
 
@@ -110,8 +110,8 @@ def test_minimum_rate_and_warm_up_keep_their_ratio():
     assert run.updated(["--lr", "4e-4"]).words().count("--min-lr") == 1
     assert run.updated(["--lr", "4e-4", "--min-lr", "1e-6"]).training.min_lr == 1e-6
     assert run.updated(lr=1e-2).training.min_lr == pytest.approx(1e-3)
-    assert Run.of(lr=1e-3).updated(["--lr", "1"]).words() == ["--lr", "1"]
-    run = Run.of(train_iters=20000, lr_warmup_iters=2000)
+    assert Run.from_values(lr=1e-3).updated(["--lr", "1"]).words() == ["--lr", "1"]
+    run = Run.from_values(train_iters=20000, lr_warmup_iters=2000)
     assert run.updated(["--train-iters", "35"]).training.lr_warmup_iters == 3
     given = ["--train-iters", "35", "--lr-warmup-iters", "9"]
     assert run.updated(given).words() == given

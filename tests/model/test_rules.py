@@ -8,10 +8,10 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import CollaborativeHeads, Gate
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import check_arguments, check_attention, check_layout
 
-DENSE = Model(
+DENSE = ModelConfig(
     num_layers=12,
     hidden_size=96,
     num_attention_heads=8,

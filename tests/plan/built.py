@@ -8,7 +8,7 @@ from typing import Any
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import CollaborativeHeads, Gate
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 OTHERS = (
@@ -76,7 +76,7 @@ def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any
             )
         )
     model = replace(
-        Model.from_config(config),
+        ModelConfig.from_config(config),
         padded_vocab_size=models.VOCAB,
         untie_embeddings_and_output_weights=not tied,
     )

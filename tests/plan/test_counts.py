@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.model.model import Model
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.plan.counts import as_printed, attention_of, count, flops, latent
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
@@ -79,7 +79,7 @@ def ran(kha, experts):
                 loss.backward()
         return counter.get_total_flops()
 
-    plain = replace(Model.from_config(config), padded_vocab_size=models.VOCAB)
+    plain = replace(ModelConfig.from_config(config), padded_vocab_size=models.VOCAB)
     assert torch.is_grad_enabled()
     return counted(False), counted(True), plain, models.SEQUENCE, models.BATCH
 
@@ -95,7 +95,7 @@ def test_flops_are_what_torch_counts(kha, experts, ranks):
 
 
 SIZES = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 6}
-MODEL = Model(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
+MODEL = ModelConfig(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
 WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
 LATENT = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 

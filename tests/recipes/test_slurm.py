@@ -141,7 +141,7 @@ def test_job_is_followed_to_its_end(
     for name in state:
         (slurm / name).touch()
     resources = Slurm(gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, time="04:00:00")
-    run = Run.of(vocab_size=90).updated(["--code", str(code), "--save", str(slurm / "runs")])
+    run = Run.from_values(vocab_size=90).updated(["--code", str(code), "--save", str(slurm / "runs")])
     words = ["--mock-data", "--odd=a b$c"]
     steps = []
     job = prepare(scripted(RANK, run=run), slurm=resources, overrides=words)

@@ -11,7 +11,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.hf import KHAForCausalLM
-from kha_megatron.model.recorded import knock_weights
+from kha_megatron.model.recorded import read_knock_weights
 from tests.conversion.models import CONFIGS, make, tokens
 from tests.training.conftest import start
 from tests.training.test_pretrain import moved
@@ -44,7 +44,7 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
     assert re.findall(r"iteration +(\d)/ +3 ", again.output) == ["3"]
     trained = MegatronCheckpoint.open(tmp_path / "run")
     assert trained.iteration == 3
-    assert all(moved(knock_weights(trained)))
+    assert all(moved(read_knock_weights(trained)))
 
     to_hf.plan_export(tmp_path / "run").write(tmp_path / "knocked")
     to_hf.plan_export(tmp_path / "run", fold=True).write(tmp_path / "folded")

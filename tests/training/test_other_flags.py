@@ -7,7 +7,7 @@ import pytest
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
-from kha_megatron.model.recorded import kha_of
+from kha_megatron.model.recorded import read_kha_config
 from tests.training.conftest import MODEL, TRAINING, losses, start
 from tests.training.test_stock_script import STOCK
 
@@ -55,7 +55,7 @@ def test_the_flag_of_the_output_gate_may_change(resume):
     for run in runs:
         assert run.knocks.startswith("knocks value=mlp gate(output=element) in 4 of 4 layers")
     assert found == expected
-    assert kha_of(saved) == GATED
+    assert read_kha_config(saved) == GATED
     assert saved.args["attention_output_gate"] is True
     assert saved.args["kha_gate"]["output"] == "element"
 
@@ -63,6 +63,6 @@ def test_the_flag_of_the_output_gate_may_change(resume):
 def test_a_stock_gated_checkpoint_resumes_in_our_entry_point(resume):
     flags = ["--tokenizer-type", "NullTokenizer", "--attention-output-gate"]
     _, found, expected, saved = resume(flags, [*CPU, "--kha-preset", "gate_output"], program=STOCK)
-    assert kha_of(saved) == replace(GATED, value=None)
+    assert read_kha_config(saved) == replace(GATED, value=None)
     # our attention is torch's own on a CPU, which adds up in another order
     assert found == pytest.approx(expected, rel=1e-5)

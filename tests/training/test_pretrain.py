@@ -6,7 +6,7 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.training.conftest import (
     EXPERTS,
     HEAD_DIM,
@@ -53,10 +53,10 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     run, checkpoint = train(words, corpus, tmp_path, 2)
     added = 3 * HEAD_DIM**2 * LAYERS
     assert run.knocks == f"knocks value=mlp in 4 of 4 layers: {added} parameters added"
-    assert kha_of(checkpoint) == KHAConfig(value="mlp")
+    assert read_kha_config(checkpoint) == KHAConfig(value="mlp")
     assert checkpoint.args["kha_preset"] == "kha_mlp"
     assert checkpoint.args["kha_init"] == "identity"
-    weights = knock_weights(checkpoint)
+    weights = read_knock_weights(checkpoint)
     assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
     assert all(moved(weights))
 
@@ -164,6 +164,6 @@ def test_other_kinds_of_attention_train_and_are_recorded(corpus, tmp_path, words
     without = QUERY_GROUPS if kind == "gla" else []
     run, checkpoint = train(words, corpus, tmp_path, 2, without=without)
     assert run.knocks == f"knocks {knocks} in 4 of 4 layers: {added * LAYERS} parameters added"
-    assert str(kha_of(checkpoint)) == knocks
-    for weight in knock_weights(checkpoint).values():
+    assert str(read_kha_config(checkpoint)) == knocks
+    for weight in read_knock_weights(checkpoint).values():
         assert not any(torch.equal(matrix, torch.eye(len(matrix))) for matrix in weight)

@@ -16,7 +16,7 @@ from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import CollaborativeHeads, MixtureOfHeads, TalkingHeads
-from kha_megatron.model.recorded import kha_of
+from kha_megatron.model.recorded import read_kha_config
 from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_same_kha, restored_kha
@@ -142,7 +142,7 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path):
         directory = f"iter_{iteration:07d}"
         assert_same_bytes(tmp_path / "whole" / directory, tmp_path / name / directory)
         checkpoint = MegatronCheckpoint.open(tmp_path / name / directory)
-        assert kha_of(checkpoint) == kha
+        assert read_kha_config(checkpoint) == kha
         assert checkpoint.args["consumed_train_samples"] == 6 * iteration
 
 

@@ -16,7 +16,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import Pair
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 
 STOCK = """
@@ -71,8 +71,8 @@ def test_a_spec_name_and_the_environment_configure_a_stock_script(stock):
     run, folder = stock
     assert run.output.count("kha_megatron: using layer spec kha (value=mlp)\n") == 1
     checkpoint = MegatronCheckpoint.open(folder / "save")
-    assert kha_of(checkpoint) == KHA
-    weights = knock_weights(checkpoint)
+    assert read_kha_config(checkpoint) == KHA
+    weights = read_knock_weights(checkpoint)
     assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
     trained = [m for weight in weights.values() for m in weight]
     assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in trained)
@@ -116,8 +116,8 @@ def test_our_entry_point_resumes_it_as_a_hybrid_model(stock, corpus, tmp_path):
     # float32: the gradient norm is summed over the layers in another order
     assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)
     checkpoint = MegatronCheckpoint.open(tmp_path / "save")
-    assert kha_of(checkpoint) == KHAConfig(value="mlp")
-    assert list(knock_weights(checkpoint)) == [(2 * layer, "value") for layer in range(LAYERS)]
+    assert read_kha_config(checkpoint) == KHAConfig(value="mlp")
+    assert list(read_knock_weights(checkpoint)) == [(2 * layer, "value") for layer in range(LAYERS)]
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
     written = to_hf.plan_export(tmp_path / "save").write(tmp_path / "hf")
     assert Pair.open(tmp_path / "save", written.path).verify().agrees

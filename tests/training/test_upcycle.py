@@ -9,7 +9,7 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.model.recorded import kha_of, knock_weights
+from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.training.resume import checkpoint_to_upcycle
 from tests.training.conftest import HEAD_DIM, MODEL, TRAINING, losses, start
 from tests.training.test_resume import arguments
@@ -28,7 +28,7 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
     trained = start([*words, "--save", str(plain), "--exit-interval", "3"], program=STOCK)
     assert trained.codes == [0], trained.output[-4000:]
     base = MegatronCheckpoint.open(plain)
-    assert kha_of(base) is None
+    assert read_kha_config(base) is None
     assert not any("kha" in name for name in (*base.args, *base.keys()))
 
     stock = start(
@@ -51,11 +51,11 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
 
     checkpoint = MegatronCheckpoint.open(run)
     assert checkpoint.iteration == 8
-    assert kha_of(checkpoint) == KHA
+    assert read_kha_config(checkpoint) == KHA
     assert checkpoint.keys().keys() - base.keys().keys() == {
         "decoder.layers.self_attention.knock_value.weight"
     }
-    for weight in knock_weights(checkpoint).values():
+    for weight in read_knock_weights(checkpoint).values():
         assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in weight)
 
 

@@ -8,13 +8,13 @@ from typing import Any, Literal, Self
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.heads import HeadSizes
-from kha_megatron.model.fields import MOST_LAYERS, attributes, flag, read
+from kha_megatron.model.fields import MAX_LAYERS, read_attributes, flag, read_arguments
 from kha_megatron.model.qkv import QKVLayout
 
-Kind = Literal["gqa", "mla", "gta", "gla"]
+AttentionType = Literal["gqa", "mla", "gta", "gla"]
 
 
-def pattern_of(text: str) -> int | tuple[int, ...]:
+def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
     """Parse Megatron's ``--moe-layer-freq``: ``2``, or lists of 0 and 1 as in ``[0]*1+[1]*3``."""
 
     def value(node: ast.AST) -> Any:
@@ -26,7 +26,7 @@ def pattern_of(text: str) -> int | tuple[int, ...]:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return value(left) + value(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(number))):
-                if number <= MOST_LAYERS:
+                if number <= MAX_LAYERS:
                     return value(left) * number
         raise ValueError
 
@@ -48,10 +48,10 @@ def _as_pattern(frequency: int | Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelConfig:
     """A GPT model. None means unknown, or that the model has no such part."""
 
-    num_layers: int | None = flag(hf="num_hidden_layers", most=MOST_LAYERS)
+    num_layers: int | None = flag(hf="num_hidden_layers", most=MAX_LAYERS)
     hidden_size: int = flag(hf="hidden_size")
     ffn_hidden_size: int | None = flag(hf="intermediate_size")
     """Width of the dense layers' MLP."""
@@ -101,7 +101,7 @@ class Model:
     attention_backend: str = flag("auto")
 
     num_experts: int | None = flag(None, attribute="num_moe_experts", hf="num_experts")
-    moe_layer_freq: int | tuple[int, ...] = flag(1, reads=pattern_of, writes=_as_pattern)
+    moe_layer_freq: int | tuple[int, ...] = flag(1, reads=parse_layer_frequency, writes=_as_pattern)
     """Every n-th layer has experts, or the layers with a 1."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
@@ -133,7 +133,7 @@ class Model:
         object.__setattr__(self, "attention_output_gate", gated)
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None) -> Self | None:
+    def from_arguments(cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None) -> Self | None:
         """Return the model of Megatron's arguments, by name; None if they do not define its sizes.
 
         The depth and dense width of a hybrid model, which follow from its pattern, are None.
@@ -141,7 +141,7 @@ class Model:
         Raises:
             ConfigError: a value cannot be parsed.
         """
-        given = read(cls, arguments)
+        given = read_arguments(cls, arguments)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
         hybrid = bool(given["hybrid_layer_pattern"])
         if not (heads and hidden and (given["num_layers"] or hybrid)):
@@ -170,7 +170,7 @@ class Model:
         Depth and dense width are None in a hybrid model, the depth also under a custom pipeline
         layout.
         """
-        given = attributes(cls, config)
+        given = read_attributes(cls, config)
         if kha is not None:
             given |= {"kha": kha, "kha_attention": kha.attention}
             given["kha_latent_heads"] = kha.latent_heads
@@ -181,8 +181,8 @@ class Model:
         return cls(**given)
 
     @property
-    def kind(self) -> Kind:
-        """Kind of attention; MHA and MQA are ``gqa``."""
+    def attention_type(self) -> AttentionType:
+        """AttentionType of attention; MHA and MQA are ``gqa``."""
         return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
 
     @property
@@ -273,7 +273,7 @@ class Model:
             head_dim=self.head_dim,
             extra=self.kha.rows(self.head_sizes),
             tied=self.kha_attention == "gta",
-            elsewhere=self.kha.own_projections,
+            omitted=self.kha.own_projections,
         )
 
     def padded_vocab(self, tp: int) -> int:
