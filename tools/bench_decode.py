@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config
 import kha_megatron.hf  # noqa: F401, registers the architecture
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
-from kha_megatron.recipes.paper import SHAPES, VOCAB_SIZE, Shape
+from kha_megatron.recipes.paper import MODEL_SIZES, VOCAB_SIZE, ModelSize
 
-SMALL = Shape(layers=4, hidden=512, ffn=1536)
+SMALL = ModelSize(layers=4, hidden=512, ffn=1536)
 BASELINE = "baseline"
 CONTENDERS = ("mlp", "linear", "folded")
 AT_MOST = {"mlp": 1.01, "folded": 1.01}
@@ -46,7 +46,7 @@ HEADER += ["target"]
 def make_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Save and convert the models in ``folder`` and return them on the device."""
     dtype = getattr(torch, given.dtype)
-    shape = SMALL if given.shape == "small" else SHAPES[given.shape]
+    shape = SMALL if given.shape == "small" else MODEL_SIZES[given.shape]
     config = Qwen3Config(
         vocab_size=4096 if given.shape == "small" else VOCAB_SIZE,
         hidden_size=shape.hidden,
@@ -135,7 +135,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 def options(add: Callable[..., Any]) -> None:
     """Add the options."""
-    dense = [name for name, shape in SHAPES.items() if not shape.experts]
+    dense = [name for name, shape in MODEL_SIZES.items() if not shape.experts]
     add("--shape", choices=["small", *dense], help="default: dense-1.7b; on a CPU: small")
     add("--models", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
     add("--batches", nargs="+", type=positive, help="batch sizes (default: 1 64; on a CPU: 1 8)")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from bench import positive
 
-from kha_megatron.recipes import Job, get_recipe, prepare
+from kha_megatron.recipes import Job, get_recipe, prepare_job
 from kha_megatron.recipes.log_lines import LOSS, read_history
 
 ENGINE = ("--transformer-impl", "transformer_engine")
@@ -50,7 +50,7 @@ def job_of(name: str, data: Path, folder: Path, *, steps: int, batch: int) -> Jo
     words = ["--bf16", "--train-iters", str(steps), "--tensorboard-dir", str(folder)]
     words += ["--micro-batch-size", str(batch), "--global-batch-size", str(batch)]
     words += ["--lr", "2e-3", "--min-lr", "2e-4", *CONTENDERS[name]]
-    return prepare(get_recipe("quickstart"), data=data, overrides=words)
+    return prepare_job(get_recipe("quickstart"), data=data, overrides=words)
 
 
 def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:

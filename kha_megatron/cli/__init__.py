@@ -16,7 +16,7 @@ from kha_megatron.cli.launch import launch
 from kha_megatron.cli.params import count_flops, params
 from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
-from kha_megatron.cli.running import Commands, run
+from kha_megatron.cli.running import Commands, run_app
 from kha_megatron.cli.spikes import spikes
 from kha_megatron.cli.verify import verify
 
@@ -57,4 +57,4 @@ app.command()(generate)
 
 def main() -> None:
     """Run the command line and exit."""
-    sys.exit(run(app))
+    sys.exit(run_app(app))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from kha_megatron.cli import console
-from kha_megatron.cli.generate import check_tokens, load, parse_device
+from kha_megatron.cli.generate import check_tokens, load_model, parse_device
 from kha_megatron.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ TOKENS = 512
 """Tokens measured by default."""
 
 
-def attention_figures(
+def measure_attention(
     checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
 ) -> "tuple[int, list[LayerFigures]]":
     """Run a model on the first tokens of a text and return their number and figures per layer.
@@ -47,7 +47,7 @@ def attention_figures(
             folder = Path(scratch) / "model"
             with console.log.status(f"Converting {checkpoint}"):
                 plan.write(folder)
-        encode, model = load(folder, target)
+        encode, model = load_model(folder, target)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
     ids = encode(text, return_tensors="pt").input_ids[:, : tokens or min(TOKENS, limit)]
     if ids.shape[1] < 2:
@@ -56,10 +56,10 @@ def attention_figures(
     return ids.shape[1], measure(model, ids.to(target))
 
 
-def tables(layers: "Sequence[LayerFigures]", tokens: int) -> Iterator[Table]:
+def attention_tables(layers: "Sequence[LayerFigures]", tokens: int) -> Iterator[Table]:
     """Yield a table of sinks and peaks, and one of gates and head load if there are any."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
-    shown = console.numbers(*columns, title=f"attention over {tokens} tokens", names=0)
+    shown = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
     for x in layers:
         sinks = ["", "", ""]
         if x.sinks:
@@ -74,7 +74,7 @@ def tables(layers: "Sequence[LayerFigures]", tokens: int) -> Iterator[Table]:
     ]
     if names := list(dict.fromkeys(name for row in rows for name in row)):
         heads = [name.replace("/", "\n") for name in names]
-        shown = console.numbers("layer", *heads, title="gates and heads", names=0)
+        shown = console.number_table("layer", *heads, title="gates and heads", names=0)
         for x, row in zip(layers, rows, strict=True):
             cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
             shown.add_row(str(x.layer), *cells)

@@ -17,7 +17,7 @@ from kha_megatron import recipes
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import staged_file, write_json
 from kha_megatron.cli import console
-from kha_megatron.cli.following import loss_words, report
+from kha_megatron.cli.following import format_loss, print_result
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
@@ -165,12 +165,12 @@ def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
         nonlocal printed
         if time.monotonic() - printed >= 10 or step.iteration == step.total:
             printed = time.monotonic()
-            line = f"{run.name}: iteration {step.iteration}/{step.total} {loss_words(step)}"
+            line = f"{run.name}: iteration {step.iteration}/{step.total} {format_loss(step)}"
             console.log.print(line, markup=False)
 
-    result = recipes.launch(job, on_step=on_step, stop=stop)
+    result = recipes.launch_job(job, on_step=on_step, stop=stop)
     if not result.succeeded:
-        report(result)
+        print_result(result)
         return f"{result.status}: {result.failure}"
     try:
         runs.finish(run)

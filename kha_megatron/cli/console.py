@@ -30,7 +30,7 @@ def print_json(content: Any) -> None:
     typer.echo(as_json(content))
 
 
-def numbers(*columns: str, title: str | None = None, names: int = 1) -> Table:
+def number_table(*columns: str, title: str | None = None, names: int = 1) -> Table:
     """Return an empty table with right-aligned columns after the first ``names`` columns."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False

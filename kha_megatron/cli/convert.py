@@ -135,7 +135,7 @@ def to_hf(
 def to_megatron(
     model: ModelPath,
     out: Out,
-    divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
+    divisible_by: DivisibleBy = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
@@ -196,7 +196,7 @@ def upcycle(
         Path | None,
         typer.Option(help="Print the loss on the beginning of this text, before and after."),
     ] = None,
-    divisible_by: DivisibleBy = Model.make_vocab_size_divisible_by,
+    divisible_by: DivisibleBy = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
     max_shard_size: ShardSize = "5GB",
     dtype: Dtype = None,

@@ -27,7 +27,7 @@ from kha_megatron.mcore.compat import installed_version, lacks_te_extension, ver
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Component:
     """One row of the report."""
 
     name: str
@@ -75,7 +75,7 @@ def doctor(as_json: AsJSON = False) -> None:
       kha-megatron doctor
       kha-megatron doctor --json
     """
-    findings = examine()
+    findings = inspect_components()
     healthy = not any(finding.blocks for finding in findings)
     if as_json:
         console.print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
@@ -95,7 +95,7 @@ def doctor(as_json: AsJSON = False) -> None:
         raise typer.Exit(1)
 
 
-def examine() -> list[Finding]:
+def inspect_components() -> list[Component]:
     """Return one finding per component."""
     supported = _supported()
     findings = []
@@ -121,7 +121,7 @@ def _supported() -> dict[str, str]:
 
 def _package(
     name: str, supported: dict[str, str], present: str, absent: str, install: str | None = None
-) -> Finding:
+) -> Component:
     versions = supported.get(name, "")
     try:  # Megatron may come from a source tree that hides the installed distribution
         found = installed_version() if name == "megatron-core" else version_of(name)
@@ -129,7 +129,7 @@ def _package(
         found = None
     # NVIDIA's containers call builds after torch 2.6 "2.7.0a0+..."
     ok = found and SpecifierSet(versions).contains(Version(found).base_version)
-    return Finding(
+    return Component(
         name=name,
         status="ok" if ok else "wrong" if found else "missing",
         found=found or "-",
@@ -139,7 +139,7 @@ def _package(
     )
 
 
-def find_devices() -> Finding:
+def find_devices() -> Component:
     """List the CUDA devices that the driver reports."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
@@ -148,12 +148,12 @@ def find_devices() -> Finding:
     except (OSError, subprocess.SubprocessError):
         names = []
     if not names:
-        return Finding(name="CUDA device", status="missing", effect="train with --device cpu")
+        return Component(name="CUDA device", status="missing", effect="train with --device cpu")
     found = f"{len(names)} x {names[0]}"
-    return Finding(name="CUDA device", status="ok", found=found, effect="training")
+    return Component(name="CUDA device", status="ok", found=found, effect="training")
 
 
-def find_transformer_engine(supported: dict[str, str]) -> Finding:
+def find_transformer_engine(supported: dict[str, str]) -> Component:
     """Look for Transformer Engine and its compiled extension."""
     absent = "no FP8 and no fused layers"
     name = "transformer-engine"
@@ -164,12 +164,12 @@ def find_transformer_engine(supported: dict[str, str]) -> Finding:
     return replace(finding, status="wrong", effect=effect, remedy=TE_INSTALL)
 
 
-def _find_wrong_apex() -> Iterator[Finding]:
+def _find_wrong_apex() -> Iterator[Component]:
     """Yield a finding if ``import apex`` does not import NVIDIA's package, but the one on PyPI."""
     spec = find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     if folders and not (Path(folders[0]) / "optimizers").is_dir():
-        yield Finding(
+        yield Component(
             name="apex",
             status="wrong",
             found=version_of("apex") or "a directory",

@@ -45,7 +45,7 @@ def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
 
         def on_step(step: Step) -> None:
             nonlocal printed
-            done, total, loss = step.iteration, step.total, loss_words(step)
+            done, total, loss = step.iteration, step.total, format_loss(step)
             bar.update(task, description=title, completed=done, total=total, loss=loss)
             is_due = done == total or monotonic() - printed >= _SECONDS_BETWEEN_LINES
             if is_due and not is_terminal:
@@ -55,7 +55,7 @@ def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
         yield on_step
 
 
-def loss_words(step: Step) -> str:
+def format_loss(step: Step) -> str:
     """Format the loss of a step."""
     return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
@@ -72,14 +72,14 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
         return
     try:
         with training_progress(job.title) as on_step:
-            result = recipes.launch(job, on_step=on_step)
+            result = recipes.launch_job(job, on_step=on_step)
     except KeyboardInterrupt:
         console.log.print(
             f"Stopped. Add --resume to continue from the last checkpoint in {job.output}.",
             markup=False,
         )
         raise typer.Exit(130) from None
-    report(result)
+    print_result(result)
     if as_json:
         console.print_json({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
     if not result.succeeded:
@@ -121,7 +121,7 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
         raise typer.Exit(1)
 
 
-def report(result: LaunchResult) -> None:
+def print_result(result: LaunchResult) -> None:
     """Print how a run ended; after a failure, with the last log lines of the rank that failed."""
     if result.succeeded:
         console.log.print(f"trained in {result.seconds:.0f} s; log: {result.log}", markup=False)

@@ -34,7 +34,7 @@ def generate(
     import torch
     from transformers import GenerationConfig, TextStreamer
 
-    tokenizer, model = load(hf_dir, parse_device(device))
+    tokenizer, model = load_model(hf_dir, parse_device(device))
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     check_tokens(inputs.input_ids, model, max_new_tokens)
     chunks: list[str] = []
@@ -70,7 +70,7 @@ def generate(
         _write("\n")
 
 
-def load(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
+def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
     """Load tokenizer and model in evaluation mode without running code from the directory.
 
     Raises:

@@ -8,7 +8,7 @@ import typer
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
-from kha_megatron.cli.attention import TOKENS, attention_figures, tables
+from kha_megatron.cli.attention import TOKENS, measure_attention, attention_tables
 from kha_megatron.cli.options import AsJSON, Device
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
@@ -73,7 +73,7 @@ def inspect(
     used = 0
     layers: list[LayerFigures] = []
     if content is not None:
-        used, layers = attention_figures(
+        used, layers = measure_attention(
             checkpoint, content, tokens=tokens, tokenizer=tokenizer, device=device
         )
     numbers = [
@@ -84,7 +84,7 @@ def inspect(
     with staged_folder(out_dir) as folder, console.log.status("Drawing"):
         draw_matrices(weights, kha, folder)
         if layers:
-            plots.attention(layers, folder / "attention.png", title=f"{used} tokens")
+            plots.plot_attention(layers, folder / "attention.png", title=f"{used} tokens")
     files = sorted(file.name for file in out_dir.glob("*.png"))
     if as_json:
         result = {
@@ -101,7 +101,7 @@ def inspect(
         return
     _print_matrices(kha, numbers)
     if layers:
-        for table in tables(layers, used):
+        for table in attention_tables(layers, used):
             console.out.print(table, "")
     console.log.print(f"{len(files)} pictures in {out_dir}: {', '.join(files)}", markup=False)
 
@@ -111,7 +111,7 @@ def _print_matrices(kha: KHAConfig, numbers: list[dict[str, Any]]) -> None:
     for projection, variant in kha.variants.items():
         columns = [f"{m}\n{what}" for m in MATRICES[variant] for what in _QUANTITIES.values()]
         title = f"{projection} heads ({variant})"
-        table = console.numbers("\nlayer", *columns, title=title, names=0)
+        table = console.number_table("\nlayer", *columns, title=title, names=0)
         rows: dict[int, list[str]] = {}
         for entry in numbers:
             if entry["projection"] == projection:

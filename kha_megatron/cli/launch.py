@@ -15,7 +15,7 @@ from kha_megatron.cli.options import (
     TrainingDevice,
 )
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes import Slurm, get_recipe, prepare
+from kha_megatron.recipes import Slurm, get_recipe, prepare_job
 
 
 def launch(
@@ -106,7 +106,7 @@ def launch(
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
     chosen = get_recipe(recipe)
-    job = prepare(
+    job = prepare_job(
         chosen,
         data=data,
         output=output or Path("runs", recipe),

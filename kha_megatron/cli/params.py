@@ -41,7 +41,7 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
         data |= {"printed": beside, "kha_share_of_layers": share, "note": chosen.note}
         console.print_json(data)
         return
-    table = console.numbers("parameters", "with KHA", "without", "paper")
+    table = console.number_table("parameters", "with KHA", "without", "paper")
     for name, own in plain.items():
         ours, how = paper.get(name, ("", ""))
         if ours and ours != printed[name]:
@@ -105,7 +105,7 @@ def count_flops(
         console.print_json(data)
         return
     columns = ("forward", "backward", "training", *(["on paper"] if any(saved.values()) else []))
-    table = console.numbers(f"TFLOPs of {length:,} tokens", *columns)
+    table = console.number_table(f"TFLOPs of {length:,} tokens", *columns)
     named = {
         "attention projections": (result.projections, saved["projections"]),
         "attention scores": (result.scores, saved["scores"]),

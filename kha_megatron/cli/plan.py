@@ -119,9 +119,9 @@ def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
     """Print memory and communication as two tables."""
     parts = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
-    memory = console.numbers("layout", *parts, title="GB on the fullest rank")
+    memory = console.number_table("layout", *parts, title="GB on the fullest rank")
     paths = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
-    sent = console.numbers("layout", *paths, title="GB that a rank sends in a step")
+    sent = console.number_table("layout", *paths, title="GB that a rank sends in a step")
     for plan in plans:
         own, path, name = plan.memory, plan.communication, _name(plan.layout)
         spent = [own.weights, own.gradients, own.optimizer, own.activations]

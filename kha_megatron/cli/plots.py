@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kha_megatron.hf.instruments import LayerFigures
 
 
-def attention(layers: Sequence["LayerFigures"], out_png: Path, *, title: str) -> None:
+def plot_attention(layers: Sequence["LayerFigures"], out_png: Path, *, title: str) -> None:
     """Plot sinks and head load as maps (layer, head), and peaks and gates over layers."""
     maps = {
         "attention on the first token": [x.sinks for x in layers],
@@ -46,7 +46,7 @@ def attention(layers: Sequence["LayerFigures"], out_png: Path, *, title: str) ->
     figure.savefig(out_png, format="png", dpi=120)
 
 
-def loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path) -> None:
+def plot_loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path) -> None:
     """Plot training and validation loss of a TensorBoard or log history over iterations.
 
     Raises:

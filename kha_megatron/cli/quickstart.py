@@ -20,7 +20,7 @@ from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.convert import convert
 from kha_megatron.cli.data import progress
-from kha_megatron.cli.following import report, training_progress
+from kha_megatron.cli.following import print_result, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import MegatronArguments, preset_names
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
     from kha_megatron.recipes import LaunchResult
 
-MARK = "quickstart.json"
+SUMMARY_FILE = "quickstart.json"
 LAST = 10
 """Number of iterations averaged for the last loss, because a single batch varies by 0.2."""
 PROMPT = "def main("
@@ -69,14 +69,14 @@ def quickstart(
     if variant is not None:
         names = [name.strip() for name in variant.split(",") if name.strip()]
         recipe = recipe.with_heads(KHAConfig.from_presets(names))
-    check_output_folder(output, overwrite=True, mark=MARK, inside=True)
+    check_output_folder(output, overwrite=True, mark=SUMMARY_FILE, inside=True)
     require_matplotlib()
     with owned(output):
         _run(recipe, output, megatron or [])
 
 
 def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
-    write_json(output / MARK, {"finished": False})
+    write_json(output / SUMMARY_FILE, {"finished": False})
 
     _heading(1, f"text: {output / 'data'}")
     _prepare(output / "data", recipe.run.vocab_size)
@@ -95,11 +95,11 @@ def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text
         text = Path(argparse.__file__)
         inspect(output / "hf", output / "pictures", text=text, overwrite=True)
-    plots.loss_curve(history, output / "pictures" / "loss.png")
+    plots.plot_loss_curve(history, output / "pictures" / "loss.png")
 
     speed = _tokens_per_second(trained.log, run.arguments["seq_length"])
     summary = _summary(output, history, trained, speed, written, verification)
-    write_json(output / MARK, summary)
+    write_json(output / SUMMARY_FILE, summary)
     console.print_facts(_facts(summary), title="quickstart")
     console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
     generate(output / "hf", PROMPT, max_new_tokens=96, temperature=0.6, seed=1)
@@ -118,7 +118,7 @@ def _prepare(folder: Path, vocab_size: int | None) -> None:
         pass  # missing or damaged
     shutil.rmtree(folder, ignore_errors=True)
     with progress() as on_progress:
-        prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
+        prepare_job(None, folder, vocab_size=vocab_size, on_progress=on_progress)
 
 
 def move_earlier_run(run: Path) -> None:
@@ -134,10 +134,10 @@ def move_earlier_run(run: Path) -> None:
 def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "LaunchResult":
     run = output / "run"
     move_earlier_run(run)
-    job = recipes.prepare(recipe, data=output / "data", output=run, overrides=overrides)
+    job = recipes.prepare_job(recipe, data=output / "data", output=run, overrides=overrides)
     with training_progress(job.title) as on_step:
-        result = recipes.launch(job, on_step=on_step)
-    report(result)
+        result = recipes.launch_job(job, on_step=on_step)
+    print_result(result)
     if not result.succeeded:
         raise typer.Exit(1)
     return result

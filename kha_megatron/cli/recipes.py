@@ -27,15 +27,15 @@ def list_recipes(
     """
     chosen = [r for name, r in recipes.RECIPES.items() if fnmatch.fnmatch(name, pattern)]
     if as_json:
-        console.print_json([as_data(recipe) for recipe in chosen])
+        console.print_json([recipe_data(recipe) for recipe in chosen])
         return
     for recipe in chosen:
         line = f"{recipe.name:32} {recipe.paper.get('loss', ''):>6}  {recipe.description}"
         console.out.print(line, markup=False, emoji=False)
 
 
-@app.command()
-def show(recipe: RecipeName, as_json: AsJSON = False) -> None:
+@app.command("show")
+def show_recipe(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Show a recipe with all of its Megatron arguments.
 
     Examples:
@@ -43,7 +43,7 @@ def show(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """
     chosen = recipes.get_recipe(recipe)
     if as_json:
-        console.print_json(as_data(chosen))
+        console.print_json(recipe_data(chosen))
         return
     lines = [
         f"{chosen.name}: {chosen.description}",
@@ -56,7 +56,7 @@ def show(recipe: RecipeName, as_json: AsJSON = False) -> None:
     console.out.print("\n".join(lines), markup=False, emoji=False)
 
 
-def as_data(recipe: Recipe) -> dict[str, Any]:
+def recipe_data(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as JSON values."""
     return {
         "name": recipe.name,

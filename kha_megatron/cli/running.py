@@ -44,7 +44,7 @@ class _Command(TyperCommand):
             formatter.write(f"Examples:\n{self.examples}\n")
 
 
-def run(app: typer.Typer) -> int:
+def run_app(app: typer.Typer) -> int:
     """Run the command line of this process and return its exit code."""
     try:
         with interruptible() as received:

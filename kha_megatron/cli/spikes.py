@@ -74,7 +74,7 @@ def spikes(
         }
         console.print_json(result)
         return
-    table = console.numbers("start", "peak", "level", "height", "recovery", names=0)
+    table = console.number_table("start", "peak", "level", "height", "recovery", names=0)
     for spike in found:
         height = f"{spike.height:.3f}" if math.isfinite(spike.height) else "not finite"
         recovery = "not recovered" if spike.recovery is None else str(spike.recovery)

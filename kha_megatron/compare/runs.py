@@ -24,7 +24,7 @@ from kha_megatron.compare.statistics import last_share
 from kha_megatron.compare.variants import SETTINGS, ModelVariant, with_null
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import Run, parse
-from kha_megatron.recipes import Job, Recipe, prepare
+from kha_megatron.recipes import Job, Recipe, prepare_job
 from kha_megatron.recipes.log_lines import LOSS, SECONDS, VALIDATION_LOSS, History, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
@@ -113,7 +113,7 @@ def plan(
         variants: the reference first.
         seeds: number of seeds, which are 1, 2, ...
         output: directory of the comparison.
-        data, overrides, ranks, device: as in :func:`kha_megatron.recipes.prepare`.
+        data, overrides, ranks, device: as in :func:`kha_megatron.recipes.prepare_job`.
         null: also train the reference from weights that differ by rounding alone.
         held_out: validation sequences to evaluate at the end, rounded up to whole batches.
 
@@ -165,7 +165,7 @@ def plan(
         )
     for run in runs:
         if run.seed == 1:
-            prepare(run.recipe, data=data, overrides=run.overrides, ranks=ranks, device=device)
+            prepare_job(run.recipe, data=data, overrides=run.overrides, ranks=ranks, device=device)
         _check_arguments(run)
     return Comparison(
         recipe=recipe,
@@ -203,7 +203,7 @@ def begin(run: Trial) -> tuple[Job, int]:
         # remove incomplete checkpoints, and an index that may be incomplete
         shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
     index = str((run.folder / _INDEX).absolute())
-    job = prepare(
+    job = prepare_job(
         run.recipe,
         data=run.data,
         output=run.folder,

@@ -97,7 +97,7 @@ def plan_import(
     allow_overflow: bool = False,
     tokenizer: Path | None = None,
     upcycle: KHAConfig | None = None,
-    divisible_by: int = Model.make_vocab_size_divisible_by,
+    divisible_by: int = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: int = 1,
 ) -> MegatronPlan:
     """Open a checkpoint and decide what the Megatron checkpoint will hold.

@@ -1,6 +1,6 @@
 """Training runs as data, and NeMo-Run experiments made from them.
 
-``launch(prepare(get_recipe("quickstart"), data=..., output=...))`` trains on this machine.
+``launch_job(prepare_job(get_recipe("quickstart"), data=..., output=...))`` trains on this machine.
 """
 
 import difflib
@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.laptop import LAPTOP, QUICKSTART
-from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launch
+from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launch_job
 from kha_megatron.recipes.log_lines import Step, read_steps
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
-from kha_megatron.recipes.prepare import Job, Slurm, prepare
+from kha_megatron.recipes.prepare import Job, Slurm, prepare_job
 from kha_megatron.recipes.recipe import Recipe
 from kha_megatron.recipes.slurm import Submission, SubmitResult, dry_submission, submit
 from kha_megatron.recipes.tables import TABLES
@@ -33,8 +33,8 @@ __all__ = [
     "dry_run",
     "dry_submission",
     "get_recipe",
-    "launch",
-    "prepare",
+    "launch_job",
+    "prepare_job",
     "read_steps",
     "submit",
 ]

@@ -19,10 +19,10 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
+from kha_megatron.recipes.log_lines import Step, read_new_lines, parse_step
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job, owned_output
-from kha_megatron.recipes.processes import MARK, find_processes, guarded, interruptible
+from kha_megatron.recipes.processes import LAUNCH_VARIABLE, find_processes, guarded, interruptible
 
 TASK = "train"
 """NeMo-Run's name of the task of an experiment, whose script is ``train.sh``."""
@@ -65,20 +65,20 @@ class LaunchResult:
 
 
 def dry_run(job: Job) -> Command:
-    """Return the torchrun command that :func:`launch` would start; raise the same errors."""
-    with experiment_of(job, _executor(job, mark="dry-run")) as experiment:
+    """Return the torchrun command that :func:`launch_job` would start; raise the same errors."""
+    with create_experiment(job, _executor(job, launch_id="dry-run")) as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
     (replica,) = request.role_params[TASK]
     *torchrun, _script = replica.args  # a script, gone by now, that executes job.command
     return Command(
         words=(*torchrun, *job.command),
-        environment={k: v for k, v in replica.env.items() if k != MARK},
+        environment={k: v for k, v in replica.env.items() if k != LAUNCH_VARIABLE},
         folder=Path(replica.cwd or os.getcwd()),
     )
 
 
-def launch(
+def launch_job(
     job: Job,
     *,
     on_step: Callable[[Step], None] | None = None,
@@ -97,13 +97,13 @@ def launch(
         OutputError: If another process uses the output directory.
     """
     mark = uuid.uuid4().hex
-    executor, last_step = _executor(job, mark=mark), None
+    executor, last_step = _executor(job, launch_id=launch_id), None
     # the guard is the inner context: leaving the experiment waits for the ranks
     with (
         owned_output(job),
         interruptible(),
-        experiment_of(job, executor) as experiment,
-        guarded(mark),
+        create_experiment(job, executor) as experiment,
+        guarded(launch_id),
     ):
         start = time.monotonic()
         experiment.run()
@@ -112,11 +112,11 @@ def launch(
         launcher, rank_logs = logs / TASK / "0", logs / "torchelastic" / TASK
         log = launcher / "combined.log"
         announce(f"{job.output or job.recipe.name}: log of all ranks: {log}")
-        for step in _follow(experiment, launcher / "stdout.log", mark, stop):
+        for step in _follow(experiment, launcher / "stdout.log", launch_id, stop):
             last_step = step
             if on_step is not None:
                 on_step(step)
-        status = _status(experiment, mark).lower()
+        status = _status(experiment, launch_id).lower()
         seconds = time.monotonic() - start
     return LaunchResult(
         status=status,
@@ -148,7 +148,7 @@ def import_nemo_run() -> ModuleType:
 
 
 @contextmanager
-def experiment_of(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
+def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
     """Create a NeMo-Run experiment, not yet started, with ``chain`` tasks that run in sequence.
 
     Raises:
@@ -179,7 +179,7 @@ def experiment_of(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
         yield experiment
 
 
-def _executor(job: Job, *, mark: str) -> Any:
+def _executor(job: Job, *, launch_id: str) -> Any:
     """Create NeMo-Run's executor for this machine."""
     binaries = str(Path(sys.executable).parent)
     path = f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -192,26 +192,26 @@ def _executor(job: Job, *, mark: str) -> Any:
         launcher="torchrun",
         ntasks_per_node=job.ranks,
         # NeMo-Run prepends PATH to the caller's
-        env_vars={**job.environment, "PATH": binaries, MARK: mark},
+        env_vars={**job.environment, "PATH": binaries, LAUNCH_VARIABLE: mark},
     )
 
 
-def _follow(experiment: Any, log: Path, mark: str, stop: threading.Event | None) -> Iterator[Step]:
+def _follow(experiment: Any, log: Path, launch_id: str, stop: threading.Event | None) -> Iterator[Step]:
     """Yield progress lines as they are written, until the run has finished."""
     with log.open("rb") as file:
         finished = False
         while not finished:
-            finished = _status(experiment, mark) in _FINISHED  # before reading: no line is missed
-            yield from filter(None, map(parse_step, new_lines(file)))
+            finished = _status(experiment, launch_id) in _FINISHED  # before reading: no line is missed
+            yield from filter(None, map(parse_step, read_new_lines(file)))
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
             if not finished:
                 time.sleep(_POLL_SECONDS)
 
 
-def _status(experiment: Any, mark: str) -> str:
+def _status(experiment: Any, launch_id: str) -> str:
     """Return the task's state; UNKNOWN if NeMo-Run lost track of a run that is over."""
     state = experiment.status(return_dict=True)[TASK]["status"].name
-    if state not in (*_FINISHED, "RUNNING") and not find_processes(mark):
+    if state not in (*_FINISHED, "RUNNING") and not find_processes(launch_id):
         return "UNKNOWN"
     return state

@@ -79,10 +79,10 @@ def parse_step(line: str) -> Step | None:
 def read_steps(log: Path) -> list[Step]:
     """Read all complete progress lines of a log, in order."""
     with log.open("rb") as file:
-        return list(filter(None, map(parse_step, new_lines(file))))
+        return list(filter(None, map(parse_step, read_new_lines(file))))
 
 
-def new_lines(file: BinaryIO) -> Iterator[str]:
+def read_new_lines(file: BinaryIO) -> Iterator[str]:
     """Yield complete lines from the file's position; leave an incomplete last line for later."""
     while line := file.readline():
         if not line.endswith(b"\n"):

@@ -60,7 +60,7 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
     return Failure(rank, exit_code, log, _without_usage(_last_lines(log), exit_code))
 
 
-def failure_in(text: str, log: Path) -> Failure:
+def find_failure_in_text(text: str, log: Path) -> Failure:
     """Find what ended a run in the end (``text``) of a log that torchrun and all ranks wrote."""
     lines = text.rstrip().splitlines()
     if (cause := _root_cause(lines)) is None:

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import nemo_run as run
 
 from kha_megatron.errors import KHAError
-from kha_megatron.recipes import get_recipe, prepare
+from kha_megatron.recipes import get_recipe, prepare_job
 from kha_megatron.recipes.launching import TASK
 
 
@@ -42,10 +42,10 @@ def partial(
         resume: continue from the last checkpoint in ``output``.
 
     Raises:
-        KHAError: see :func:`kha_megatron.recipes.prepare`.
+        KHAError: see :func:`kha_megatron.recipes.prepare_job`.
     """
     local = isinstance(executor, run.LocalExecutor)
-    job = prepare(
+    job = prepare_job(
         get_recipe(recipe),
         data=Path(data) if data else None,
         output=Path(output or f"runs/{recipe}"),

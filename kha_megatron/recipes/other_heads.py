@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kha_megatron.recipes.paper import (
-    EXPLORATION,
-    SHAPES,
+    SCHEDULE_100B,
+    MODEL_SIZES,
     VARIANTS,
     Baseline,
     Schedule,
-    Shape,
-    Variant,
+    ModelSize,
+    HeadVariant,
     grouped_query,
 )
 from kha_megatron.recipes.recipe import Recipe
@@ -34,12 +34,12 @@ _UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 _NO_QK_NORM: dict[str, Any] = {"qk_layernorm": False}
 
 
-def _gated(description: str, shape: Shape, attention: dict[str, Any]) -> Baseline:
+def _gated(description: str, shape: ModelSize, attention: dict[str, Any]) -> Baseline:
     description += " trained as in Table 3 of KHA"
-    return Baseline(description, shape, EXPLORATION, attention, vocab_size=151936)
+    return Baseline(description, shape, SCHEDULE_100B, attention, vocab_size=151936)
 
 
-def _moh(description: str, shape: Shape, heads: int, rate: float, warm_up: int) -> Baseline:
+def _moh(description: str, shape: ModelSize, heads: int, rate: float, warm_up: int) -> Baseline:
     attention = {"num_attention_heads": heads, "kv_channels": shape.hidden // heads}
     # 4M tokens per step (Table C); this vocabulary reproduces the counts of Tables 4 and A
     start = {"lr_warmup_iters": warm_up, "lr_warmup_init": 1e-7}
@@ -48,56 +48,56 @@ def _moh(description: str, shape: Shape, heads: int, rate: float, warm_up: int) 
 
 
 def _interactive(description: str, attention: dict[str, Any]) -> Baseline:
-    shape = SHAPES["moe-a0.8b-6.6b"]
-    return Baseline(f"A0.8B-6.6B MoE with {description}", shape, EXPLORATION, attention)
+    shape = MODEL_SIZES["moe-a0.8b-6.6b"]
+    return Baseline(f"A0.8B-6.6B MoE with {description}", shape, SCHEDULE_100B, attention)
 
 
 _BASELINES: Mapping[str, Mapping[str, Baseline]] = {
     "gated": {
-        "1.7b-28": _gated("1.7B of 28 layers", Shape(28, 2048, 6144), grouped_query(16, 8)),
-        "1.7b-48": _gated("1.7B of 48 layers", Shape(48, 1536, 4608), grouped_query(16, 8)),
+        "1.7b-28": _gated("1.7B of 28 layers", ModelSize(28, 2048, 6144), grouped_query(16, 8)),
+        "1.7b-48": _gated("1.7B of 48 layers", ModelSize(48, 1536, 4608), grouped_query(16, 8)),
         "15b": _gated(
             "15B MoE (named A2.4B; 1.99B are active)",
-            Shape(24, 2048, 768, (128, 8)),
+            ModelSize(24, 2048, 768, (128, 8)),
             grouped_query(32, 4) | _UNTIED,
         ),
     },
     "moh": {
-        "table4-s": _moh("LLM-S", Shape(12, 768, 2048), 12, 3e-4, 2000),
-        "table4-b": _moh("LLM-B", Shape(24, 1536, 4096), 16, 5e-4, 500),
+        "table4-s": _moh("LLM-S", ModelSize(12, 768, 2048), 12, 3e-4, 2000),
+        "table4-b": _moh("LLM-B", ModelSize(24, 1536, 4096), 16, 5e-4, 500),
     },
     "interactive": {
         "mha": _interactive("MHA, 16 heads", grouped_query(16, 16)),
         "gqa4": _interactive("GQA, 32 query and 4 KV heads", grouped_query(32, 4)),
     },
 }
-_VARIANTS: Mapping[str, Mapping[str, Variant]] = {
+_VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
     "gated": {
-        "baseline": Variant("no gate"),
-        "output-element": Variant("a gate on each element of a head's output", "gate_output"),
-        "output-head": Variant("a gate on each head's output", "gate_output_head"),
-        "value-element": Variant("a gate on each element of a value", "gate_value"),
-        "value-head": Variant("a gate on each value head", "gate_value_head"),
-        "query": Variant("a gate on each element of a query", "gate_query"),
-        "key": Variant("a gate on each element of a key", "gate_key"),
-        "dense": Variant("a gate on the result of the output projection", "gate_dense"),
+        "baseline": HeadVariant("no gate"),
+        "output-element": HeadVariant("a gate on each element of a head's output", "gate_output"),
+        "output-head": HeadVariant("a gate on each head's output", "gate_output_head"),
+        "value-element": HeadVariant("a gate on each element of a value", "gate_value"),
+        "value-head": HeadVariant("a gate on each value head", "gate_value_head"),
+        "query": HeadVariant("a gate on each element of a query", "gate_query"),
+        "key": HeadVariant("a gate on each element of a key", "gate_key"),
+        "dense": HeadVariant("a gate on the result of the output projection", "gate_dense"),
     },
     "moh": {
-        "baseline": Variant("all heads"),
-        "75": Variant("75 % of the heads, half shared", "moh_75"),
-        "50": Variant("50 % of the heads, half shared", "moh_50"),
+        "baseline": HeadVariant("all heads"),
+        "75": HeadVariant("75 % of the heads, half shared", "moh_75"),
+        "50": HeadVariant("50 % of the heads, half shared", "moh_50"),
     },
     "interactive": {
         # talking heads materialize all attention logits, so long sequences must be allowed
-        "talking": Variant(
+        "talking": HeadVariant(
             "talking heads",
             "talking",
-            {"kha_heads": (f"talking.max_tokens={EXPLORATION.length}",)},
+            {"kha_heads": (f"talking.max_tokens={SCHEDULE_100B.length}",)},
         ),
-        "collaborative": Variant(
+        "collaborative": HeadVariant(
             "queries and keys of 256 features that all heads share", "collaborative"
         ),
-        "moh": Variant("75 % of the heads for each token", "moh_75"),
+        "moh": HeadVariant("75 % of the heads for each token", "moh_75"),
         "kha_mlp": VARIANTS["mlp"],
         "kha_linear": VARIANTS["linear"],
     },
@@ -127,7 +127,7 @@ def _recipes(family: str) -> Iterator[Recipe]:
 
 _LLAMA_STAGE_2 = Baseline(
     "LLaMA3-8B of 160,896 tokens continued as MoH",
-    Shape(32, 4096, 14336),
+    ModelSize(32, 4096, 14336),
     # 16M tokens per step (Table D)
     Schedule("100B", 8192, 2e-5, last=0.05, batch=2048, warm_up={"lr_warmup_iters": 50}),
     grouped_query(32, 8)
@@ -138,7 +138,7 @@ _LLAMA_STAGE_2 = Baseline(
 ).recipe(
     "moh/llama3-8b-stage2",
     # stage 2 of section 4.4 has no new tensor, only another configuration
-    Variant(
+    HeadVariant(
         "16 shared and 8 of 16 routed heads, from --pretrained-checkpoint of stage 1",
         heads={
             "kha_heads": (

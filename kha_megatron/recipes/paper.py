@@ -95,13 +95,13 @@ class Schedule:
         }
 
 
-ARCHITECTURE = Schedule("75B", 4096, 7.5e-4)  # Tables 1 and 2
-EXPLORATION = Schedule("100B", 4096, 7.5e-4)  # Tables 3 and 5
-MAIN_RUN = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
+SCHEDULE_75B = Schedule("75B", 4096, 7.5e-4)  # Tables 1 and 2
+SCHEDULE_100B = Schedule("100B", 4096, 7.5e-4)  # Tables 3 and 5
+SCHEDULE_1T = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """Sizes that Table 5 and section 4.1 vary between models."""
 
     layers: int
@@ -112,17 +112,17 @@ class Shape:
     """Number of experts, and of active experts per token."""
 
 
-SHAPES: Mapping[str, Shape] = {
-    "moe-a0.44b-2.3b": Shape(12, 1152, 768, (64, 4)),
-    "moe-a0.8b-6.6b": Shape(18, 1536, 1152, (64, 4)),
-    "moe-a1.6b-14.6b": Shape(23, 2048, 1536, (64, 4)),
-    "dense-0.6b": Shape(24, 1024, 3072),
-    "dense-1.7b": Shape(24, 2048, 6144),
-    "dense-3.9b": Shape(36, 2560, 9728),
-    "moe-a1b-6.1b": Shape(18, 2048, 384, (128, 8)),
+MODEL_SIZES: Mapping[str, ModelSize] = {
+    "moe-a0.44b-2.3b": ModelSize(12, 1152, 768, (64, 4)),
+    "moe-a0.8b-6.6b": ModelSize(18, 1536, 1152, (64, 4)),
+    "moe-a1.6b-14.6b": ModelSize(23, 2048, 1536, (64, 4)),
+    "dense-0.6b": ModelSize(24, 1024, 3072),
+    "dense-1.7b": ModelSize(24, 2048, 6144),
+    "dense-3.9b": ModelSize(36, 2560, 9728),
+    "moe-a1b-6.1b": ModelSize(18, 2048, 384, (128, 8)),
 }
 
-PRINTED: Mapping[str, Mapping[str, str | float]] = {
+PAPER_PARAMETERS: Mapping[str, Mapping[str, str | float]] = {
     "moe-a0.44b-2.3b": {"total": "2.3B", "active": "0.44B"},
     "moe-a0.8b-6.6b": {"total": "6.6B", "active": "880M"},  # Table 3 prints 880M
     "moe-a1.6b-14.6b": {"total": "14.6B", "active": "1.6B"},
@@ -135,7 +135,7 @@ PRINTED: Mapping[str, Mapping[str, str | float]] = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class HeadVariant:
     """Head mechanisms of a run."""
 
     description: str
@@ -145,10 +145,10 @@ class Variant:
     """``kha_*`` arguments that override the preset."""
 
 
-VARIANTS: Mapping[str, Variant] = {
-    "baseline": Variant("no KHA"),
-    "mlp": Variant("KHA-MLP on v", "kha_mlp"),
-    "linear": Variant("KHA-Linear on q, k and v", "kha_linear"),
+VARIANTS: Mapping[str, HeadVariant] = {
+    "baseline": HeadVariant("no KHA"),
+    "mlp": HeadVariant("KHA-MLP on v", "kha_mlp"),
+    "linear": HeadVariant("KHA-Linear on q, k and v", "kha_linear"),
 }
 """The paper's two variants and its baseline."""
 
@@ -167,14 +167,14 @@ class Baseline:
     """A model and its training, without head mechanisms."""
 
     description: str
-    shape: Shape
+    shape: ModelSize
     schedule: Schedule
     attention: dict[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
     """Arguments of the attention, and other arguments that differ from the paper on KHA."""
     vocab_size: int = VOCAB_SIZE
     note: str = ""
 
-    def recipe(self, name: str, variant: Variant, **paper: str | float) -> Recipe:
+    def recipe(self, name: str, variant: HeadVariant, **paper: str | float) -> Recipe:
         """Return the recipe of a variant. ``paper`` holds the printed numbers of the run."""
         shape = self.shape
         values: dict[str, Any] = {
@@ -205,18 +205,18 @@ class Baseline:
 
 def _recipe(name: str) -> Recipe:
     """Return a model with the variant that the paper chose for its kind."""
-    shape = SHAPES[name]
+    shape = MODEL_SIZES[name]
     kind = "MoE, {1} of {0} experts".format(*shape.experts) if shape.experts else "dense model"
-    schedule = MAIN_RUN if name == "moe-a1b-6.1b" else EXPLORATION
+    schedule = SCHEDULE_1T if name == "moe-a1b-6.1b" else SCHEDULE_100B
     variant = VARIANTS["mlp" if shape.experts else "linear"]
-    return Baseline(f"the paper's {kind}", shape, schedule).recipe(name, variant, **PRINTED[name])
+    return Baseline(f"the paper's {kind}", shape, schedule).recipe(name, variant, **PAPER_PARAMETERS[name])
 
 
-PAPER = tuple(map(_recipe, SHAPES))
+PAPER = tuple(map(_recipe, MODEL_SIZES))
 
 EQUATION_12 = Baseline(
     "one layer of the worked example of eq. 12",
-    Shape(1, 1024, 3072),
-    replace(EXPLORATION, length=2048),
+    ModelSize(1, 1024, 3072),
+    replace(SCHEDULE_100B, length=2048),
     grouped_query(32, 32) | {"kv_channels": 32},
 ).recipe("equation12", VARIANTS["mlp"])

@@ -104,7 +104,7 @@ class Job:
         return f"exec {shlex.join(self.command)}\n"
 
 
-def prepare(
+def prepare_job(
     recipe: Recipe,
     *,
     data: Path | None = None,
@@ -201,7 +201,7 @@ def owned_output(job: Job) -> Iterator[None]:
     """Own a job's output directory while the job runs or is being submitted.
 
     Raises:
-        OutputError: If another process owns the directory, or has used it since :func:`prepare`.
+        OutputError: If another process owns the directory, or has used it since :func:`prepare_job`.
     """
     if job.output is None or (job.slurm is not None and job.slurm.image is not None):
         yield  # the directory may exist only inside the container

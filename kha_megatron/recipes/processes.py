@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-MARK = "KHA_MEGATRON_LAUNCH"
+LAUNCH_VARIABLE = "KHA_MEGATRON_LAUNCH"
 """Environment variable of every process of a launch; each launch has its own value."""
 
 _GRACE_SECONDS = 20.0
@@ -25,10 +25,10 @@ _GRACE_SECONDS = 20.0
 
 
 @contextmanager
-def guarded(mark: str) -> Iterator[None]:
+def guarded(launch_id: str) -> Iterator[None]:
     """End all processes with the mark when the block ends or this process is killed."""
     guard = subprocess.Popen(
-        [sys.executable, "-I", __file__, mark],
+        [sys.executable, "-I", __file__, launch_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -41,7 +41,7 @@ def guarded(mark: str) -> Iterator[None]:
         try:
             guard.communicate()
         except KeyboardInterrupt:  # a second Ctrl-C: at once
-            end_processes(mark, grace=0)
+            end_processes(launch_id, grace=0)
             raise
 
 
@@ -74,20 +74,20 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def end_processes(mark: str, grace: float = _GRACE_SECONDS) -> None:
+def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
     """Send SIGTERM to parents (torchrun forwards it), then SIGKILL to what is left."""
     deadline = time.monotonic() + grace
-    found = find_processes(mark)
+    found = find_processes(launch_id)
     _signal((pid for pid, parent in found.items() if parent not in found), signal.SIGTERM)
-    while find_processes(mark) and time.monotonic() < deadline:
+    while find_processes(launch_id) and time.monotonic() < deadline:
         time.sleep(0.1)
-    _signal(find_processes(mark), signal.SIGKILL)
+    _signal(find_processes(launch_id), signal.SIGKILL)
 
 
-def find_processes(mark: str) -> dict[int, int]:
-    """Return the process ids with the mark, each with its parent's."""
+def find_processes(launch_id: str) -> dict[int, int]:
+    """Return the process ids with the launch_id, each with its parent's."""
     processes = psutil.process_iter(["ppid", "environ"])  # environ is None for other users'
-    return {p.pid: p.info["ppid"] for p in processes if (p.info["environ"] or {}).get(MARK) == mark}
+    return {p.pid: p.info["ppid"] for p in processes if (p.info["environ"] or {}).get(LAUNCH_VARIABLE) == mark}
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -16,9 +16,9 @@ from typing import Any, get_args, get_type_hints
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.errors import ConfigError
-from kha_megatron.recipes.launching import experiment_of, import_nemo_run
-from kha_megatron.recipes.log_lines import Step, new_lines, parse_step
-from kha_megatron.recipes.logs import Failure, failure_in
+from kha_megatron.recipes.launching import create_experiment, import_nemo_run
+from kha_megatron.recipes.log_lines import Step, read_new_lines, parse_step
+from kha_megatron.recipes.logs import Failure, find_failure_in_text
 from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, owned_output
 
 RENDEZVOUS = 29500
@@ -127,7 +127,7 @@ def _experiment(job: Job) -> Iterator[Any]:
         sys.stdin = nothing
         try:
             executor = _executor(job.slurm, job.environment, device=job.device)
-            with experiment_of(job, executor, chain=job.slurm.chain) as experiment:
+            with create_experiment(job, executor, chain=job.slurm.chain) as experiment:
                 yield experiment
         finally:
             sys.stdin = stdin
@@ -210,7 +210,7 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
         if os.path.exists(path):
             with open(path, "rb") as file:
                 file.seek(position)
-                for step in filter(None, map(parse_step, new_lines(file))):
+                for step in filter(None, map(parse_step, read_new_lines(file))):
                     if on_step is not None:
                         on_step(step)
                 position = file.tell()
@@ -229,7 +229,7 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
             with log.open("rb") as file:
                 file.seek(max(0, size - _TAIL_BYTES))
                 text = file.read().decode(errors="replace")
-            return end | {"failure": failure_in(text, log)}
+            return end | {"failure": find_failure_in_text(text, log)}
     return end
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kha_megatron.recipes.paper import (
-    ARCHITECTURE,
-    EXPLORATION,
-    MAIN_RUN,
-    PRINTED,
-    SHAPES,
+    SCHEDULE_75B,
+    SCHEDULE_100B,
+    SCHEDULE_1T,
+    PAPER_PARAMETERS,
+    MODEL_SIZES,
     VARIANTS,
     Baseline,
-    Variant,
+    HeadVariant,
     grouped_query,
 )
 from kha_megatron.recipes.recipe import Recipe
@@ -84,53 +84,53 @@ def _table_1() -> Iterator[Recipe]:
     for name, losses in _TABLE_1.items():
         for groups, loss in zip(_KV_HEADS, losses, strict=True):
             what = f"A0.8B-6.6B MoE, 32 query and {groups} KV heads"
-            base = Baseline(what, SHAPES[_NAME], ARCHITECTURE, grouped_query(32, groups))
+            base = Baseline(what, MODEL_SIZES[_NAME], SCHEDULE_75B, grouped_query(32, groups))
             yield base.recipe(f"table1/{name}-kv{groups}", VARIANTS[name], loss=loss)
 
 
 def _table_2() -> Iterator[Recipe]:
-    base = Baseline("A0.8B-6.6B MoE", SHAPES[_NAME], ARCHITECTURE)
+    base = Baseline("A0.8B-6.6B MoE", MODEL_SIZES[_NAME], SCHEDULE_75B)
     loss = _TABLE_1["baseline"][2]
-    yield base.recipe("table2/baseline", VARIANTS["baseline"], **PRINTED[_NAME], loss=loss)
+    yield base.recipe("table2/baseline", VARIANTS["baseline"], **PAPER_PARAMETERS[_NAME], loss=loss)
     for kind, losses in _TABLE_2.items():
         for letters, projections in _PROJECTIONS.items():
             heads = {f"kha_{projection}": kind for projection in projections}
-            variant = Variant(f"{kind} on {', '.join(letters)}", heads=heads)
+            variant = HeadVariant(f"{kind} on {', '.join(letters)}", heads=heads)
             printed = {"loss": losses[letters]} if letters in losses else {}
-            yield base.recipe(f"table2/{kind}-{letters}", variant, **PRINTED[_NAME], **printed)
+            yield base.recipe(f"table2/{kind}-{letters}", variant, **PAPER_PARAMETERS[_NAME], **printed)
 
 
 def _table_3() -> Iterator[Recipe]:
     for name, (attention, what, variant, active, plain, knocked) in _TABLE_3.items():
         note = _LATENT_NOTE if attention is _LATENT else ""
         base = Baseline(
-            f"A0.8B-6.6B MoE with {what}", SHAPES[_NAME], EXPLORATION, attention, note=note
+            f"A0.8B-6.6B MoE with {what}", MODEL_SIZES[_NAME], SCHEDULE_100B, attention, note=note
         )
         for kind, loss in (("baseline", plain), (variant, knocked)):
             yield base.recipe(f"table3/{name}-{kind}", VARIANTS[kind], active=active, loss=loss)
 
 
 def _table_4() -> Iterator[Recipe]:
-    base = Baseline("A1.01B-6.1B MoE", SHAPES["moe-a1b-6.1b"], MAIN_RUN)
+    base = Baseline("A1.01B-6.1B MoE", MODEL_SIZES["moe-a1b-6.1b"], SCHEDULE_1T)
     for kind in ("baseline", "mlp"):
-        yield base.recipe(f"table4/{kind}", VARIANTS[kind], **PRINTED["moe-a1b-6.1b"])
+        yield base.recipe(f"table4/{kind}", VARIANTS[kind], **PAPER_PARAMETERS["moe-a1b-6.1b"])
 
 
 def _table_5() -> Iterator[Recipe]:
     for name, losses in _TABLE_5.items():
         family, _, size = name.partition("-")
         what = f"{size.upper()} {'MoE' if family == 'moe' else 'dense'}"
-        base = Baseline(what, SHAPES[name], EXPLORATION)
+        base = Baseline(what, MODEL_SIZES[name], SCHEDULE_100B)
         for kind, loss in losses.items():
-            yield base.recipe(f"table5/{name}-{kind}", VARIANTS[kind], **PRINTED[name], loss=loss)
+            yield base.recipe(f"table5/{name}-{kind}", VARIANTS[kind], **PAPER_PARAMETERS[name], loss=loss)
 
 
 def _gla() -> Iterator[Recipe]:
     """Yield GLA with two latent heads of 256 (MLA's cache), which section 4.1 names."""
     base = Baseline(
         "A0.8B-6.6B MoE with GLA, 2 latent heads",
-        SHAPES[_NAME],
-        EXPLORATION,
+        MODEL_SIZES[_NAME],
+        SCHEDULE_100B,
         _LATENT | {"kha_attention": "gla", "kha_latent_heads": 2},
         note=_LATENT_NOTE,
     )

@@ -168,7 +168,7 @@ def launch(job, *, on_step, stop):
     print(stop.wait(60), flush=True)
     raise KeyboardInterrupt
 
-recipes.launch = launch
+recipes.launch_job = launch
 cli.main()
 """
 
@@ -196,7 +196,7 @@ def test_a_failure_of_the_first_run_ends_the_command(tmp_path, monkeypatch):
         last_step=None,
         failure=failure,
     )
-    monkeypatch.setattr(recipes, "launch", lambda *_, **__: result)
+    monkeypatch.setattr(recipes, "launch_job", lambda *_, **__: result)
     words = ["--output", str(tmp_path / "out"), "--jobs", "1", "--json", "--", "--mock-data"]
     done = CliRunner().invoke(app, ["compare", *words])
     assert done.exit_code == 1

@@ -28,7 +28,7 @@ def site(tmp_path, monkeypatch):
 
 
 def check(name):
-    return next(finding for finding in doctor.examine() if finding.name == name)
+    return next(finding for finding in doctor.inspect_components() if finding.name == name)
 
 
 def test_this_environment_can_train(run):
@@ -58,7 +58,7 @@ def test_pre_releases_in_containers_fit_the_table(site, run, monkeypatch):
     table = run("doctor")[1].partition("\ntransformer-engine: ")[0]
     assert max(map(len, table.splitlines())) <= 80
     words = set(table.split())
-    for finding in doctor.examine():
+    for finding in doctor.inspect_components():
         shown = f"{finding.name} {finding.found} {finding.supported} {finding.effect}"
         assert words >= set(shown.split())
 
@@ -89,7 +89,7 @@ def test_a_megatron_source_tree_hides_the_wheel(tmp_path, monkeypatch, minor, st
 @pytest.mark.parametrize("module", ["lib", "optimizers"])
 def test_only_nvidias_apex_is_accepted(site, module):
     site(["apex/__init__.py", f"apex/{module}/__init__.py"])
-    blocking = {finding.name for finding in doctor.examine() if finding.blocks}
+    blocking = {finding.name for finding in doctor.inspect_components() if finding.blocks}
     assert blocking == ({"apex"} if module == "lib" else set())
 
 

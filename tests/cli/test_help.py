@@ -66,10 +66,10 @@ HEAVY = ("torch", "transformers", "tokenizers", "megatron.core", "numpy", "matpl
 def test_light_commands_import_nothing_heavy(words):
     code = f"""
 import json, sys
-from kha_megatron.cli.running import run
+from kha_megatron.cli.running import run_app
 from kha_megatron.cli import app
 sys.argv = ["kha-megatron", *{words}]
-run(app)
+run_app(app)
 print(json.dumps([name for name in {HEAVY} if name in sys.modules]), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -78,7 +78,7 @@ def test_failed_rank_is_quoted_and_sets_the_exit_code(code, tmp_path, monkeypatc
     step = Step(5, 100, None, None, 7.25)
     paths = {"log": tmp_path / "all", "rank_logs": tmp_path}
     result = LaunchResult(status="failed", seconds=1.0, last_step=step, failure=failure, **paths)
-    monkeypatch.setattr(recipes, "launch", lambda job, *, on_step: on_step(step) or result)
+    monkeypatch.setattr(recipes, "launch_job", lambda job, *, on_step: on_step(step) or result)
     words = ["--output", str(tmp_path / "out"), "--json", "--", "--mock-data"]
     done = run("launch", "quickstart", *words, code=code)
     assert "RuntimeError: the disk [red]is full" in done.stderr

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
-from kha_megatron.cli.quickstart import MARK, _next_steps, move_earlier_run
+from kha_megatron.cli.quickstart import SUMMARY_FILE, _next_steps, move_earlier_run
 from kha_megatron.config import KHAConfig
 from kha_megatron.data import prepare
 from kha_megatron.errors import OutputError
@@ -49,7 +49,7 @@ def test_an_earlier_training_with_a_checkpoint_is_kept(tmp_path):
 
 
 def _check(output, stdout, presets, mechanisms):
-    summary = json.loads((output / MARK).read_text())
+    summary = json.loads((output / SUMMARY_FILE).read_text())
     assert summary["finished"] is True
     assert summary["iterations"] == 6
     assert 5.5 < summary["first_loss"] < 7.0  # uniform over a vocabulary of 512 is 6.24
@@ -77,7 +77,7 @@ def _check(output, stdout, presets, mechanisms):
 def test_quickstart_on_an_earlier_text(run, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "quick start"
     output.mkdir()
-    (output / MARK).write_text("{}")
+    (output / SUMMARY_FILE).write_text("{}")
     prepare([Path(json.__file__).parent], output / "data", vocab_size=512)
     code, stdout, stderr = run("quickstart", "--output", output, "--", *SMALL, "--split", "4,1,0")
     assert code == 0, stderr[-4000:]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from kha_megatron.model.run import render
-from kha_megatron.recipes import prepare
+from kha_megatron.recipes import prepare_job
 from kha_megatron.recipes.log_lines import read_history
 from tests.gpu import cases
 from tests.gpu.cases import CASES, STEPS, Case, distance, end, faults
@@ -61,7 +61,7 @@ def train(case, folder, *, data, device="cuda", seconds=CASE_SECONDS) -> list[fl
     if device == "cpu":
         words |= cases.TINY
         words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
-    job = prepare(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
+    job = prepare_job(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with log.open("wb") as output:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.recipes import get_recipe, launch, prepare
+from kha_megatron.recipes import get_recipe, launch_job, prepare_job
 from kha_megatron.recipes.launching import dry_run
 from tests.processes import is_alive, wait_until
 
@@ -43,11 +43,11 @@ def test_ranks_receive_every_argument_unchanged(
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     words = ["--mock-data", *(f"--odd{i}={value}" for i, value in enumerate(ODD))]
     before = signal.getsignal(signal.SIGTERM)
-    job = prepare(
+    job = prepare_job(
         scripted(RANK), overrides=[*words, *["--fail"] * fail], output=tmp_path / "out put"
     )
     steps = []
-    result = launch(job, on_step=steps.append)
+    result = launch_job(job, on_step=steps.append)
 
     assert result.succeeded is not fail
     if fail:
@@ -86,10 +86,10 @@ time.sleep(3000)
 INTERRUPTED = """
 import sys
 from dataclasses import replace
-from kha_megatron.recipes import get_recipe, launch, prepare
+from kha_megatron.recipes import get_recipe, launch_job, prepare_job
 recipe = replace(get_recipe("quickstart"), name="interrupted", entry=sys.argv[1])
 try:
-    launch(prepare(recipe, overrides=["--mock-data"]))
+    launch_job(prepare_job(recipe, overrides=["--mock-data"]))
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -125,7 +125,7 @@ def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_ho
 
 @pytest.fixture
 def job():
-    return prepare(get_recipe("quickstart"), overrides=["--mock-data"])
+    return prepare_job(get_recipe("quickstart"), overrides=["--mock-data"])
 
 
 def test_missing_nemo_run_is_refused(job, monkeypatch):
@@ -139,7 +139,7 @@ def test_broken_nemo_run_is_refused_with_its_reason(job, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nemo_run", raising=False)
     with pytest.raises(ConfigError, match=r"leptonai_of_another_version.*pip install"):
-        launch(job)
+        launch_job(job)
 
 
 def test_missing_torchrun_is_refused(job, monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron.recipes.log_lines import Step, new_lines, parse_step, read_steps
+from kha_megatron.recipes.log_lines import Step, read_new_lines, parse_step, read_steps
 from kha_megatron.recipes.logs import TAIL_LINES, find_failure
 
 LINE = (
@@ -37,10 +37,10 @@ def test_incomplete_line_is_read_after_its_end(tmp_path):
     log = tmp_path / "log"
     with log.open("wb", buffering=0) as writer, log.open("rb") as reader:
         writer.write(LINE.encode() + b"\nhalf")
-        assert [parse_step(line).iteration for line in new_lines(reader)] == [10]
-        assert list(new_lines(reader)) == []
+        assert [parse_step(line).iteration for line in read_new_lines(reader)] == [10]
+        assert list(read_new_lines(reader)) == []
         writer.write(b" a \xff line\n")
-        assert list(new_lines(reader)) == ["half a \ufffd line"]
+        assert list(read_new_lines(reader)) == ["half a \ufffd line"]
     assert [step.loss for step in read_steps(log)] == [8.221897]
 
 

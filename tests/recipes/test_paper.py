@@ -13,7 +13,7 @@ from kha_megatron.plan.counts import active_parameters, as_printed, count, param
 from kha_megatron.plan.search import setup_of
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
-from kha_megatron.recipes.paper import PAPER, PRINTED
+from kha_megatron.recipes.paper import PAPER, PAPER_PARAMETERS
 from kha_megatron.recipes.tables import TABLES
 
 NAMES = [recipe.name for recipe in PAPER]
@@ -57,7 +57,7 @@ def test_counts_are_the_papers(name):
     counts = [ends + layers * (layer + n * 3 * hidden * ffn) for n in (experts or 1, active)]
     total = parameters(setup.model, KHAConfig(), Layout()).total
     assert [total, active_parameters(setup.model, KHAConfig())] == counts
-    for number, printed in zip(counts, PRINTED[name].values(), strict=True):
+    for number, printed in zip(counts, PAPER_PARAMETERS[name].values(), strict=True):
         assert as_printed(number, printed)[0] == printed
     knocked = parameters(setup.model, setup.kha, Layout()).total
     assert knocked - total == layers * 3 * 128**2

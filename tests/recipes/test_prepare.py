@@ -8,7 +8,7 @@ import torch
 
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
 from kha_megatron.model.run import parse
-from kha_megatron.recipes import get_recipe, prepare
+from kha_megatron.recipes import get_recipe, prepare_job
 from tests.checkpoint.saved import save
 
 QUICKSTART = get_recipe("quickstart").updated(num_attention_heads=8, num_query_groups=4)
@@ -16,7 +16,7 @@ QUICKSTART = get_recipe("quickstart").updated(num_attention_heads=8, num_query_g
 
 def refused(error: type[KHAError], match: str, words: str = "", **options) -> None:
     with pytest.raises(error, match=match):
-        prepare(QUICKSTART, overrides=words.split(), **options)
+        prepare_job(QUICKSTART, overrides=words.split(), **options)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_arguments_replace_those_of_the_recipe():
     ],
 )
 def test_layout_that_megatron_takes_passes(words, ranks, data):
-    job = prepare(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
+    job = prepare_job(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
     assert job.ranks == ranks
     assert set(words.split()) <= set(job.command)
 
 
 def vocab_sizes(*words: str, recipe=QUICKSTART) -> list[str]:
-    command = prepare(recipe, overrides=["--mock-data", *words]).command
+    command = prepare_job(recipe, overrides=["--mock-data", *words]).command
     return [command[i + 1] for i, word in enumerate(command) if word == "--vocab-size"]
 
 
@@ -82,7 +82,7 @@ def test_missing_data_is_refused(data, tmp_path):
     good = str(data / "corpus")
     blend = f"--data-path 0.3 {tmp_path}/other 0.7 {tmp_path}/other"
     refused(DataError, r"other\.bin", blend, data=data)
-    prepare(QUICKSTART, data=data, overrides=["--data-path", good, good])
+    prepare_job(QUICKSTART, data=data, overrides=["--data-path", good, good])
     (data / "corpus.idx").unlink()
     refused(DataError, r"corpus\.idx cannot be read", data=data)
 
@@ -103,14 +103,14 @@ def test_used_directory_is_refused_unless_resumed(trained, data, tmp_path):
     refused(OutputError, "is not empty.*--resume", data=data, output=trained)
     refused(OutputError, "is not empty", f"--save {trained}", data=data, output=tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    command = prepare(QUICKSTART, data=data, output=trained, resume=True).command
+    command = prepare_job(QUICKSTART, data=data, output=trained, resume=True).command
     assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
 
 def test_users_own_load_and_save_may_be_the_same_directory(trained, data, monkeypatch):
     monkeypatch.chdir(trained)
     words = ["--load", "checkpoints", f"--save={trained / 'checkpoints'}"]
-    command = prepare(QUICKSTART, data=data, overrides=words).command
+    command = prepare_job(QUICKSTART, data=data, overrides=words).command
     assert command[command.index("--load") + 1] == "checkpoints"
 
 
@@ -132,7 +132,7 @@ def test_resume_without_a_complete_checkpoint_is_refused(trained, data, tmp_path
 def test_checkpoint_with_other_heads_is_refused(trained, data, words, match):
     options = {"data": data, "output": trained, "resume": True}
     refused(CheckpointError, match, words, **options)
-    prepare(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
+    prepare_job(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
 
 
 def test_paths_are_absolute(data, monkeypatch):
@@ -144,7 +144,7 @@ def test_paths_are_absolute(data, monkeypatch):
 
 def test_restarted_and_upcycled_jobs_load_their_own_directory(tmp_path):
     def paths(*words, **options):
-        job = prepare(
+        job = prepare_job(
             QUICKSTART, overrides=["--mock-data", *words], output=tmp_path / "run", **options
         )
         arguments = parse(job.command[job.command.index("-m") + 2 :])
@@ -166,7 +166,7 @@ def test_restarted_and_upcycled_jobs_load_their_own_directory(tmp_path):
 )
 def test_ranks_get_the_connections_that_megatron_requires(words, connections, monkeypatch):
     def value():
-        job = prepare(get_recipe("dense-0.6b"), ranks=2, overrides=["--mock-data", *words.split()])
+        job = prepare_job(get_recipe("dense-0.6b"), ranks=2, overrides=["--mock-data", *words.split()])
         return job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)

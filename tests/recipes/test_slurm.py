@@ -12,7 +12,7 @@ import pytest
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import Run
-from kha_megatron.recipes import Slurm, dry_submission, get_recipe, prepare, submit
+from kha_megatron.recipes import Slurm, dry_submission, get_recipe, prepare_job, submit
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN = Slurm(nodes=2, account="acme", time="04:00:00", environment={"NOTE": "it's $HOME"}, chain=2)
@@ -32,7 +32,7 @@ CONTAINER = Slurm(
 
 def job_on(slurm, output=Path("/runs/one"), words=()):
     words = ["--mock-data", "--odd=a b$c", *words]
-    return prepare(get_recipe("dense-0.6b"), slurm=slurm, output=output, overrides=words)
+    return prepare_job(get_recipe("dense-0.6b"), slurm=slurm, output=output, overrides=words)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_job_is_followed_to_its_end(
     run = Run.from_values(vocab_size=90).updated(["--code", str(code), "--save", str(slurm / "runs")])
     words = ["--mock-data", "--odd=a b$c"]
     steps = []
-    job = prepare(scripted(RANK, run=run), slurm=resources, overrides=words)
+    job = prepare_job(scripted(RANK, run=run), slurm=resources, overrides=words)
     result = submit(job, on_step=steps.append)
     printed = (slurm / "out").read_text()
     assert result.status == status, printed
