@@ -218,7 +218,7 @@ def indexed_dataset_module() -> Any:
 
 
 class Progress(NamedTuple):
-    """Progress of one stage of :func:`prepare_job`. ``total_bytes`` is 0 if it is unknown."""
+    """Progress of one stage of :func:`prepare`. ``total_bytes`` is 0 if it is unknown."""
 
     stage: str
     files: int = 0

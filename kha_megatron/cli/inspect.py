@@ -8,7 +8,7 @@ import typer
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
-from kha_megatron.cli.attention import TOKENS, measure_attention, attention_tables
+from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention
 from kha_megatron.cli.options import AsJSON, Device
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig

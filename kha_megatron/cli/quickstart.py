@@ -118,7 +118,7 @@ def _prepare(folder: Path, vocab_size: int | None) -> None:
         pass  # missing or damaged
     shutil.rmtree(folder, ignore_errors=True)
     with progress() as on_progress:
-        prepare_job(None, folder, vocab_size=vocab_size, on_progress=on_progress)
+        prepare(None, folder, vocab_size=vocab_size, on_progress=on_progress)
 
 
 def move_earlier_run(run: Path) -> None:

@@ -32,7 +32,7 @@ from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.model.rules import check_layout, build_head_facts
+from kha_megatron.model.rules import build_head_facts, check_layout
 
 
 class KnockedAttention(Attention):

@@ -13,7 +13,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
-from kha_megatron.model.rules import check_layout, build_head_facts
+from kha_megatron.model.rules import build_head_facts, check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, communication
 from kha_megatron.plan.counts import Flops, counted, flops

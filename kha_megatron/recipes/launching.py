@@ -19,7 +19,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.recipes.log_lines import Step, read_new_lines, parse_step
+from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job, owned_output
 from kha_megatron.recipes.processes import LAUNCH_VARIABLE, find_processes, guarded, interruptible
@@ -96,7 +96,7 @@ def launch_job(
         ConfigError: torchrun cannot be found, or NeMo-Run cannot use its home directory.
         OutputError: If another process uses the output directory.
     """
-    mark = uuid.uuid4().hex
+    launch_id = uuid.uuid4().hex
     executor, last_step = _executor(job, launch_id=launch_id), None
     # the guard is the inner context: leaving the experiment waits for the ranks
     with (
@@ -192,7 +192,7 @@ def _executor(job: Job, *, launch_id: str) -> Any:
         launcher="torchrun",
         ntasks_per_node=job.ranks,
         # NeMo-Run prepends PATH to the caller's
-        env_vars={**job.environment, "PATH": binaries, LAUNCH_VARIABLE: mark},
+        env_vars={**job.environment, "PATH": binaries, LAUNCH_VARIABLE: launch_id},
     )
 
 

@@ -87,7 +87,7 @@ def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
 def find_processes(launch_id: str) -> dict[int, int]:
     """Return the process ids with the launch_id, each with its parent's."""
     processes = psutil.process_iter(["ppid", "environ"])  # environ is None for other users'
-    return {p.pid: p.info["ppid"] for p in processes if (p.info["environ"] or {}).get(LAUNCH_VARIABLE) == mark}
+    return {p.pid: p.info["ppid"] for p in processes if (p.info["environ"] or {}).get(LAUNCH_VARIABLE) == launch_id}
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -17,7 +17,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.launching import create_experiment, import_nemo_run
-from kha_megatron.recipes.log_lines import Step, read_new_lines, parse_step
+from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure_in_text
 from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, owned_output
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron.recipes.log_lines import Step, read_new_lines, parse_step, read_steps
+from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines, read_steps
 from kha_megatron.recipes.logs import TAIL_LINES, find_failure
 
 LINE = (
