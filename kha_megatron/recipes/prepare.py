@@ -201,7 +201,7 @@ def owned_output(job: Job) -> Iterator[None]:
     """Own a job's output directory while the job runs or is being submitted.
 
     Raises:
-        OutputError: If another process owns the directory, or has used it since :func:`prepare_job`.
+        OutputError: If another process owns the directory, or used it after :func:`prepare_job`.
     """
     if job.output is None or (job.slurm is not None and job.slurm.image is not None):
         yield  # the directory may exist only inside the container
