@@ -13,7 +13,7 @@ from kha_megatron.cli.generate import check_tokens, load_model, parse_device
 from kha_megatron.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
-    from kha_megatron.hf.instruments import LayerFigures
+    from kha_megatron.hf.instruments import LayerStatistics
 
 TOKENS = 512
 """Tokens measured by default."""
@@ -21,7 +21,7 @@ TOKENS = 512
 
 def measure_attention(
     checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
-) -> "tuple[int, list[LayerFigures]]":
+) -> "tuple[int, list[LayerStatistics]]":
     """Run a model on the first tokens of a text and return their number and figures per layer.
 
     Converts a Megatron checkpoint to Hugging Face in a temporary directory first.
@@ -33,7 +33,7 @@ def measure_attention(
     """
     from kha_megatron.checkpoint.hf_reader import is_hf_folder
     from kha_megatron.conversion import to_hf
-    from kha_megatron.hf.instruments import measure
+    from kha_megatron.hf.instruments import measure_layers
 
     target = parse_device(device)
     with tempfile.TemporaryDirectory(prefix="kha-inspect-") as scratch:
@@ -53,10 +53,10 @@ def measure_attention(
     if ids.shape[1] < 2:
         raise DataError(f"Expected a text of 2 or more tokens, got {ids.shape[1]}.")
     check_tokens(ids, model)
-    return ids.shape[1], measure(model, ids.to(target))
+    return ids.shape[1], measure_layers(model, ids.to(target))
 
 
-def attention_tables(layers: "Sequence[LayerFigures]", tokens: int) -> Iterator[Table]:
+def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
     """Yield a table of sinks and peaks, and one of gates and head load if there are any."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
     shown = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)

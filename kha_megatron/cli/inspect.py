@@ -17,7 +17,7 @@ from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
 if TYPE_CHECKING:
-    from kha_megatron.hf.instruments import LayerFigures
+    from kha_megatron.hf.instruments import LayerStatistics
 
 _QUANTITIES = {"diagonal_mean": "diag", "off_diagonal_share": "off", "distance": "moved"}
 
@@ -71,7 +71,7 @@ def inspect(
     # without --text, a model without matrices is an error
     weights = {} if content and not kha.variants else read_knock_weights(opened)
     used = 0
-    layers: list[LayerFigures] = []
+    layers: list[LayerStatistics] = []
     if content is not None:
         used, layers = measure_attention(
             checkpoint, content, tokens=tokens, tokenizer=tokenizer, device=device

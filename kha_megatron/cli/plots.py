@@ -10,10 +10,10 @@ from kha_megatron.errors import DataError
 from kha_megatron.recipes.log_lines import LOSS, VALIDATION_LOSS
 
 if TYPE_CHECKING:
-    from kha_megatron.hf.instruments import LayerFigures
+    from kha_megatron.hf.instruments import LayerStatistics
 
 
-def plot_attention(layers: Sequence["LayerFigures"], out_png: Path, *, title: str) -> None:
+def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title: str) -> None:
     """Plot sinks and head load as maps (layer, head), and peaks and gates over layers."""
     maps = {
         "attention on the first token": [x.sinks for x in layers],

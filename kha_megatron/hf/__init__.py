@@ -1,7 +1,7 @@
 """The ``kha`` architecture for transformers.
 
-``import kha_megatron.hf`` registers it. ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``
-then load a converted directory without remote code.
+Importing this module registers the architecture, so that ``AutoConfig``, ``AutoModel`` and
+``AutoModelForCausalLM`` can load a converted model without ``trust_remote_code``.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -19,11 +19,7 @@ KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
 
 def read_kha(config: KHAModelConfig) -> KHAConfig:
-    """Return the head mechanisms of a model.
-
-    Raises:
-        ConfigError: if a ``kha_*`` field has an unknown value.
-    """
+    """Build the KHA configuration from the ``kha_*`` fields of a model config."""
     return KHAConfig.from_entries(vars(config)) or KHAConfig()
 
 

@@ -1,9 +1,5 @@
-"""Attention of ``kha`` models beyond MHA, MQA and GQA with KHA: other head mechanisms, Grouped-Tied
-Attention (GTA), Multi-head Latent Attention (MLA) and Grouped Latent Attention (GLA).
-
-Each class computes projections, KHA, QK-norm, RoPE, attention and the output projection, in this
-order. A model directory contains this file only if its model needs it. ``modeling_kha`` has the
-shape legend.
+"""PyTorch KHA attention with other head mechanisms, Grouped-Tied Attention (GTA), Multi-head Latent
+Attention (MLA) and Grouped Latent Attention (GLA). See `modeling_kha` for the names of dimensions.
 """
 
 import math
@@ -44,7 +40,7 @@ from kha_megatron.heads.ranks import Listener, Ranks
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.hf.mechanisms_kha import MECHANISMS
 from kha_megatron.hf.modeling_kha import (
-    ATTENTIONS,
+    KHA_ATTENTION_CLASSES,
     SHARED_BY_HEADS,
     CosSin,
     KHAModule,
@@ -54,23 +50,23 @@ from kha_megatron.hf.modeling_kha import (
 
 logger = logging.get_logger(__name__)
 
+# Tensor-parallel style for projections whose rotary output is shared by the heads of all ranks.
 SHARED_KEY = "mla_kv_a_proj"
-"""Tensor-parallel style of a projection whose rotary output is used by the heads of all ranks."""
 
 
 class HeadParameter(Module):
-    """Base of modules with a ``weight`` of a head mechanism."""
+    """Base class for modules with the weight of a head mechanism."""
 
     initial: tuple[InitialValue, ...]
 
     def set_initial_value(self, std: float) -> None:
-        """Fill the weight."""
         value = torch.empty(1, *self.weight.shape, device="cpu")
         init.copy_(self.weight, initial_weight(value, self.initial, std=std)[0])
 
 
-class HeadWeight(HeadParameter):
-    """A parameter that every rank holds. transformers' tensor parallelism hooks the call."""
+class ReplicatedWeight(HeadParameter):
+    """Parameter that is replicated on all ranks. `forward` returns the weight, so that transformers
+    can all-reduce its gradient with a module hook."""
 
     def __init__(self, tensor: HeadTensor) -> None:
         super().__init__()
@@ -78,12 +74,11 @@ class HeadWeight(HeadParameter):
         self.weight = nn.Parameter(torch.empty(tensor.shape))
 
     def forward(self) -> Tensor:
-        """Return the parameter."""
         return self.weight
 
 
 class InputLinear(HeadParameter, nn.Linear):
-    """A projection of the layer's input: the scores of a gate or a router."""
+    """Projection of the layer input to the scores of a gate or router."""
 
     def __init__(self, hidden: int, tensor: HeadTensor) -> None:
         self.initial = tensor.initial
@@ -91,27 +86,25 @@ class InputLinear(HeadParameter, nn.Linear):
 
 
 class KHAHeads(KHAModule):
-    """Base of the attention classes in this file: adds the mechanisms that the model has."""
+    """Base class for attention with the head mechanisms of the config."""
 
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
-        """Return ``eager`` if the model needs eager attention, otherwise None.
-
-        Raises:
-            ValueError: if this code cannot compute a mechanism of the model.
-        """
+        """Check that all mechanisms are supported. Returns `"eager"` if one of them requires eager
+        attention."""
         if unknown := config.mechanisms.keys() - MECHANISMS.keys():
             raise ValueError(
-                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the configuration. This "
-                f"code supports {', '.join(MECHANISMS)}. Update kha-megatron."
+                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the config. Supported "
+                f"mechanisms: {', '.join(MECHANISMS)}. You may need to update kha-megatron."
             )
         latent = config.kv_lora_rank is not None
         knocks = (config.kha_query, config.kha_key, config.kha_value)
         if latent and not {*knocks} <= {None, "linear"}:
-            raise ValueError(f"Expected linear KHA or None on MLA and GLA, got {knocks}.")
+            raise ValueError(f"MLA and GLA only support linear KHA, got {knocks}.")
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
-                f"Expected kha_key=None because GTA ties keys to values, got {config.kha_key!r}."
+                f"kha_key={config.kha_key!r} is not supported with GTA, which ties keys to values. "
+                "Please set kha_value instead."
             )
         share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         facts = HeadFacts(
@@ -122,37 +115,41 @@ class KHAHeads(KHAModule):
             query_heads=config.num_attention_heads,
             layers=config.num_hidden_layers,
         )
-        mechanisms = mechanisms_of(config)
+        mechanisms = build_mechanisms(config)
         for mechanism in mechanisms:
             if reason := mechanism.unsupported_reason(facts):
                 raise ValueError(reason)
         return "eager" if any(m.acts_at("core") for m in mechanisms) else None
 
     def add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
-        """Create the modules of all mechanisms.
+        """
+        Create the modules of all mechanisms.
 
         Args:
-            config: configuration of the model.
-            ranks: tensor-parallel ranks, if this module holds only the heads of one of them.
+            config (`KHAModelConfig`): Model config.
+            ranks (`int`, *optional*, defaults to 1):
+                Tensor-parallel size, if this module only has the heads of one rank.
         """
         sizes = head_sizes(config).on_rank(ranks)
         self.add_knocks(config, sizes.dim("key"), sizes.dim("value"))
         self.listeners: list[Listener] = []
         self.mechanisms: list[tuple[Mechanism, Sequence[HeadRows], Sequence[HeadTensor]]] = []
-        for of_model in mechanisms_of(config):
-            mechanism = of_model.for_layer(self.layer_idx)
+        for settings in build_mechanisms(config):
+            mechanism = settings.for_layer(self.layer_idx)
             rows, tensors = mechanism.rows(sizes), mechanism.tensors(sizes)
             for row in rows:
                 features = sizes.heads(row.heads) * row.features
                 linear = nn.Linear(config.hidden_size, features, bias=config.attention_bias)
                 setattr(self, row.hf, linear)
             for tensor in tensors:
-                read = InputLinear(config.hidden_size, tensor) if tensor.reads_input else None
-                setattr(self, tensor.hf, read or HeadWeight(tensor))
+                if tensor.reads_input:
+                    setattr(self, tensor.hf, InputLinear(config.hidden_size, tensor))
+                else:
+                    setattr(self, tensor.hf, ReplicatedWeight(tensor))
             self.mechanisms.append((mechanism, rows, tensors))
 
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel style of each module. Empty: every rank has all heads."""
+        # A mechanism that mixes the logits of all heads requires all heads on each rank.
         if any(mechanism.acts_at("core") for mechanism, *_ in self.mechanisms):
             return {}
         plan = super().tp_plan()
@@ -160,26 +157,22 @@ class KHAHeads(KHAModule):
             plan |= dict.fromkeys((row.hf for row in rows), "colwise")
             for tensor in tensors:
                 plan[tensor.hf] = SHARED_BY_HEADS
-                if tensor.reads_input:  # `read_input` sums the gradient of shared projections.
+                if tensor.reads_input:  # `read_input` all-reduces gradients of shared projections.
                     plan[tensor.hf] = "colwise" if tensor.per_head else "replicate"
         return plan
 
     def train(self, mode: bool = True) -> "KHAHeads":
-        """Set the training mode, and warn once if a loss that Megatron adds is missing here."""
         for mechanism, *_ in self.mechanisms:
             if mode and mechanism.adds_loss:
                 logger.warning_once(
-                    f"transformers trains {mechanism} without the load-balance loss that Megatron "
-                    "adds. The load of the heads may become unbalanced."
+                    f"Training {mechanism} without the load-balance loss, which is only supported "
+                    "in Megatron. The head load may become unbalanced."
                 )
         return super().train(mode)
 
     def read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Return the mechanisms' projections of the input ``[B, S, C]``, by name.
-
-        Each is ``[B, S, heads, features]``, with 1 for ``heads`` if all heads use the projection,
-        or ``[B, S, features]`` if it acts on the output projection.
-        """
+        """Project the input `[B, S, C]` for all mechanisms. Returns tensors by name, of shape
+        `[B, S, heads, features]` (one head for shared projections) or `[B, S, features]`."""
         seen = {}
         for _, rows, tensors in self.mechanisms:
             for row in rows:
@@ -197,12 +190,13 @@ class KHAHeads(KHAModule):
         return seen
 
     def apply_heads(self, stage: Stage, seen: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
-        """Apply the mechanisms of a stage and return the tensors in the same order.
+        """
+        Apply the mechanisms of one stage to `tensors` and return them in the same order.
 
         Args:
-            stage: ``qkv``, ``output`` or ``dense``.
-            seen: results of :meth:`read_input`. Results for later stages are added.
-            tensors: ``[B, S, heads, D]`` each, or ``[B, S, C]`` at ``dense``.
+            stage (`str`): `"qkv"`, `"output"` or `"dense"`.
+            seen (`dict`): Result of `read_input`. Tensors for later stages are added to it.
+            tensors (`torch.Tensor`): `[B, S, heads, D]`, or `[B, S, C]` at the `"dense"` stage.
         """
         mechanisms = (
             (mechanism, self.head_weights(parameters))
@@ -212,7 +206,7 @@ class KHAHeads(KHAModule):
         return apply_stage(stage, mechanisms, tensors, seen, self._ranks())
 
     def head_weights(self, tensors: Sequence[HeadTensor]) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter that does not read the input, by name."""
+        """Return the replicated weights by name, sliced to the local heads if they are per head."""
         ranks, weights = self._ranks(), {}
         for tensor in tensors:
             if not tensor.reads_input:
@@ -221,16 +215,16 @@ class KHAHeads(KHAModule):
         return weights
 
     def project_output(self, heads: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        """Map the output of attention ``[..., H, D]`` to ``[..., C]``."""
+        """Apply mechanisms and `o_proj` to the attention output `[..., H, D]`."""
         (heads,) = self.apply_heads("output", seen, output=heads)
         dense = self.o_proj(heads.flatten(-2).contiguous())
         return self.apply_heads("dense", seen, dense=dense)[0]
 
     def core_attention(self) -> Any:
-        """Return the attention function: the configured backend, or that of a mechanism."""
+        """Return the attention function of a mechanism or of the configured backend."""
         for mechanism, _, parameters in self.mechanisms:
             if mechanism.acts_at("core"):
-                return partial(_attend_eagerly, mechanism, self.head_weights(parameters))
+                return partial(_eager_forward, mechanism, self.head_weights(parameters))
         return ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -239,14 +233,14 @@ class KHAHeads(KHAModule):
         return ModelRanks(self.o_proj, self.listeners)
 
 
-def mechanisms_of(config: KHAModelConfig) -> list[Mechanism]:
-    """Return the mechanisms of a model except KHA, in the order in which they act."""
+def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
+    """Build all mechanisms except KHA, in the order in which they are applied."""
     settings = config.mechanisms
     return [kind.from_dict(settings[n]) for n, kind in MECHANISMS.items() if n in settings]
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:
-    """Return the sizes of the heads of one layer over all ranks."""
+    """Compute the number and dimensions of the heads of a layer over all ranks."""
     latent = config.kv_lora_rank is not None
     return HeadSizes(
         query_heads=config.num_attention_heads,
@@ -259,13 +253,12 @@ def head_sizes(config: KHAModelConfig) -> HeadSizes:
 
 
 class ModelRanks(Ranks):
-    """Collectives of mechanisms over the tensor-parallel ranks of a transformers model.
-
-    Every rank has all tokens, so a projection of them is the same on each rank.
+    """
+    Collectives over the tensor-parallel ranks of a transformers model. All ranks have all tokens.
 
     Args:
-        projection: a module whose weight tensor parallelism splits.
-        listeners: receive the figures of :meth:`observe`.
+        projection (`nn.Module`): Module with a sharded weight, from which the mesh is taken.
+        listeners (`Sequence[Listener]`): Callbacks that receive the metrics of the mechanisms.
     """
 
     def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
@@ -275,11 +268,9 @@ class ModelRanks(Ranks):
         self.mesh: Any = mesh["tp"] if is_split else None
 
     def all_heads(self, x: Tensor) -> Tensor:
-        """Gather ``[..., heads]`` of every rank. Backward returns the part of this rank."""
         return self._redistribute(x, Shard(-1), Replicate())
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """Return this rank's part of ``[..., heads]``. Backward gathers all parts."""
         return self._redistribute(x, Replicate(), Shard(-1))
 
     def _redistribute(self, x: Tensor, before: Any, after: Any) -> Tensor:
@@ -289,20 +280,20 @@ class ModelRanks(Ranks):
         return placed.redistribute(placements=[after]).to_local()
 
     def sum_gradient(self, x: Tensor) -> Tensor:
-        """Return ``x``, equal on all ranks, and sum its gradient over ranks in backward."""
+        """All-reduce the gradient of a replicated tensor in the backward pass."""
         if self.mesh is None:
             return x
         placed = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         return placed.to_local(grad_placements=[Partial()])
 
     def own_part(self, weight: Tensor) -> Tensor:
-        """Return this rank's part of ``[heads, ...]``, a parameter that every rank holds."""
+        """Return the local slice of a replicated weight `[heads, ...]`."""
         if self.mesh is None:
             return weight
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
 
 
-def _attend(
+def _attention_forward(
     module: Any,
     shape: torch.Size,
     query: Tensor,
@@ -312,11 +303,9 @@ def _attend(
     seen: dict[str, Tensor],
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the configured backend and project to ``[*shape, C]``.
-
-    Flash attention needs equal widths of queries, keys and values. Narrower tensors are padded with
-    zeros, which change neither scores nor outputs. transformers itself pads only values.
-    """
+    """Run attention and the output projection. Returns `[*shape, C]` and the attention weights."""
+    # Flash attention requires the same head dim for queries, keys and values. Unlike transformers,
+    # which only pads values, this also pads queries and keys with zeros.
     width = padded = value.shape[-1]
     if "flash" in (module.config._attn_implementation or "") and query.shape[-1] != width:
         padded = max(query.shape[-1], width)
@@ -331,7 +320,7 @@ def _attend(
     return module.project_output(heads, seen), weights
 
 
-def _attend_eagerly(
+def _eager_forward(
     mechanism: Any,
     weights: dict[str, Tensor],
     module: Any,
@@ -343,11 +332,10 @@ def _attend_eagerly(
     scaling: float,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with talking heads, which mix logits and weights (arXiv 2003.02436)."""
     if (given := module.config._attn_implementation) != "eager":
         raise ValueError(
-            f"Expected attn_implementation='eager' with {mechanism}, got {given!r}. No fused "
-            "kernel mixes the logits of all heads."
+            f"{mechanism} is not supported with attn_implementation={given!r}, because fused "
+            "kernels cannot mix the logits of all heads. Please use attn_implementation='eager'."
         )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
     output, scores = mechanism.attend(
@@ -357,7 +345,7 @@ def _attend_eagerly(
 
 
 class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
-    """MHA, MQA and GQA with further head mechanisms."""
+    """Multi-head, multi-query or grouped-query attention with other head mechanisms."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -371,7 +359,6 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`KHAAttention.forward`."""
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
         seen = self.read_input(hidden_states)
@@ -389,7 +376,7 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         key = apply_rotary(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        # vLLM looks for this call in the source of `forward`, so it cannot move to `_attend`.
+        # Do not move this call to another function, because vLLM searches for it in `forward`.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -409,10 +396,10 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
 
 
 class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
-    """Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): all heads share one query and
-    one key of ``dim`` features, which each head weights by a vector of its own.
-
-    The cache holds the shared key and the values of all heads, ``dim + G D`` numbers per token.
+    """
+    Attention with collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362), which share one
+    query and one key of `dim` features that are weighted by a mixing vector per head. The cache
+    stores the shared key and all values, i.e. `dim + G * D` elements per token.
     """
 
     projections = ("v_proj",)
@@ -435,7 +422,6 @@ class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`KHAAttention.forward`."""
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query, key, value = self.apply_heads(
@@ -454,16 +440,19 @@ class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
             key, value = past_key_values.update(key, value, self.layer_idx)
         value = value.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         key = key.expand(-1, value.shape[1], -1, -1)
-        return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
+        return _attention_forward(
+            self, input_shape, query, key, value, attention_mask, seen, **kwargs
+        )
 
 
 class KHATiedAttention(KHAHeads, Glm4MoeAttention):
-    """Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487) with a knocked tied state.
+    """
+    Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487) with KHA on the tied state.
 
-    The state of a key/value head is its value, and its first half is the half of the key without
-    position. The rotary half of the key is one head that all groups share. It comes first, as in
-    Megatron. The cache holds ``G D + D / 2`` numbers per token, stored as one head of keys and one
-    of values because transformers' static cache needs equal numbers of heads.
+    The tied state is used as the value, and its first half also as the no-position half of the key.
+    The rotary half of the key, which comes first, is shared by all groups. The cache stores
+    `G * D + D / 2` elements per token. Both tensors are stored as a single head, because the static
+    cache of transformers requires the same number of heads for keys and values.
     """
 
     projections = ("q_proj", "kv_proj")
@@ -485,13 +474,9 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         position_ids: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`KHAAttention.forward`.
-
-        QK-norm normalises whole keys, which differ between groups. A model with QK-norm therefore
-        caches the rotary half before norm and rotation, and rotates the whole cache in every step.
-        The cached tokens are assumed to have consecutive positions: true with left padding, not
-        with packed sequences in one cache row.
-        """
+        # QK-norm is applied to whole keys, which differ between groups. With QK-norm, we therefore
+        # cache the rotary half before RoPE, and rotate the whole cache in each step. This assumes
+        # consecutive positions, so left padding is supported but packed sequences are not.
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
@@ -515,31 +500,33 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         key = torch.cat([rotary.expand(-1, value.shape[1], -1, -1), plain], dim=-1)
         if self.use_qk_norm:
             key = apply_rotary(self.k_norm(key), *position_embeddings)
-        return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
+        return _attention_forward(
+            self, input_shape, query, key, value, attention_mask, seen, **kwargs
+        )
 
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel style of each module."""
         return super().tp_plan() | {"k_rope_proj": SHARED_KEY}
 
 
 class KHALatentAttention(KHAHeads, DeepseekV3Attention):
-    """MLA (DeepSeek-V2, arXiv 2405.04434) and GLA (Zadouri et al. 2025) with KHA-Linear.
+    """
+    Multi-head Latent Attention (DeepSeek-V2, arXiv 2405.04434) or Grouped Latent Attention (Zadouri
+    et al. 2025) with KHA-Linear on values and on the no-position part of queries and keys.
 
-    KHA is applied to the parts of queries and keys without position and to values. In GLA the
-    latent has several heads. Each is normalised separately and expands to the keys and values of
-    its own group of query heads.
-
-    The cache holds the normalised latent and the rotary key, ``kv_lora_rank + R`` numbers a token.
-    Like the stock class, a decoding step expands the whole cache.
+    GLA has several latent heads. Each of them is normalized separately and up-projected to the keys
+    and values of one group of query heads. The cache stores the normalized latent and the rotary
+    key, i.e. `kv_lora_rank + R` elements per token. As in DeepSeek-V3, each decoding step
+    up-projects the whole cache.
     """
 
     projections = ("q_proj", "q_b_proj", "kv_b_proj")
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        eps, groups, rank = config.rms_norm_eps, config.num_latent_heads, config.kv_lora_rank
-        assert rank is not None
-        norm = Glm4MoeRMSNorm if config.use_qk_norm else nn.Identity  # The stock epsilon is fixed.
+        eps, groups = config.rms_norm_eps, config.num_latent_heads
+        rank: Any = config.kv_lora_rank
+        # The parent's norms ignore `rms_norm_eps`.
+        norm = Glm4MoeRMSNorm if config.use_qk_norm else nn.Identity
         if config.q_lora_rank is not None:
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
         self.kv_a_layernorm = norm(rank, eps=eps)
@@ -560,7 +547,6 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`KHAAttention.forward`."""
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -579,17 +565,19 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
             latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
         query = torch.cat([self.q_knock(plain), turned], dim=-1)
         key, value = self.expand_kv(latent, rotary)
-        return _attend(self, input_shape, query, key, value, attention_mask, seen, **kwargs)
+        return _attention_forward(
+            self, input_shape, query, key, value, attention_mask, seen, **kwargs
+        )
 
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel styles. Empty for GLA, whose latent heads cannot be split."""
+        # Tensor parallelism is not supported for GLA, because its latent heads cannot be sharded.
         if isinstance(self.kv_b_proj, nn.ModuleList):
             return {}
         return super().tp_plan() | {"kv_a_proj_with_mqa": SHARED_KEY}
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Expand latents ``[B, 1, K, kv_lora_rank]`` and rotary keys ``[B, 1, K, R]`` to keys and
-        values ``[B, H, K, ...]``."""
+        """Up-project latents `[B, 1, K, kv_lora_rank]` and rotary keys `[B, 1, K, R]` to keys and
+        values `[B, H, K, ...]`."""
         latent = kv_nope.squeeze(1)
         if isinstance(self.kv_b_proj, nn.ModuleList):
             parts = zip(self.kv_b_proj, latent.chunk(len(self.kv_b_proj), dim=-1), strict=True)
@@ -604,9 +592,9 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
 
 
 class KHALatentRMSNorm(nn.Module):
-    """Apply RMSNorm to each latent head of ``[..., kv_lora_rank]`` separately, in float32.
-
-    Not a subclass of another RMSNorm: kernels that replace those would normalise all heads at once.
+    """
+    RMSNorm over each latent head of `[..., kv_lora_rank]`. Do not inherit from another RMSNorm,
+    because a kernel that replaces the parent class would normalize over all heads.
     """
 
     def __init__(self, features: int, eps: float, heads: int) -> None:
@@ -615,13 +603,12 @@ class KHALatentRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, latent: Tensor) -> Tensor:
-        """Normalise the latent heads."""
         heads = latent.float().unflatten(-1, (self.heads, -1))
         heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * heads.flatten(-2).to(latent.dtype)
 
 
-ATTENTIONS |= {
+KHA_ATTENTION_CLASSES |= {
     "heads": KHAHeadsAttention,
     "collaborative": KHACollaborativeAttention,
     "gta": KHATiedAttention,

@@ -1,4 +1,4 @@
-"""Measure attention sinks, massive activations, gates and the load of heads in a transformers model
+"""Measure attention sinks, massive activations, gate scores and head load in a transformers model
 (arXiv 2505.06708, section 4)."""
 
 from collections.abc import Callable
@@ -14,55 +14,53 @@ from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.ranks import Ranks
 
 GATED_QUERIES = ("qwen3_next", "qwen3_5_text")
-"""Stock architectures whose ``q_proj`` also computes a gate, behind the query of each head."""
+"""Model types whose ``q_proj`` also computes an output gate, located after each head's query."""
 
 
 @dataclass(kw_only=True)
-class LayerFigures:
-    """Figures of one layer over the tokens of a text."""
+class LayerStatistics:
+    """Statistics of one layer over the tokens of a text.
+
+    Attributes:
+        sinks: Attention weight of each head on the first token, averaged over all later tokens.
+            Empty if the layer has no softmax attention.
+        peak: Largest absolute value of the layer output, at ``peak_token`` and ``peak_feature``.
+        median: Median absolute value of the layer output. Massive activations are hundreds of times
+            larger than the median.
+        figures: Metrics of head mechanisms by name, e.g. the mean score of a gate in
+            ``gate-score/output``, or the head load in ``moh-load``.
+    """
 
     layer: int
     sinks: list[float] = field(default_factory=list)
-    """Attention weight of each head on the first token, as a mean over all later tokens. Empty for
-    layers without softmax attention."""
     peak: float = 0.0
-    """Largest absolute value of the layer's output."""
     peak_feature: int = 0
     peak_token: int = 0
-    """Indices of this value."""
     median: float = 0.0
-    """Median absolute value. A massive activation is hundreds of times as large."""
     figures: dict[str, float | list[float]] = field(default_factory=dict)
-    """Figures of head mechanisms (``Ranks.observe``). ``gate-score/output``: mean of a gate.
-    ``gate-shut/output``: fraction of its scores below 0.1. ``moh-load``: fraction of tokens that
-    use each head."""
 
     @property
     def gates(self) -> dict[str, float]:
-        """Figures of gates."""
         found = self.figures.items()
         return {k: v for k, v in found if k.startswith("gate-") and isinstance(v, float)}
 
     @property
     def load(self) -> list[float]:
-        """Fraction of tokens that use each head. Empty if all tokens use all heads."""
+        """Fraction of tokens routed to each head, or an empty list without MoH."""
         load = self.figures.get("moh-load", [])
         return load if isinstance(load, list) else []
 
 
 @torch.no_grad()
-def measure(model: Any, ids: Tensor) -> list[LayerFigures]:
-    """Run one text through a model with eager attention and measure every layer.
+def measure_layers(model: Any, ids: Tensor) -> list[LayerStatistics]:
+    """Run a forward pass with eager attention and return statistics for each layer.
 
     Args:
-        model: a decoder with an output layer, in evaluation mode.
-        ids: ``[1, S]`` token ids on its device. A layer's attention weights are ``[H, S, S]``.
-
-    Returns:
-        Figures of every layer.
+        model: Causal language model in evaluation mode.
+        ids: Token ids ``[1, S]``. Note that eager attention materializes ``[H, S, S]`` weights.
     """
     layers, kind = model.get_decoder().layers, model.config.get_text_config().model_type
-    found = [LayerFigures(layer=layer) for layer in range(len(layers))]
+    found = [LayerStatistics(layer=layer) for layer in range(len(layers))]
     before = model.config._attn_implementation
     with ExitStack() as stack:
         model.set_attn_implementation("eager")
@@ -73,7 +71,7 @@ def measure(model: Any, ids: Tensor) -> list[LayerFigures]:
                 continue
             stack.enter_context(attention.register_forward_hook(partial(_measure_sinks, figures)))
             if (listeners := getattr(attention, "listeners", None)) is not None:
-                listeners.append(_Reports(figures).observe)
+                listeners.append(_Recorder(figures).observe)
                 stack.callback(listeners.pop)
             elif kind in GATED_QUERIES:
                 hook = partial(_measure_gate, figures, attention.head_dim)
@@ -82,13 +80,13 @@ def measure(model: Any, ids: Tensor) -> list[LayerFigures]:
     return found
 
 
-def _measure_sinks(figures: LayerFigures, module: nn.Module, inputs: Any, result: Any) -> None:
+def _measure_sinks(figures: LayerStatistics, module: nn.Module, inputs: Any, result: Any) -> None:
     weights = result[1]
     if weights is not None and weights.shape[-1] > 1:
         figures.sinks = weights[0, :, 1:, 0].float().mean(-1).tolist()
 
 
-def _measure_output(figures: LayerFigures, layer: nn.Module, inputs: Any, result: Any) -> None:
+def _measure_output(figures: LayerStatistics, layer: nn.Module, inputs: Any, result: Any) -> None:
     hidden = (result[0] if isinstance(result, tuple) else result)[0].float().abs()
     figures.peak = hidden.max().item()
     token, feature = torch.unravel_index(hidden.argmax(), hidden.shape)
@@ -97,18 +95,17 @@ def _measure_output(figures: LayerFigures, layer: nn.Module, inputs: Any, result
 
 
 def _measure_gate(
-    figures: LayerFigures, head_dim: int, module: nn.Module, inputs: Any, result: Tensor
+    figures: LayerStatistics, head_dim: int, module: nn.Module, inputs: Any, result: Tensor
 ) -> None:
     score = result.unflatten(-1, (-1, 2 * head_dim))[..., head_dim:].float().sigmoid()
-    observe_gate("output", lambda: score, _Reports(figures))
+    observe_gate("output", lambda: score, _Recorder(figures))
 
 
-class _Reports(Ranks):
-    """Store what head mechanisms report."""
+class _Recorder(Ranks):
+    """Record the metrics of head mechanisms."""
 
-    def __init__(self, figures: LayerFigures) -> None:
+    def __init__(self, figures: LayerStatistics) -> None:
         self.figures = figures
 
     def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
-        """Compute and store a figure."""
         self.figures.figures[name] = figure().tolist()

@@ -1,4 +1,4 @@
-"""The head mechanisms that this code can compute, in the order in which they act."""
+"""Registry of head mechanisms, in the order in which they are applied."""
 
 from kha_megatron.heads.collaborative import CollaborativeHeads
 from kha_megatron.heads.gate import Gate
@@ -6,6 +6,5 @@ from kha_megatron.heads.mechanism import Mechanism
 from kha_megatron.heads.moh import MixtureOfHeads
 from kha_megatron.heads.talking import TalkingHeads
 
-KINDS: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
-MECHANISMS = {kind.name: kind for kind in KINDS}
-"""Classes by name. An export lists only the mechanisms of its model."""
+_CLASSES: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
+MECHANISMS = {kind.name: kind for kind in _CLASSES}

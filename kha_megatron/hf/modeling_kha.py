@@ -1,12 +1,9 @@
-"""A transformers model with Knocking-Heads Attention (KHA, arXiv 2510.23052), dense and MoE.
+"""PyTorch KHA model: a GLM-4-MoE decoder with Knocking-Heads Attention (arXiv 2510.23052), in which
+each layer can be dense or sparse and the router also supports Megatron's softmax scores.
 
-The decoder is GLM-4-MoE's, because it has every option that a Megatron run can set: QK-norm, q/k/v
-biases, partial RoPE, sigmoid routing with shared experts. The attention and the router differ, and
-each layer is either dense or sparse.
-
-Shape legend: ``B`` batch, ``S`` tokens, ``K`` tokens including the cache, ``H`` query heads, ``G``
-key/value heads, ``D`` head dim, ``R`` rotary features, ``C`` hidden size, ``N`` tokens of the whole
-batch, ``E`` experts, ``T`` experts per token.
+Shapes: `B` batch size, `S` query length, `K` key length including the cache, `H` query heads, `G`
+key/value heads, `D` head dim, `R` rotary dim, `C` hidden size, `N` = `B * S` tokens, `E` experts,
+`T` experts per token.
 """
 
 from typing import Any
@@ -40,45 +37,42 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosine and sine of the rotary embedding, ``[B or 1, S, R]`` each."""
+CosSin = tuple[Tensor, Tensor]  # each [B or 1, S, R]
 
+# Tensor-parallel style for weights shared by all heads. Their gradient is a partial sum on each
+# rank, because a rank only has some of the heads.
 SHARED_BY_HEADS = "replicated_with_grad_allreduce"
-"""Tensor-parallel style of a matrix that all heads share. The gradient on each rank is a partial
-sum over its heads."""
 
-
-# Experts are 3-D in memory and one tensor per expert and matrix on disk, as in Qwen3-MoE.
+# Expert weights are fused in memory, but stored as one tensor per expert, as in Qwen3-MoE.
 register_checkpoint_conversion_mapping(
     KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
 )
 
 
 class HeadSharedLinear(nn.Linear):
-    """One ``[D, D]`` matrix that all heads of a tensor share, transposed as in ``nn.Linear``.
+    """
+    Linear layer `[D, D]` that is shared by all heads.
 
     Args:
-        head_dim: ``D``.
-        start: initial value: ``identity``, ``zeros`` or ``normal``. transformers initialises module
-            by module, so each module must know its own.
+        head_dim (`int`): Head dimension `D`.
+        initial (`str`): Initialization of the weight: `"identity"`, `"zeros"` or `"normal"`.
     """
 
-    def __init__(self, head_dim: int, start: str) -> None:
-        self.start = start
+    def __init__(self, head_dim: int, initial: str) -> None:
+        self.initial = initial
         super().__init__(head_dim, head_dim, bias=False)
 
     def set_initial_value(self, std: float) -> None:
-        """Fill the matrix."""
-        if self.start == "normal":
+        if self.initial == "normal":
             init.normal_(self.weight, mean=0.0, std=std)
-        else:  # `torch.nn.init.eye_` fails on the meta device, which vLLM uses.
-            init.copy_(self.weight, float(self.start == "identity") * torch.eye(len(self.weight)))
+        else:  # vLLM uses the meta device, which `torch.nn.init.eye_` does not support.
+            init.copy_(self.weight, float(self.initial == "identity") * torch.eye(len(self.weight)))
 
 
 class KHAKnock(nn.Module):
-    """Apply the matrices of one KHA variant to every head (equations 5-7 and 9, Table 2).
-
-    With the initial values every variant is the identity.
+    """
+    KHA-Linear, KHA-MLP or KHA-Gate (equations 5-7 and 9 and Table 2 of the paper), applied to each
+    head. All variants are the identity at initialization, unless `init` is `"random"`.
     """
 
     def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
@@ -95,9 +89,8 @@ class KHAKnock(nn.Module):
             self.down_proj = HeadSharedLinear(head_dim, identity)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., D]`` to ``[..., D]``."""
-        # vLLM merges modules that look like an MLP and splits them over ranks, which would be wrong
-        # here, because each rank has other heads. The two uses of `gate_proj` prevent this.
+        # Keep both uses of `gate_proj`, so that vLLM does not mistake this module for an MLP, which
+        # it would fuse and shard across tensor-parallel ranks.
         if self.variant == "linear":
             return self.proj(x)
         if self.variant == "gate":
@@ -106,37 +99,33 @@ class KHAKnock(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``R`` features of ``[B, heads, S, D]``.
-
-    If all features are rotated, the result keeps the strides of ``x`` as in stock classes, because
-    the order of sums in fused attention may depend on the strides.
-    """
+    """Apply RoPE to the first `R` features of `x` (`[B, heads, S, D]`)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     width = cos.shape[-1]
+    # `torch.cat` would change the strides, which may affect the rounding of fused attention.
     if width == x.shape[-1]:
         return x * cos + rotate_half(x) * sin
     rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
 
 
-Module: Any = nn.Module  # Any: type checkers take attributes of modules for tensors.
+Module: Any = nn.Module  # Type checkers would infer Tensor for all attributes of an nn.Module.
 
 
 class KHAModule(Module):
-    """Base of the attention classes: KHA on queries, keys and values."""
+    """Base class for attention with KHA on queries, keys and values."""
 
-    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """Projections whose output is split over tensor-parallel ranks with the heads."""
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # column-parallel
 
     def add_knocks(self, config: KHAModelConfig, head_dim: int, value_dim: int) -> None:
-        """Create ``q_knock``, ``k_knock`` and ``v_knock``, ``nn.Identity`` without KHA."""
+        """Create `q_knock`, `k_knock` and `v_knock`, which are `nn.Identity` without KHA."""
         for name, dim in (("query", head_dim), ("key", head_dim), ("value", value_dim)):
             variant = getattr(config, f"kha_{name}")
             knock = KHAKnock(variant, dim, config.kha_init) if variant else nn.Identity()
             setattr(self, f"{name[0]}_knock", knock)
 
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel style of each module of the attention."""
+        """Return the tensor-parallel style of each submodule."""
         present = dict(self.named_children())
         split = [name for name in self.projections if name in present]
         plan = dict.fromkeys(split, "colwise") | {"o_proj": "rowwise"}
@@ -147,7 +136,7 @@ class KHAModule(Module):
 
 
 class KHAAttention(KHAModule, Glm4MoeAttention):
-    """MHA, MQA and GQA with KHA: project, knock, QK-norm, RoPE, attend, project."""
+    """Multi-head, multi-query or grouped-query attention with KHA before QK-norm and RoPE."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -161,11 +150,7 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Map ``[B, S, C]`` to ``[B, S, C]`` and the attention weights if the backend returns them.
-
-        The cache holds keys after knock, norm and RoPE, and values after the knock. Decoding knocks
-        the new token only.
-        """
+        # KHA is applied before the cache update, so that decoding only processes new tokens.
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
@@ -193,61 +178,60 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
 
-ATTENTIONS: dict[str, Any] = {}
-"""Attention classes of ``attention_kha``, by kind. Empty in a model directory that does not need
-them."""
+# Filled by `attention_kha`, which is only exported with models that require it.
+KHA_ATTENTION_CLASSES: dict[str, Any] = {}
 
 
 def attention_class(config: KHAModelConfig) -> Any:
-    """Return the attention class of a model.
-
-    Raises:
-        ValueError: if this copy of the code does not contain the class.
-    """
+    """Return the attention class for a config."""
     if config.is_plain:
         return KHAAttention
     kind = "latent" if config.kv_lora_rank is not None else config.kha_attention
-    kind = kind or next((name for name in config.mechanisms if name in ATTENTIONS), "heads")
-    if kind not in ATTENTIONS:
+    classes = KHA_ATTENTION_CLASSES
+    kind = kind or next((name for name in config.mechanisms if name in classes), "heads")
+    if kind not in classes:
         raise ValueError(
-            f"This copy of the code has no attention of kind {kind!r} with {config.mechanisms}. "
-            "Install kha-megatron and import kha_megatron.hf."
+            f"The modeling code of this model does not include {kind!r} attention. Please install "
+            "kha-megatron and `import kha_megatron.hf`."
         )
-    return ATTENTIONS[kind]
+    return classes[kind]
 
 
 def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
-    """Return why vLLM would compute wrong tokens for a model, or None.
+    """
+    Return an error message if vLLM does not support the model, or `None`.
 
     Args:
-        config: configuration of the model.
-        by_backend: whether vLLM runs this file (``--model-impl transformers``) and not the model of
-            ``kha_megatron.serving``.
+        config (`KHAModelConfig`): Model config.
+        by_backend (`bool`):
+            Whether vLLM uses its transformers backend (`--model-impl transformers`) instead of the
+            implementation in `kha_megatron.serving`.
     """
-    remedy = "Serve the model with transformers."
+    remedy = "Please serve the model with transformers."
     if config.kv_lora_rank is not None or config.kha_attention is not None:
-        return f"vLLM supports kha models with MHA, MQA and GQA, not with MLA, GLA or GTA. {remedy}"
+        return f"KHA models with MLA, GLA or GTA are not supported in vLLM. {remedy}"
     if unknown := set(config.mechanisms) - {"gate"}:
-        return f"vLLM's attention does not support {', '.join(sorted(unknown))}. {remedy}"
+        return f"{', '.join(sorted(unknown))} is not supported in vLLM. {remedy}"
     if config.hidden_act != "silu":
-        return f"vLLM computes SiLU, not hidden_act={config.hidden_act!r}. {remedy}"
+        return f"hidden_act={config.hidden_act!r} is not supported in vLLM, only silu. {remedy}"
     best = 2 if config.scoring_func == "sigmoid" else 1
     each = config.num_experts_per_tok // config.topk_group
     if by_backend and config.n_group > 1 and each != best:
         return (
-            f"vLLM's transformers backend ranks groups of experts by their best {best}, this model "
-            f"by their best {each}. Install kha-megatron and omit --model-impl."
+            f"vLLM's transformers backend ranks expert groups by their top {best} experts, but "
+            f"this model requires the top {each}. Install kha-megatron and remove --model-impl."
         )
     return None
 
 
 class KHARouter(nn.Module):
-    """Route in float32 as Megatron-Core's ``topk_routing_with_score_function``.
+    """
+    Top-k router in float32, equivalent to Megatron-Core's `topk_routing_with_score_function`.
 
-    ``softmax`` with ``norm_topk_prob`` is the softmax over the chosen logits (Megatron's default),
-    otherwise over all logits (``moe_router_pre_softmax``). ``sigmoid`` chooses by score plus
-    correction bias and weights by the score. With ``n_group > 1``, a token's experts come from its
-    ``topk_group`` best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    Softmax scores are computed over the selected logits if `norm_topk_prob` is set (the default in
+    Megatron), otherwise over all logits. With sigmoid scores, `e_score_correction_bias` affects the
+    selection only. If `n_group > 1`, experts are selected from the `topk_group` best groups of each
+    token (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     def __init__(self, config: KHAModelConfig) -> None:
@@ -263,38 +247,35 @@ class KHARouter(nn.Module):
             self.e_score_correction_bias = nn.Buffer(bias)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits ``[N, E]`` and weights ``[N, T]``, both float32, and experts ``[N, T]``."""
+        """Return router logits `[N, E]`, and weights and indices `[N, T]` of the experts."""
         logits = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
         return logits, *self.choose(logits)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """Map tokens ``[N, C]`` to logits ``[N, E]`` in float32."""
-        # Autocast would round the product and could change which experts are chosen.
+        # Lower precision, e.g. with autocast, could change which experts are selected.
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             return F.linear(hidden_states.float(), self.weight.float())
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (float32) and expert indices, ``[N, T]`` each, for logits ``[N, E]``."""
+        """Select the top-k experts. Returns their weights (float32) and indices, both `[N, T]`."""
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
-            choice = self._of_best_groups(scores + self.e_score_correction_bias)
-            # The order affects rounding of the sum. Megatron sorts in training only.
+            choice = self._mask_groups(scores + self.e_score_correction_bias)
+            # The order affects the rounding of the sum. Megatron only sorts during training.
             experts = choice.topk(self.top_k, dim=-1, sorted=torch.is_grad_enabled()).indices
             weights = scores.gather(-1, experts)
             if self.normalise:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         else:
             scores = logits if self.normalise else logits.softmax(-1)
-            weights, experts = self._of_best_groups(scores).topk(self.top_k, dim=-1)
+            weights, experts = self._mask_groups(scores).topk(self.top_k, dim=-1)
             if self.normalise:
                 weights = weights.softmax(-1)
         return weights * self.scaling_factor, experts
 
-    def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """Set the scores ``[N, E]`` outside of a token's best groups to minus infinity.
-
-        A group is ranked by the sum of its best ``T / topk_group`` experts.
-        """
+    def _mask_groups(self, scores: Tensor) -> Tensor:
+        """Mask the scores `[N, E]` of all but the `topk_group` best groups, which are ranked by the
+        sum of their top `T / topk_group` experts."""
         if self.groups == 1:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
@@ -305,7 +286,7 @@ class KHARouter(nn.Module):
 
 
 class KHASparseMLP(nn.Module):
-    """Routed experts plus the optional shared expert."""
+    """Mixture of routed experts and an optional shared expert."""
 
     def __init__(self, config: KHAModelConfig) -> None:
         super().__init__()
@@ -318,7 +299,6 @@ class KHASparseMLP(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[B, S, C]`` to ``[B, S, C]``."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(tokens)
         output = self.experts(tokens, experts, weights).view_as(hidden_states)
@@ -331,10 +311,8 @@ class KHASparseMLP(nn.Module):
 
 
 class KHADecoderLayer(Glm4MoeDecoderLayer):
-    """Attention and a dense or sparse MLP, each with RMSNorm and residual connection."""
-
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
-        GradientCheckpointingLayer.__init__(self)  # The parent would build other submodules.
+        GradientCheckpointingLayer.__init__(self)  # Skip the parent, which builds other submodules.
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
         is_sparse = (config.mlp_layer_types or [])[layer_idx] == "sparse"
@@ -344,8 +322,6 @@ class KHADecoderLayer(Glm4MoeDecoderLayer):
 
 
 class KHAPreTrainedModel(Glm4MoePreTrainedModel):
-    """Loading, saving and initialisation of the models below."""
-
     config: KHAModelConfig
     config_class = KHAModelConfig
     _no_split_modules = ["KHADecoderLayer"]  # noqa: RUF012
@@ -354,12 +330,11 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         "attentions": KHAModule,
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
-    # The parent drops the extra layers of its own releases. Here that would lose layers silently.
+    # The parent ignores the MTP layers of its checkpoints, i.e. layers with certain indices.
     _keys_to_ignore_on_load_unexpected = None
 
     def _check_config(self, config: KHAModelConfig) -> None:
-        """Raise ValueError if this code cannot compute the model, and choose eager attention for a
-        model that needs it."""
+        """Check that the model is supported, and select eager attention if necessary."""
         in_vllm = config._attn_implementation == "vllm"
         if in_vllm and (obstacle := vllm_obstacle(config, by_backend=True)):
             raise ValueError(obstacle)
@@ -368,17 +343,15 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True. transformers would look for a decorator in this file."""
-        return True
+        return True  # transformers would look for a decorator in this file.
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        """Raise ValueError for sizes that torch's grouped GEMM does not support. By default,
-        transformers then uses a loop."""
+        # If this raises and no implementation was requested, transformers falls back to a loop.
         sizes = self.config.hidden_size, self.config.moe_intermediate_size
         if any(size % 8 for size in sizes):
             raise ValueError(
-                "Expected hidden_size and moe_intermediate_size that are multiples of 8, got "
-                f"{sizes[0]} and {sizes[1]}. Use experts_implementation='eager'."
+                "grouped_mm requires hidden_size and moe_intermediate_size to be multiples of 8, "
+                f"got {sizes[0]} and {sizes[1]}. Please use experts_implementation='eager'."
             )
         return super()._grouped_mm_can_dispatch()
 
@@ -399,11 +372,9 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
 
 
 class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
-    """The decoder without an output layer."""
-
     def __init__(self, config: KHAModelConfig) -> None:
         self._check_config(config)
-        super(Glm4MoeModel, self).__init__(config)  # Skip the parent, which would build layers.
+        super(Glm4MoeModel, self).__init__(config)  # Skip the parent, which builds its own layers.
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -421,7 +392,7 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
 
 
 class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
-    """The decoder with its output layer, for training and generation."""
+    """KHA decoder with a language modeling head, for training and generation."""
 
     def __init__(self, config: KHAModelConfig) -> None:
         self._check_config(config)

@@ -1,9 +1,8 @@
-"""Write the code of the ``kha`` architecture next to a saved model.
+"""Save the modeling code of the ``kha`` architecture together with a model.
 
-A directory with these files loads without this package, with
-``AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)``. The files are those of
-this package; only their imports of one another become relative. Code of further attention kinds and
-head mechanisms is added only if the model needs it.
+This allows loading the model with ``trust_remote_code=True`` where kha-megatron is not installed.
+The files are copies of this package's modules with relative imports. Modules for other attention
+classes and head mechanisms are only copied if the model uses them.
 """
 
 import re
@@ -18,7 +17,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_kha.KHAModel",
     "AutoModelForCausalLM": "modeling_kha.KHAForCausalLM",
 }
-"""Value of ``auto_map`` in ``config.json``. Serving engines use ``AutoModel``."""
+"""Value of ``auto_map`` in ``config.json``. Note that vLLM requires ``AutoModel``."""
 
 _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
@@ -28,16 +27,8 @@ _MODELING, _ATTENTION, _REGISTRY = (
 
 
 def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
-    """Write the modelling files of a model into an existing directory.
-
-    Saving a ``KHAModelConfig``, and therefore a model, does this.
-
-    Args:
-        directory: of the model. Files of an earlier save are replaced.
-        config: a ``KHAModelConfig``.
-
-    Returns:
-        The ``auto_map`` for ``config.json``.
+    """Write the modeling files of a ``KHAModelConfig`` to an existing directory and return the
+    ``auto_map`` for ``config.json``. ``save_pretrained`` calls this function.
     """
     for name, source in modelling_files(config).items():
         (Path(directory) / name).write_text(source)
@@ -45,13 +36,13 @@ def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
 
 
 def modelling_files(config: Any) -> dict[str, str]:
-    """Return the modelling files of a model by name."""
+    """Return the source of each modeling file by file name."""
     sources: dict[str, str] = {}
     _collect(_MODELING, config, sources)
     if not config.is_plain:
         _collect(_ATTENTION, config, sources)
         sources[_MODELING] += (
-            "\n# Registers the attention of this model.\n"
+            "\n# Register the attention classes.\n"
             f"from {_ATTENTION} import KHAHeadsAttention as KHAHeadsAttention  # noqa: E402\n"
         )
     return {
@@ -62,7 +53,7 @@ def modelling_files(config: Any) -> dict[str, str]:
 
 
 def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
-    """Add a module and the modules of this package that it imports to ``sources``."""
+    """Add the source of a module and, recursively, of its imports from this package."""
     if module in sources:
         return
     path = _ROOT / module.replace(".", "/")
@@ -78,9 +69,9 @@ def _file_name(module: str) -> str:
 
 
 def _registry(names: Any) -> str:
-    """Return the source of ``mechanisms_kha`` with only some of the mechanisms."""
+    """Generate a ``mechanisms_kha`` module with only the named mechanisms."""
     kinds = [kind for name, kind in MECHANISMS.items() if name in names]
     imports = [f"from {kind.__module__} import {kind.__name__}" for kind in kinds]
     entries = [f'    "{kind.name}": {kind.__name__},' for kind in kinds]
-    doc = '"""The head mechanisms of this model, in the order in which they act."""'
+    doc = '"""Head mechanisms of this model, in the order in which they are applied."""'
     return "\n".join([doc, "", *imports, "", "MECHANISMS = {", *entries, "}", ""])

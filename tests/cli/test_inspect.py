@@ -13,7 +13,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.hf.instruments import measure
+from kha_megatron.hf.instruments import measure_layers
 from kha_megatron.model.recorded import read_knock_weights
 from tests.cli.small_models import MODEL, train_tokenizer
 from tests.conversion.checkpoints import ITERATION, save_gpt
@@ -150,7 +150,7 @@ def test_a_stock_model_is_measured(run, tokenizer, text, tmp_path):
     assert result["text"] == {"file": str(text), "tokens": 50}
     assert result["matrices"] == []
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = measure(model, tokenizer(TEXT, return_tensors="pt").input_ids[:, :50])
+    found = measure_layers(model, tokenizer(TEXT, return_tensors="pt").input_ids[:, :50])
     for of_layer, figures in zip(result["layers"], found, strict=True):
         assert of_layer["sinks"] == pytest.approx(figures.sinks, rel=1e-5)
         assert of_layer["peak"] == pytest.approx(figures.peak, rel=1e-5)
@@ -196,7 +196,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     for given, message in (
         ([plain], f"{plain} records no knocking heads"),
         ([tmp_path / "nowhere"], f"{tmp_path / 'nowhere'} is not a directory"),
-        ([tmp_path / "empty"], f"{tmp_path / 'empty'} holds no"),
+        ([tmp_path / "empty"], f"{tmp_path / 'empty'} has no"),
         ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),
         ([stock, "--text", tmp_path / "blank"], "contains no text"),
         ([stock, "--text", text, "--tokens", 200], "Expected 1 to 128 tokens, got 200"),

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-from kha_megatron.hf.instruments import measure
+from kha_megatron.hf.instruments import measure_layers
 from tests.hf.conftest import FAMILY, SIZES, make_config, tokens
 
 MODELS = {
@@ -33,7 +33,7 @@ def build(name, attention="sdpa"):
 @pytest.mark.parametrize("name", MODELS)
 def test_sinks_and_peaks_equal_those_of_eager_attention(name):
     ids = tokens(1, 9)
-    found = measure(build(name), ids)
+    found = measure_layers(build(name), ids)
     model, outputs = build(name, "eager"), []
     for layer in model.get_decoder().layers:
         layer.register_forward_hook(
@@ -63,7 +63,7 @@ def test_gates_of_kha_and_stock_models_are_measured(name):
             lambda _m, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]),
             with_kwargs=True,
         )
-    found = measure(model, tokens(1, 9))
+    found = measure_layers(model, tokens(1, 9))
     for figures, layer, hidden in zip(found, model.get_decoder().layers, seen, strict=True):
         attention = layer.self_attn
         with torch.no_grad():
@@ -80,7 +80,7 @@ def test_gates_of_kha_and_stock_models_are_measured(name):
 
 
 def test_the_load_of_heads_is_measured():
-    for figures in measure(build("moh"), tokens(1, 9)):
+    for figures in measure_layers(build("moh"), tokens(1, 9)):
         load = figures.figures["moh-load"]
         assert load[:2] == [1, 1]
         assert sum(load) == pytest.approx(4)
