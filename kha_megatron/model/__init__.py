@@ -1,1 +1,1 @@
-"""One description of a run: its model, its layout, its batch."""
+"""Typed description of a training run: model config, parallel layout, batch and arguments."""

@@ -1,9 +1,6 @@
-"""The table that maps each field of a run to Megatron's and Hugging Face's names.
+"""Mapping between dataclass fields, Megatron's arguments and Hugging Face's config keys.
 
-Each dataclass field is declared with :func:`flag`, for example
-``num_layers: int | None = flag(hf="num_hidden_layers")``. The row contains the flag, Megatron's
-parsed argument, the attribute of its ``TransformerConfig``, the key of ``config.json`` and
-Megatron's default.
+Fields are declared with :func:`flag`, e.g. ``num_layers: int = flag(hf="num_hidden_layers")``.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,60 +12,51 @@ from typing import Any, get_args, get_origin, get_type_hints
 from kha_megatron.errors import ConfigError
 
 MAX_LAYERS = 4096
-"""Largest number of layers, and of repetitions in a layer pattern."""
+"""Maximum number of layers, and of repetitions in a layer pattern."""
 
 _ROW = "row"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One row of the table."""
+    """Names and parsing rules of one dataclass field."""
 
     field: str
     flag: str
-    """Megatron's flag. The flag of a boolean takes no value and inverts the default."""
+    """Megatron's command-line flag. Boolean flags take no value and invert the default."""
     argument: str
-    """Name in Megatron's parsed arguments, and thus in its checkpoints."""
+    """Attribute of Megatron's parsed arguments, which are also stored in its checkpoints."""
     attribute: str | None
-    """Attribute of ``TransformerConfig``; None if it has none."""
+    """Attribute of ``TransformerConfig``, if there is one."""
     hf: str | None
-    """Key of ``config.json``; None if architectures do not agree on one."""
+    """Key of ``config.json``, if all supported architectures use the same key."""
     default: Any
-    """Megatron's default; None for a required field."""
+    """Megatron's default value, or None if the field is required."""
     kind: type
-    """int, float, str or bool."""
+    """Type of a single value: int, float, str or bool."""
     many: bool
-    """True if the flag takes several values."""
+    """Whether the flag takes multiple values."""
     least: int
-    """Smallest integer allowed on a command line."""
+    """Minimum for integers on the command line."""
     most: int
-    """Largest integer allowed."""
+    """Maximum for integers."""
     reads: Callable[[str], Any] | None
-    """Parses values that are not just a number; raises ``ValueError`` with what it expects."""
+    """Custom parser. Raises ``ValueError`` with a description of the expected format."""
     writes: Callable[[Any], str]
 
     def parse_words(self, words: tuple[str, ...]) -> Any:
-        """Return the typed value of the words after the flag.
-
-        Raises:
-            ConfigError: the words cannot be parsed.
-        """
+        """Parse the words that follow the flag on a command line."""
         if self.many:
             return words
         expected = 0 if self.kind is bool else 1
         if len(words) != expected:
             raise ConfigError(
-                f"Expected {expected} values after {self.flag}, got {len(words)}: "
-                f"{' '.join(words)!r}."
+                f"{self.flag} takes {expected or 'no'} value, got {' '.join(words)!r}."
             )
         return self.convert(words[0]) if words else not self.default
 
     def convert(self, value: Any) -> Any:
-        """Convert a parsed argument to a typed value; lists become tuples.
-
-        Raises:
-            ConfigError: a string cannot be parsed.
-        """
+        """Convert a string, list or enum member to the field's type. Lists become tuples."""
         if isinstance(value, list):
             return tuple(value)
         if isinstance(value, Enum):
@@ -76,21 +64,19 @@ class Field:
         is_text = isinstance(value, str) and self.kind is not bool
         if is_text and self.many:
             return (value,)
-        whole = f"a whole number from {self.least}"
-        whole += f" to {self.most}" if self.most == MAX_LAYERS else ""
         try:
             parsed = (self.reads or self.kind)(value) if is_text else value
-            is_whole = self.kind is int and type(parsed) is int
-            if is_whole and (parsed > self.most or (is_text and parsed < self.least)):
-                raise ValueError(whole)
-            return parsed
+            is_integer = self.kind is int and type(parsed) is int
+            if not is_integer or (parsed <= self.most and (not is_text or parsed >= self.least)):
+                return parsed
+            expected = f"an integer between {self.least} and {self.most}"
         except ValueError as error:
-            number = whole if self.kind is int else "a number"
-            expected = error if self.reads else number
-            raise ConfigError(f"Expected {self.flag} as {expected}, got {value}.") from None
+            expected = "an integer" if self.kind is int else "a number"
+            expected = str(error) if self.reads else expected
+        raise ConfigError(f"{self.flag} must be {expected}, got {value}.")
 
     def format_words(self, value: Any) -> tuple[str, ...] | None:
-        """Return the words after the flag for ``value``; None if the flag is to be omitted."""
+        """Format a value as command-line words, or return None if the flag must be omitted."""
         if value is None or (self.kind is bool and value == self.default):
             return None
         if self.kind is bool:
@@ -110,13 +96,10 @@ def flag(
     reads: Callable[[str], Any] | None = None,
     writes: Callable[[Any], str] = str,
 ) -> Any:
-    """Declare a dataclass field with its row; see :class:`Field`.
+    """Declare a dataclass field with the metadata of :class:`Field`.
 
-    Args:
-        default: Megatron's default; omitted for a required field.
-        name: Megatron's flag; None for the field's name with dashes.
-        argument: None for the flag's name with underscores.
-        attribute: "" for the same name as the argument.
+    By default, the flag is the field name with dashes, and ``argument`` and ``attribute`` have the
+    same name as the flag. Fields without a default are required.
     """
     names = {"flag": name, "argument": argument, "attribute": attribute, "hf": hf}
     row = names | {"least": least, "most": most, "reads": reads, "writes": writes}
@@ -125,7 +108,7 @@ def flag(
 
 @cache
 def rows(*kinds: type) -> tuple[Field, ...]:
-    """Return the rows of dataclasses in the order of their fields."""
+    """Collect the :class:`Field` entries of dataclasses, in definition order."""
     found = []
     for owner in kinds:
         hints = get_type_hints(owner)
@@ -146,17 +129,15 @@ def rows(*kinds: type) -> tuple[Field, ...]:
 
 
 def read_arguments(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a dataclass's fields from Megatron's arguments by name.
-
-    Missing arguments have Megatron's default.
+    """Read a dataclass's fields from Megatron's arguments, using its defaults where missing.
 
     Raises:
-        ConfigError: a string cannot be parsed.
+        ConfigError: If a string cannot be parsed.
     """
     return {r.field: r.convert(arguments.get(r.argument, r.default)) for r in rows(owner)}
 
 
 def read_attributes(owner: type, config: Any) -> dict[str, Any]:
-    """Return the values of those fields that a ``TransformerConfig`` has as attributes."""
+    """Read those fields of a dataclass that are attributes of a ``TransformerConfig``."""
     named = ((r, r.attribute) for r in rows(owner) if r.attribute is not None)
     return {r.field: r.convert(getattr(config, name)) for r, name in named if hasattr(config, name)}

@@ -1,7 +1,4 @@
-"""Parallel sizes of a run, and the batch of one step.
-
-:mod:`kha_megatron.model.rules` checks them.
-"""
+"""Parallel sizes and batch sizes of a run. See :mod:`kha_megatron.model.rules` for validation."""
 
 import math
 import re
@@ -9,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kha_megatron.model.fields import MAX_LAYERS, read_attributes, flag, read_arguments
+from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
 
 
 def parse_pipeline_layout(text: str) -> tuple[str, ...]:
-    """Unroll Megatron's notation of a pipeline layout: ``Ett|(t|)*2L`` has four stages.
-
-    Raises:
-        ValueError: an unknown letter, or too many repetitions.
-    """
+    """Parse Megatron's pipeline layout, e.g. ``Ett|(t|)*2L``, into one string per stage."""
     plain = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         if any(int(found[1]) > MAX_LAYERS for found in re.findall(repeated, plain)):
@@ -25,24 +18,22 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
         plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
     if not set(plain) <= set("EtmL|"):
         raise ValueError(
-            "E (embedding), t (layer), m (multi-token prediction), L (loss) and | between stages, "
-            f"repeated at most {MAX_LAYERS} times"
+            "composed of E (embedding), t (layer), m (multi-token prediction), L (loss) and | "
+            f"(stage separator), with at most {MAX_LAYERS} repetitions"
         )
     return tuple(plain.split("|"))
 
 
 def divisors(n: int) -> list[int]:
-    """Return all divisors of ``n`` in ascending order."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parallel sizes. The data-parallel size follows from the number of ranks."""
+    """Parallel sizes, from which the data-parallel size is derived if the world size is known."""
 
     world_size: int | None = None
-    """Number of ranks; None if unknown."""
     tp: int = flag(1, "--tensor-model-parallel-size")
     pp: int = flag(1, "--pipeline-model-parallel-size")
     vpp: int | None = flag(
@@ -50,15 +41,14 @@ class Layout:
         "--num-virtual-stages-per-pipeline-rank",
         attribute="virtual_pipeline_model_parallel_size",
     )
-    """Virtual pipeline stages per rank; None for 1F1B."""
+    """Virtual stages per pipeline rank. None uses the non-interleaved 1F1B schedule."""
     virtual_stage_layers: int | None = flag(
         None, "--num-layers-per-virtual-pipeline-stage", attribute=None
     )
-    """Megatron's other option for ``vpp``, which is computed from it."""
+    """Alternative to ``vpp`` in Megatron. If set, ``vpp`` is computed from this value."""
     cp: int = flag(1, "--context-parallel-size")
     ep: int = flag(1, "--expert-model-parallel-size")
     etp: int | None = flag(None, "--expert-tensor-parallel-size")
-    """None for ``tp``."""
     sequence_parallel: bool = flag(False)
     overlap_p2p: bool = flag(True, "--no-overlap-p2p-communication", argument="overlap_p2p_comm")
     microbatch_group: int | None = flag(
@@ -66,7 +56,6 @@ class Layout:
         "--microbatch-group-size-per-virtual-pipeline-stage",
         argument="microbatch_group_size_per_vp_stage",
     )
-    """None for ``pp``."""
     first_stage_layers: int | None = flag(
         None, "--decoder-first-pipeline-num-layers", attribute="num_layers_in_first_pipeline_stage"
     )
@@ -82,17 +71,13 @@ class Layout:
         reads=parse_pipeline_layout,
         writes="|".join,
     )
-    """Custom pipeline layout, unrolled: one string per stage, in the order of the layers."""
+    """Custom pipeline layout with one string per stage, in layer order."""
     weight_shards: int | None = flag(None, "--tensor-parallel-num-weight-shards")
     expert_weight_shards: int | None = flag(None, "--expert-tensor-parallel-num-weight-shards")
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
-        """Return the parallel sizes of Megatron's arguments, by name.
-
-        Raises:
-            ConfigError: a value cannot be parsed.
-        """
+        """Build the layout from Megatron's arguments."""
         given = read_arguments(cls, arguments)
         if given["stages"] is not None:
             given["vpp"] = len(given["stages"]) // given["pp"]
@@ -103,33 +88,32 @@ class Layout:
         if (given["vpp"] or 1) == 1:
             given["vpp"] = None
         if given["weight_shards"] or given["expert_weight_shards"]:
-            world_size = None  # weight shards take ranks of their own
+            world_size = None  # weight shards occupy additional ranks
         return cls(world_size=world_size, **given)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Return the parallel sizes of a ``TransformerConfig``, without the number of ranks."""
+        """Build the layout from a ``TransformerConfig``, which does not define the world size."""
         return cls(**read_attributes(cls, config))
 
     @property
     def expert_tp(self) -> int:
-        """Number of ranks over which an expert is divided."""
+        """Tensor-parallel size of the experts. By default, this is ``tp``."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def dp(self) -> int:
-        """Data-parallel size."""
         assert self.world_size is not None
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def expert_dp(self) -> int:
-        """Number of replicas of an expert."""
+        """Data-parallel size of the experts."""
         assert self.world_size is not None
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def chunk_layers(self, num_layers: int) -> list[list[int]]:
-        """Return the number of layers of each virtual stage, ``[vpp][pp]``."""
+        """Return the number of layers in each virtual stage, indexed as ``[vpp][pp]``."""
         chunks = self.vpp or 1
         if self.stages is not None:
             words = [word.count("t") for word in self.stages]
@@ -146,7 +130,7 @@ class Layout:
         return counts
 
     def stage_layers(self, num_layers: int, stage: int) -> list[list[int]]:
-        """Return the layers (from 0) of each virtual stage of pipeline rank ``stage``."""
+        """Return the layer indices of each virtual stage on pipeline rank ``stage``."""
         result, start = [], 0
         for counts in self.chunk_layers(num_layers):
             first = start + sum(counts[:stage])
@@ -157,17 +141,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Batch of one optimizer step."""
+    """Batch sizes of a training run, in sequences."""
 
     seq_length: int = flag(attribute=None)
     micro_batch_size: int = flag(attribute=None)
-    """Sequences per microbatch of one replica."""
     global_batch_size: int | None = flag(None, attribute=None)
-    """Sequences per optimizer step, over all replicas."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self | None:
-        """Return the batch of Megatron's arguments; None if they do not define it."""
+        """Build the batch from Megatron's arguments, or return None if sizes are missing."""
         given = read_arguments(cls, arguments)
         given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
         if not given["seq_length"] or not given["micro_batch_size"]:
@@ -177,6 +159,6 @@ class Batch:
         return cls(**given)
 
     def microbatches(self, dp: int) -> int:
-        """Return the number of microbatches of each replica per optimizer step."""
+        """Return the number of microbatches per optimizer step for ``dp`` data-parallel ranks."""
         assert self.global_batch_size is not None
         return self.global_batch_size // (self.micro_batch_size * dp)

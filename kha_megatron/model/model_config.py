@@ -1,4 +1,4 @@
-"""The sizes and options of one GPT model, under Megatron's names and with its defaults."""
+"""Configuration of a GPT model with Megatron's names and defaults."""
 
 import ast
 import itertools
@@ -8,14 +8,14 @@ from typing import Any, Literal, Self
 
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.heads import HeadSizes
-from kha_megatron.model.fields import MAX_LAYERS, read_attributes, flag, read_arguments
+from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
 from kha_megatron.model.qkv import QKVLayout
 
 AttentionType = Literal["gqa", "mla", "gta", "gla"]
 
 
 def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
-    """Parse Megatron's ``--moe-layer-freq``: ``2``, or lists of 0 and 1 as in ``[0]*1+[1]*3``."""
+    """Parse Megatron's ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``."""
 
     def value(node: ast.AST) -> Any:
         match node:
@@ -37,10 +37,10 @@ def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
             return frequency
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
-    raise ValueError("a whole number from 1 up, or lists of 0 and 1 such as [0]*1+[1]*3")
+    raise ValueError("a positive integer or lists of 0 and 1 such as [0]*1+[1]*3")
 
 
-def _as_pattern(frequency: int | Sequence[int]) -> str:
+def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
     if isinstance(frequency, int):
         return str(frequency)
     runs = ((value, len(list(same))) for value, same in itertools.groupby(frequency))
@@ -49,24 +49,22 @@ def _as_pattern(frequency: int | Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A GPT model. None means unknown, or that the model has no such part."""
+    """Configuration of a GPT model. Fields are None if unknown or not applicable."""
 
     num_layers: int | None = flag(hf="num_hidden_layers", most=MAX_LAYERS)
     hidden_size: int = flag(hf="hidden_size")
     ffn_hidden_size: int | None = flag(hf="intermediate_size")
-    """Width of the dense layers' MLP."""
     num_attention_heads: int = flag(hf="num_attention_heads")
     num_query_groups: int = flag(hf="num_key_value_heads")
-    """Key/value heads; equal to the query heads in MHA, unlike Megatron's argument."""
+    """Number of key/value heads. In MHA, this is the number of query heads, whereas Megatron's
+    argument is ignored unless ``group_query_attention`` is set."""
     group_query_attention: bool = flag(False, attribute=None)
-    """True if Megatron uses its ``num_query_groups``."""
     kv_channels: int = flag(hf="head_dim")
-    """Features per head; see :attr:`head_dim` for latent attention."""
     vocab_size: int | None = flag(None, attribute=None, hf="vocab_size")
-    """Rows of the embedding before padding."""
+    """Vocabulary size before padding."""
     make_vocab_size_divisible_by: int = flag(128, attribute=None)
     padded_vocab_size: int | None = flag(None, attribute=None)
-    """Rows of the embedding, not padded further."""
+    """Explicit padded vocabulary size, which overrides the computed one."""
     max_position_embeddings: int | None = flag(None, attribute=None, hf="max_position_embeddings")
     position_embedding_type: str = flag("learned_absolute", attribute=None)
     rotary_base: float = flag(10000)
@@ -88,21 +86,20 @@ class ModelConfig:
 
     multi_latent_attention: bool = flag(False)
     q_lora_rank: int | None = flag(None, hf="q_lora_rank")
-    """Width of the queries' latent; None for a direct projection."""
     kv_lora_rank: int = flag(32, hf="kv_lora_rank")
-    """Width of the latent of keys and values, over all latent heads."""
+    """Dimension of the KV latent, summed over latent heads."""
     qk_head_dim: int = flag(128, hf="qk_nope_head_dim")
-    """Features of a query or key head without position."""
     qk_pos_emb_head_dim: int = flag(64, hf="qk_rope_head_dim")
-    """Rotary features of each query head and of the shared key."""
     v_head_dim: int = flag(128, hf="v_head_dim")
     mla_down_proj_fusion: bool = flag(False)
     transformer_impl: str = flag("transformer_engine")
     attention_backend: str = flag("auto")
 
     num_experts: int | None = flag(None, attribute="num_moe_experts", hf="num_experts")
-    moe_layer_freq: int | tuple[int, ...] = flag(1, reads=parse_layer_frequency, writes=_as_pattern)
-    """Every n-th layer has experts, or the layers with a 1."""
+    moe_layer_freq: int | tuple[int, ...] = flag(
+        1, reads=parse_layer_frequency, writes=_format_layer_frequency
+    )
+    """Interval between MoE layers, or one 0 (dense) or 1 (MoE) per layer."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
         None, hf="shared_expert_intermediate_size"
@@ -124,7 +121,7 @@ class ModelConfig:
     kha_attention: AttentionKind | None = flag(None, attribute=None)
     kha_latent_heads: int = flag(KHAConfig.latent_heads, attribute=None)
     kha: KHAConfig = field(default_factory=KHAConfig)
-    """Head mechanisms. They contain Megatron's output gate exactly if ``attention_output_gate``."""
+    """Head mechanisms, including Megatron's own output gate if ``attention_output_gate`` is set."""
 
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
@@ -133,13 +130,13 @@ class ModelConfig:
         object.__setattr__(self, "attention_output_gate", gated)
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None) -> Self | None:
-        """Return the model of Megatron's arguments, by name; None if they do not define its sizes.
+    def from_arguments(
+        cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None
+    ) -> Self | None:
+        """Build the config from Megatron's arguments, or return None if model sizes are missing.
 
-        The depth and dense width of a hybrid model, which follow from its pattern, are None.
-
-        Raises:
-            ConfigError: a value cannot be parsed.
+        For hybrid models, ``num_layers`` and ``ffn_hidden_size`` are None, because they depend on
+        the layer pattern.
         """
         given = read_arguments(cls, arguments)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
@@ -156,7 +153,7 @@ class ModelConfig:
             swiglu = given["swiglu"]
             given["ffn_hidden_size"] = int(hidden * 8 / 3 / 64) * 64 if swiglu else 4 * hidden
         if arguments.get("device") == "cpu" and "transformer_impl" not in arguments:
-            given["transformer_impl"] = "local"  # the CPU has no other
+            given["transformer_impl"] = "local"  # Transformer Engine requires a GPU
         given["num_experts"] = given["num_experts"] or None
         given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
         if hybrid:
@@ -165,10 +162,10 @@ class ModelConfig:
 
     @classmethod
     def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
-        """Return the model of a ``TransformerConfig``, without its vocabulary.
+        """Build the config from a ``TransformerConfig``, which does not define the vocabulary.
 
-        Depth and dense width are None in a hybrid model, the depth also under a custom pipeline
-        layout.
+        For hybrid models, ``num_layers`` and ``ffn_hidden_size`` are None. ``num_layers`` is also
+        None for custom pipeline layouts.
         """
         given = read_attributes(cls, config)
         if kha is not None:
@@ -182,23 +179,24 @@ class ModelConfig:
 
     @property
     def attention_type(self) -> AttentionType:
-        """AttentionType of attention; MHA and MQA are ``gqa``."""
+        """Attention type, where MHA and MQA are special cases of ``gqa``."""
         return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
 
     @property
     def head_dim(self) -> int:
-        """Features of a query or key head that can be knocked: in latent attention without RoPE."""
+        """Dimension of the query and key heads that KHA is applied to. For MLA, this excludes the
+        rotary part."""
         return self.qk_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def normed_dim(self) -> int:
-        """Features of a query or key head at QK-norm."""
-        made = (mechanism.own_dim for mechanism in self.kha.mechanisms)
-        return next(filter(None, made), self.head_dim)
+        """Dimension of the query and key heads in QK-norm."""
+        dims = (mechanism.own_dim for mechanism in self.kha.mechanisms)
+        return next(filter(None, dims), self.head_dim)
 
     @property
     def head_sizes(self) -> HeadSizes:
-        """Sizes of the heads, over all tensor-parallel ranks."""
+        """Head sizes without tensor parallelism."""
         latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
@@ -211,47 +209,40 @@ class ModelConfig:
 
     @property
     def latent_heads(self) -> int:
-        """Heads of the latent of keys and values; 1 except in GLA."""
+        """Number of KV latent heads, which is 1 unless the model uses GLA."""
         return self.kha_latent_heads if self.kha_attention == "gla" else 1
 
     @property
     def tied_embeddings(self) -> bool:
-        """True if the output layer shares the embedding."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of a norm per feature."""
+        """Number of parameters per feature in a normalization layer."""
         return 1 if self.normalization == "RMSNorm" else 2
 
     @property
     def layers(self) -> int:
-        """Number of layers, which must be known."""
         assert self.num_layers is not None
         return self.num_layers
 
     @property
     def dense_width(self) -> int:
-        """Width of the dense MLP; 0 if unknown."""
         return self.ffn_hidden_size or 0
 
     @property
     def experts(self) -> int:
-        """Number of routed experts; 0 in a dense model."""
         return self.num_experts or 0
 
     @property
     def expert_width(self) -> int:
-        """Width of one expert."""
         return self.moe_ffn_hidden_size or 0
 
     @property
     def shared_width(self) -> int:
-        """Width of the shared expert; 0 without one."""
         return self.moe_shared_expert_intermediate_size or 0
 
     def is_moe(self, layer: int) -> bool:
-        """Return True if the layer (from 0) has experts."""
         freq = self.moe_layer_freq
         return bool(self.num_experts) and (
             layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
@@ -259,14 +250,13 @@ class ModelConfig:
 
     @property
     def has_dense_layers(self) -> bool:
-        """True if at least one layer has a dense MLP."""
         freq = self.moe_layer_freq
         some = freq > 1 and self.num_layers != 1 if isinstance(freq, int) else not all(freq)
         return not self.num_experts or some
 
     @property
     def qkv(self) -> QKVLayout:
-        """Layout of the QKV projection, which latent attention does not have."""
+        """Layout of the QKV projection. Not valid for MLA."""
         return QKVLayout(
             groups=self.num_query_groups,
             queries=self.num_attention_heads // self.num_query_groups,
@@ -277,7 +267,7 @@ class ModelConfig:
         )
 
     def padded_vocab(self, tp: int) -> int:
-        """Return the rows of the padded embedding for ``tp`` tensor-parallel ranks."""
+        """Return the padded vocabulary size for ``tp`` tensor-parallel ranks."""
         if self.padded_vocab_size:
             return self.padded_vocab_size
         assert self.vocab_size is not None

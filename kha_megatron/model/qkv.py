@@ -1,12 +1,13 @@
-"""Layout of the rows of Megatron's ``linear_qkv``.
+"""Row layout of Megatron's ``linear_qkv`` weight.
 
-The rows are ordered by group (key/value head): query heads, rows of mechanisms (``HeadRows``, the
-output gate first), key, value. In grouped-tied attention the tied state replaces key and value.
+Rows are grouped by KV head. Each group contains the query heads, the rows of head mechanisms with
+the output gate first (see ``HeadRows``), the key and the value. In grouped-tied attention, the tied
+state replaces key and value.
 
-Tensor parallelism divides the rows evenly. With more ranks than groups, the ranks that share a
-group gather it, and each takes its part of the queries. Rows of mechanisms are padded with zeros to
-a multiple of :data:`UNIT` per group for FP8. The padding does not depend on the number of ranks, so
-a checkpoint has the same tensors in every layout.
+Tensor parallelism splits the rows evenly. If there are more ranks than groups, the ranks that share
+a group all-gather its rows, and each of them uses a part of the queries. For FP8, the mechanism
+rows of each group are padded with zeros to a multiple of :data:`UNIT`. Since the padding is
+independent of the tensor-parallel size, checkpoints have the same tensors for every layout.
 """
 
 from dataclasses import dataclass
@@ -15,50 +16,46 @@ from functools import cached_property
 from kha_megatron.heads import HeadRows, Projection
 
 UNIT = 16
-"""Multiple to which the rows of mechanisms that Megatron does not have are padded per group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Heads of one kind within a group."""
+    """Range of rows within a group, e.g. its query heads."""
 
     first: int
-    """First row within the group."""
     heads: int
-    """Number of heads in a group."""
+    """Number of heads per group."""
     features: int
-    """Rows of one head."""
+    """Number of rows per head."""
     hf: str
-    """Module below ``self_attn`` in Hugging Face's classes."""
+    """Name of the Hugging Face module in ``self_attn``."""
     is_per_query: bool
-    """True if ranks that share a group divide the heads, as they do queries."""
+    """Whether the heads are split between ranks that share a group, like the query heads."""
 
     @property
     def rows(self) -> slice:
-        """Rows within the group."""
         return slice(self.first, self.first + self.heads * self.features)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QKVLayout:
-    """Rows of one layer's ``linear_qkv``, over all tensor-parallel ranks."""
+    """Row layout of one layer's full ``linear_qkv`` weight, before tensor-parallel sharding."""
 
     groups: int
-    """Key/value heads."""
+    """Number of KV heads."""
     queries: int
-    """Query heads per group."""
+    """Number of query heads per group."""
     head_dim: int
-    """Rows of a head."""
     extra: tuple[HeadRows, ...] = ()
-    """Rows of mechanisms, in order."""
+    """Rows of head mechanisms."""
     tied: bool = False
-    """True if keys have no rows (grouped-tied attention)."""
+    """Whether keys and values are tied (grouped-tied attention)."""
     omitted: tuple[Projection, ...] = ()
-    """Queries or keys that a mechanism makes itself (``Mechanism.own_projections``)."""
+    """Projections without rows, because a mechanism computes them (``own_projections``)."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """Parts of a group by name, in the order of their rows."""
+        """Parts of a group by name, in row order."""
         found: dict[str, Part] = {}
         first = 0
 
@@ -82,7 +79,7 @@ class QKVLayout:
 
     @cached_property
     def padding(self) -> slice:
-        """Padding rows of a group, before its key."""
+        """Padding rows of a group, which precede the key."""
         size = {r: r.features * (self.queries if r.heads == "query" else 1) for r in self.extra}
         queries = 0 if "query" in self.omitted else self.queries
         first = queries * self.head_dim + sum(size.values())
@@ -91,32 +88,30 @@ class QKVLayout:
 
     @property
     def is_stock(self) -> bool:
-        """True if Megatron has the same rows, including its output gate."""
+        """Whether the layout is supported by Megatron itself, including its output gate."""
         return not (self.tied or self.omitted) and all(row.is_stock for row in self.extra)
 
     @property
     def parts_before_padding(self) -> int:
-        """Number of parts before the padding."""
         return len(self.extra) + ("query" in self.parts)
 
     @property
     def stock_gate(self) -> str | None:
-        """Name of the part that is Megatron's output gate."""
+        """Name of the part for Megatron's output gate, if any."""
         return next((row.name for row in self.extra if row.is_stock), None)
 
     @property
     def group_rows(self) -> int:
-        """Rows of one group."""
         return self.parts["value"].rows.stop
 
     @property
     def rows(self) -> int:
-        """Output features of the projection."""
         return self.groups * self.group_rows
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Part of every ``head_dim`` rows, in order; empty if a part is no multiple of it."""
+        """Part name for each block of ``head_dim`` rows, or () if a part is not a multiple of
+        ``head_dim``."""
         blocks: list[str] = []
         for name, part in self.parts.items():
             count, rest = divmod(part.heads * part.features, self.head_dim)
@@ -126,15 +121,15 @@ class QKVLayout:
         return tuple(blocks) * self.groups
 
     def ranks_per_group(self, ranks: int) -> int:
-        """Return how many tensor-parallel ranks share a group."""
+        """Return the number of tensor-parallel ranks that share a group."""
         return max(1, ranks // self.groups)
 
     def group_of(self, rank: int, ranks: int) -> int:
-        """Return the group of a rank that shares one."""
+        """Return the index of the group that a rank shares with other ranks."""
         return rank // self.ranks_per_group(ranks)
 
     def head_slices(self, rank: int, ranks: int) -> dict[str, slice]:
-        """Return the heads of each part that belong to a rank."""
+        """Return the heads of each part that ``rank`` uses."""
         sharing = self.ranks_per_group(ranks)
         found: dict[str, slice] = {}
         for name, part in self.parts.items():

@@ -1,4 +1,4 @@
-"""Read the KHA configuration and the shared matrices of an opened checkpoint."""
+"""Read the KHA config and the knocking weights of a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,13 +12,11 @@ from kha_megatron.heads import HeadSizes, Knock, Projection
 
 _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_proj.weight"
-"""A tensor of every attention layer."""
-_ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
-"""Placeholder sizes: names and numbers of stacked matrices do not depend on them."""
+_ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # tensor names do not depend on sizes
 
 
 class _Megatron(Protocol):
-    """The part of ``checkpoint.megatron.MegatronCheckpoint`` that is used here."""
+    """Interface of ``checkpoint.megatron.MegatronCheckpoint``."""
 
     path: Path
 
@@ -31,7 +29,7 @@ class _Megatron(Protocol):
 
 @runtime_checkable
 class _HuggingFace(Protocol):
-    """The part of ``checkpoint.hf_reader.HFCheckpoint`` that is used here."""
+    """Interface of ``checkpoint.hf_reader.HFCheckpoint``."""
 
     path: Path
 
@@ -42,50 +40,43 @@ class _HuggingFace(Protocol):
 
 
 def read_kha_config(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
-    """Return the KHA configuration that Megatron's arguments or ``config.json`` record, if any.
+    """Read the KHA config from a checkpoint's training arguments or ``config.json``.
 
     Raises:
-        CheckpointError: Megatron's arguments and the tensors contradict each other.
-        ConfigError: the recorded configuration does not exist.
+        CheckpointError: If the training arguments do not match the tensors.
+        ConfigError: If the stored config is invalid.
     """
     if isinstance(checkpoint, _HuggingFace):
         return KHAConfig.from_entries(checkpoint.config)
     kha = KHAConfig.from_entries(checkpoint.args)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
     latent = bool(checkpoint.args.get("multi_latent_attention"))
-    if key := _differing(shapes, kha or KHAConfig(), latent):
+    if key := _find_mismatch(shapes, kha or KHAConfig(), latent):
         raise CheckpointError(
-            f"{checkpoint.path}: the training arguments record KHA on {kha or 'nothing'}, which "
-            f"does not fit the tensor {key}. The arguments were changed."
+            f"{checkpoint.path}: tensor {key} does not match the KHA config in the training "
+            f"arguments ({kha or 'nothing'}). The arguments were probably modified."
         )
     return kha
 
 
 def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> None:
-    """Check that a run has the head mechanisms ``kha`` of the checkpoint that it resumes from.
-
-    Args:
-        stored: the checkpoint's configuration, see :func:`read_kha_config`.
-
-    Raises:
-        CheckpointError: naming both configurations.
-    """
+    """Check that the config ``kha`` of a resumed run matches the checkpoint's ``stored`` config."""
     saved = stored or KHAConfig()
     if saved.to_dict(start=False) != kha.to_dict(start=False):
         remedy = "Resume with the same --kha-* arguments, or start without --load"
         if not saved.mechanisms and saved.attention == kha.attention:
-            remedy += ", or start a new run from it with --kha-upcycle"
+            remedy += ", or use --kha-upcycle to add KHA to this checkpoint"
         raise CheckpointError(
-            f"{path} was trained with KHA on {saved}, but the command line asks for {kha}. "
+            f"{path} was trained with KHA on {saved}, but the command line specifies {kha}. "
             f"{remedy}."
         )
 
 
-def _differing(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool) -> str | None:
-    """Return a tensor of a head mechanism that only the checkpoint or only ``kha`` has.
-
-    Knocks are compared with their number of matrices.
-    """
+def _find_mismatch(
+    shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool
+) -> str | None:
+    """Return the key of a missing or unexpected tensor of ``kha``, comparing names and the number
+    of stacked matrices."""
     names = tuple(f"self_attention.{name}_" for name in (Knock.name, *mechanism_types()))
     wanted = {
         (key.removesuffix(_ATTENTION) + tensor.key, len(tensor.matrices))
@@ -102,17 +93,15 @@ def _differing(shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bo
 
 
 def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Projection], Any]:
-    """Return the head-shared matrices ``[n, D, D]``, for ``x @ W``, by layer and projection.
+    """Read the shared matrices ``[n, D, D]`` by layer and projection, to be used as ``x @ W``.
 
     Raises:
-        CheckpointError: there are none, the record and the tensors contradict each other, or the
-            checkpoint is damaged.
+        CheckpointError: If the checkpoint has no such matrices, does not match its config, or is
+            corrupted.
     """
     kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:
-        raise CheckpointError(
-            f"{checkpoint.path} records no knocking heads, only {kha or 'plain Megatron'}."
-        )
+        raise CheckpointError(f"No KHA matrices found in {checkpoint.path} (KHA config: {kha}).")
     tensors = kha.knock.tensors(_ANY)
     if not isinstance(checkpoint, _HuggingFace):
         return {
@@ -129,7 +118,7 @@ def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, 
     }
     if differing := stored.symmetric_difference(chain.from_iterable(places.values())):
         raise CheckpointError(
-            f"{checkpoint.path}: config.json records KHA on {kha}, but {len(differing)} matrices "
-            f"are missing or unexpected, such as {min(differing)}"
+            f"{checkpoint.path}: {len(differing)} KHA matrices are missing or unexpected for the "
+            f"config {kha}, e.g. {min(differing)}."
         )
     return {place: checkpoint.linears(keys) for place, keys in places.items()}

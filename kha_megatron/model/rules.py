@@ -1,8 +1,7 @@
-"""Check that a model can be trained with a layout, a batch and head mechanisms.
+"""Validation of model, layout, batch and head mechanisms against each other.
 
-The launcher and the planner check a run before any rank starts, the training entry point checks
-Megatron's arguments, and the attention layer checks its ``TransformerConfig``. Sizes must divide
-evenly. Everything else that Megatron refuses itself is left to Megatron.
+The launcher, the planner, the training entry point and the attention layer use these checks, which
+cover KHA and divisibility of sizes. All other arguments are validated by Megatron itself.
 """
 
 import math
@@ -17,44 +16,40 @@ from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.run import Training
 
-_ELSEWHERE = (
+_READ_SIZES_FROM_FILE = (
     "use_checkpoint_args",
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-"""Arguments with which the sizes of the model are not on the command line."""
 
 
 def check_arguments(
     arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
 ) -> None:
-    """Check the layout, the batch and the optimizer of Megatron's arguments, by name.
-
-    Raises:
-        ConfigError: the run is impossible or would compute something wrong.
-    """
+    """Check the layout, batch and optimizer in Megatron's arguments."""
     model = ModelConfig.from_arguments(arguments, kha)
-    if model is None or any(arguments.get(name) for name in _ELSEWHERE):
+    if model is None or any(arguments.get(name) for name in _READ_SIZES_FROM_FILE):
         return
-    check_layout(model, Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments))
+    layout, batch = Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments)
+    check_layout(model, layout, batch)
     training = Training(**read_arguments(Training, arguments))
     splits = training.optimizer.endswith("muon") and training.muon_split_qkv
     if splits and not (model.multi_latent_attention or model.qkv.is_stock):
         raise ConfigError(
-            f"--optimizer {training.optimizer} would split the QKV projection of {model.kha} at "
-            "the wrong rows. Add --muon-no-split-qkv."
+            f"--optimizer {training.optimizer} does not support splitting the QKV weight with "
+            f"{model.kha}, which adds rows to this weight. Please add --muon-no-split-qkv."
         )
 
 
 def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
-    """Return what the head mechanisms need to know about a model and its batch, if known."""
-    turned = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    """Collect the properties of a model and batch that the head mechanisms check."""
+    rotary = model.position_embedding_type == "rope" and not model.multi_latent_attention
     return HeadFacts(
         multi_latent=model.multi_latent_attention,
         attention=model.kha_attention,
         qk_norm=model.qk_layernorm or model.qk_l2_norm,
         flash_decode=model.flash_decode,
-        rotary_features=int(model.kv_channels * model.rotary_percent) if turned else 0,
+        rotary_features=int(model.kv_channels * model.rotary_percent) if rotary else 0,
         predictions=model.mtp_num_layers or 0,
         layers=model.num_layers or 0,
         query_heads=model.num_attention_heads,
@@ -65,43 +60,36 @@ def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFact
 
 
 def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
-    """Check the head mechanisms against Megatron's arguments, by name.
+    """Check that Megatron's arguments are compatible with the head mechanisms.
 
-    If the arguments do not contain the sizes of the model, the ranks check the mechanisms.
-
-    Raises:
-        ConfigError: naming the arguments to change.
+    If model sizes are missing in the arguments, the mechanisms are only checked by the ranks.
     """
     if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
         model.kha.check(build_head_facts(model, Batch.from_arguments(arguments)))
     added = kha.without_output_gate().mechanisms
     if arguments.get("kha_upcycle") and not (added and all(m.is_exact_at_start for m in added)):
         raise ConfigError(
-            f"Expected mechanisms that start at the identity with --kha-upcycle, got {kha}. Choose "
-            "another --kha-preset without --kha-init random. For gates, use kha-megatron convert "
-            "upcycle."
+            "--kha-upcycle requires mechanisms that do not change the model at initialization, got "
+            f"{kha}. Choose another --kha-preset and remove --kha-init random. To add gates, use "
+            "`kha-megatron convert upcycle`."
         )
 
 
 def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None) -> None:
-    """Check that a model, and a batch if known, can be divided over the ranks of a layout.
-
-    Raises:
-        ConfigError: naming the size and the nearest possible sizes.
-    """
+    """Check that the sizes of a model and an optional batch are divisible for a layout."""
     heads, groups = model.num_attention_heads, model.num_query_groups
-    shared = (groups, model.latent_heads)  # several ranks may share one of them
-    legal = [n for n in divisors(heads) if all(c % n == 0 or n % c == 0 for c in shared)]
-    if heads % groups == 0 and layout.tp not in legal:
+    shared = (groups, model.latent_heads)  # several ranks may share one of these heads
+    valid = [n for n in divisors(heads) if all(c % n == 0 or n % c == 0 for c in shared)]
+    if heads % groups == 0 and layout.tp not in valid:
         raise ConfigError(
-            f"{heads} query heads and {groups} key/value heads cannot be divided over {layout.tp} "
-            f"tensor-parallel ranks. Choose --tensor-model-parallel-size from {legal}."
+            f"Cannot split {heads} query heads and {groups} key/value heads over {layout.tp} "
+            f"tensor-parallel ranks. Valid values of --tensor-model-parallel-size: {valid}."
         )
     if layout.vpp and layout.pp == 2 and not layout.overlap_p2p:
-        # Megatron's parser refuses this; a model built by hand would train to other losses
+        # Megatron only checks its command line, and models built in Python would get wrong losses
         raise ConfigError(
-            "Virtual stages on 2 pipeline ranks without overlapped point-to-point communication "
-            "mix up messages. Set overlap_p2p_comm."
+            "Interleaved pipeline parallelism on 2 ranks requires overlap_p2p_comm, because "
+            "messages between the ranks would be mixed up otherwise."
         )
     for name, size, factors in _divided(model, layout, batch):
         unit = math.prod(factors.values())
@@ -110,8 +98,8 @@ def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None)
             product = " x ".join(f"{count} {what}" for what, count in factors.items() if count > 1)
             nearest = " or ".join(str(multiple) for multiple in (low, low + unit) if multiple)
             raise ConfigError(
-                f"Expected {name} to be a multiple of {unit} ({product}), got {size}. "
-                f"Use {nearest}."
+                f"{name} ({size}) must be divisible by {unit} ({product}). Nearest valid values: "
+                f"{nearest}."
             )
     if model.num_layers is not None:
         _check_stages(model.num_layers, layout)
@@ -120,13 +108,13 @@ def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None)
 def _divided(
     model: ModelConfig, layout: Layout, batch: Batch | None
 ) -> Iterator[tuple[str, int, dict[str, int]]]:
-    """Yield each size that is divided, with the numbers of parts whose product divides it."""
+    """Yield the name and value of each size with the factors by which it must be divisible."""
     pipeline = {"pipeline": layout.pp}
     if layout.world_size is not None:
         dense = {"tensor": layout.tp, "context": layout.cp}
         experts = {"expert-tensor": layout.expert_tp, "expert": layout.ep}
         for sizes in (dense, experts):
-            yield "the number of ranks", layout.world_size, sizes | pipeline
+            yield "The number of ranks", layout.world_size, sizes | pipeline
         if batch and batch.global_batch_size is not None:
             parts = {"--micro-batch-size": batch.micro_batch_size, "replicas": layout.dp}
             if layout.vpp and layout.microbatch_group is None:
@@ -141,14 +129,14 @@ def _divided(
     yield "--num-attention-heads", heads, latent_heads
     if latent:
         yield "--kv-lora-rank", model.kv_lora_rank, latent_heads
-    # with Transformer Engine every rank has the whole down-projections
+    # Transformer Engine replicates the down-projections on every rank
     if latent and (model.transformer_impl != "transformer_engine" or model.mla_down_proj_fusion):
         yield "--q-lora-rank", model.q_lora_rank or 0, tensor
         down = model.kv_lora_rank + model.qk_pos_emb_head_dim
         yield "--kv-lora-rank plus --qk-pos-emb-head-dim", down, tensor
     if not latent:
         added = fp8 if model.kha.rows(model.head_sizes) else {}
-        yield "the number of rows of the QKV projection", model.qkv.rows, tensor | added
+        yield "The number of rows of the QKV projection", model.qkv.rows, tensor | added
     if model.kha_attention == "gta":
         yield "--kv-channels", model.kv_channels, {"for rotary pairs in half of a key": 4}
     yield "--kv-channels", model.head_dim, {"for FP8": 16 if model.fp8 else 1}
@@ -164,25 +152,23 @@ def _divided(
 
     if batch is not None:
         sequence = {"context-parallel ranks": layout.cp}
-        # context parallelism gives each rank an early and a late part of the sequence
+        # for load balancing, each context-parallel rank has an early and a late chunk
         yield "--seq-length", batch.seq_length, sequence | {"parts": 2 if layout.cp > 1 else 1}
         sequence |= tensor if layout.sequence_parallel else {}
         yield "--seq-length", batch.seq_length, sequence
         if model.fp8:  # Transformer Engine pads the tokens of experts only
             tokens = batch.micro_batch_size * batch.seq_length
             unit = {"for FP8": 32 if model.fp8_recipe == "mxfp8" else 8}
-            yield "the number of tokens of a microbatch", tokens, sequence | unit
+            yield "The number of tokens of a microbatch", tokens, sequence | unit
 
 
 def _check_stages(layers: int, layout: Layout) -> None:
-    """Check that the layers fill the pipeline ranks and their virtual stages."""
     stages = layout.pp * (layout.vpp or 1)
-    fills = layout.stages is not None or stages <= layers + 2  # the embedding and the loss
-    if fills:
+    if layout.stages is not None or stages <= layers + 2:  # 2 for the embedding and the loss
         chunks = layout.chunk_layers(layers)
-        fills = sum(map(sum, chunks)) == layers and min(map(min, chunks)) >= 0
-    if not fills:
-        raise ConfigError(
-            f"{layers} layers cannot be divided over {layout.pp} pipeline ranks of "
-            f"{layout.vpp or 1} stages each. Change --num-layers or the pipeline layout."
-        )
+        if sum(map(sum, chunks)) == layers and min(map(min, chunks)) >= 0:
+            return
+    raise ConfigError(
+        f"Cannot split {layers} layers over {layout.pp} pipeline ranks with {layout.vpp or 1} "
+        "stages each. Change --num-layers or the pipeline layout."
+    )

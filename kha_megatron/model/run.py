@@ -1,8 +1,7 @@
-"""A training run as typed values, from which its command line is generated.
+"""Typed description of a training run that can be converted to Megatron's command line.
 
-``Run.from_values(num_layers=4, hidden_size=128, swiglu=True)`` takes Megatron's arguments by name. A user's
-words are parsed with the same table: ``run.updated(["--lr", "1e-3"])``. Flags that are not in the
-table are passed on unchanged.
+For example, ``Run.from_values(num_layers=4, swiglu=True).updated(["--lr", "1e-3"])`` combines typed
+values with command-line arguments. Unknown flags are passed to Megatron unchanged.
 """
 
 import re
@@ -18,17 +17,17 @@ from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model_config import ModelConfig
 
 Arguments = dict[str, tuple[str, ...]]
-"""A command line: each flag, with its dashes, to the words that follow it."""
+"""Command line as a mapping from flags, including dashes, to their values."""
 
 REPEATED = frozenset({"--heads"})
-"""Flags that may be repeated; each occurrence adds one word."""
+"""Flags that may be passed multiple times to append values."""
 
 _option = partial(flag, attribute=None, most=2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Optimisation, precision, files, reports and checkpoints."""
+    """Optimizer, precision, data, logging and checkpoint arguments."""
 
     train_iters: int | None = _option(None)
     train_samples: int | None = _option(None)
@@ -89,7 +88,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Arguments of the head mechanisms, which ``Run.kha`` parses."""
+    """Command-line arguments of the head mechanisms, which ``Run.kha`` parses."""
 
     kha_preset: str | None = _option(None)
     kha_query: str | None = _option(None)
@@ -102,10 +101,9 @@ class Heads:
 
 
 TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, Heads)
-"""Every argument that this package writes or reads."""
+"""All arguments that this package reads or writes."""
 
 HEAD_FIELDS = tuple(row for row in rows(ModelConfig, Heads) if row.argument.startswith("kha_"))
-"""Arguments of the head mechanisms."""
 
 
 _EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
@@ -118,7 +116,8 @@ _EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "fp16": (bool, ("bf16",)),
     "train_samples": (bool, ("train_iters",)),
 }
-"""Arguments with a condition on their value, and the arguments that they exclude."""
+"""Mutually exclusive arguments: if the condition holds for an argument's value, the listed
+arguments are dropped."""
 
 
 @cache
@@ -127,36 +126,31 @@ def _by(name: str) -> Mapping[str, Field]:
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """Parse ``--flag``, ``--flag value ...`` and ``--flag=value``.
+    """Parse ``--flag``, ``--flag value ...`` and ``--flag=value`` like argparse.
 
-    The last occurrence of a flag counts, except for :data:`REPEATED`. A word is a flag if it begins
-    with two dashes and a letter, so that ``-1e-3`` is a value.
+    If a flag is repeated, the last occurrence takes precedence, except for :data:`REPEATED`. Words
+    such as ``-1e-3`` are values, since flags start with two dashes and a letter.
 
     Raises:
-        ConfigError: a word follows no flag.
+        ConfigError: If a value does not follow a flag.
     """
     found: Arguments = {}
     name, closed = "", True
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word.partition("=")
-            closed = bool(equals)  # argparse gives --flag=value exactly that one value
+            closed = bool(equals)  # argparse allows no further values after --flag=value
             before = found.get(name, ()) if name in REPEATED else ()
             found[name] = (*before, value) if closed else before
         elif closed:
-            raise ConfigError(
-                f"Expected an argument that begins with --, such as --lr 1e-3, got {word!r}."
-            )
+            raise ConfigError(f"Unexpected argument {word!r}. Pass arguments as --name value.")
         else:
             found[name] += (word,)
     return found
 
 
 def render(arguments: Arguments) -> list[str]:
-    """Return the words that argparse parses back to ``arguments``.
-
-    A single value that is empty or begins with a dash is written as ``--flag=value``.
-    """
+    """Convert ``arguments`` back to command-line words. This is the inverse of :func:`parse`."""
     words: list[str] = []
     for name, values in arguments.items():
         if name in REPEATED:
@@ -170,7 +164,7 @@ def render(arguments: Arguments) -> list[str]:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a command line."""
+    """Command-line argument with its typed value."""
 
     flag: str
     words: tuple[str, ...]
@@ -178,9 +172,9 @@ class Argument:
 
 
 def as_arguments(**values: Any) -> dict[str, Argument]:
-    """Convert typed values, by argument, to arguments of a command line.
+    """Convert typed values to command-line arguments.
 
-    Values that need no flag, such as False for ``--swiglu``, are left out.
+    Values that do not require a flag, such as ``swiglu=False``, are omitted.
     """
     named = ((name, _by("argument")[name], value) for name, value in values.items())
     return {
@@ -191,11 +185,7 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
-    """Parse a command line to arguments by name. An unknown flag is its own name.
-
-    Raises:
-        ConfigError: a word belongs to no flag, or cannot be parsed.
-    """
+    """Parse a command line into arguments by name. For unknown flags, the name is the flag."""
     found = {}
     for name, values in parse(words).items():
         row = _by("flag").get(name)
@@ -206,28 +196,26 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run, without the number of ranks."""
+    """Configuration of a training run, which is independent of the number of ranks."""
 
     given: Mapping[str, Argument]
-    """Arguments by name, in the order of the command line."""
+    """Arguments by name, in command-line order."""
     vocab_size: int | None = None
-    """Vocabulary size of the intended tokenizer, from which Megatron takes it."""
+    """Expected vocabulary size of the tokenizer, which is not a command-line argument."""
     dropped: tuple[str, ...] = field(default=(), compare=False)
-    """Flags of the recipe that a user's arguments exclude, each with the reason."""
+    """Recipe flags that are excluded by the user's arguments, with the reason for each."""
 
     @classmethod
     def from_values(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
-        """Build a run from typed values, by the names of Megatron's arguments."""
+        """Build a run from typed values of Megatron's arguments."""
         return cls(given=as_arguments(**values), vocab_size=vocab_size)
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """Return the run with other values and a user's command line.
+        """Return a copy with updated values and additional command-line arguments.
 
-        Minimum learning rate and warm-up keep their ratios to the learning rate and the iterations.
-        Arguments that the new ones exclude are moved to :attr:`dropped`.
-
-        Raises:
-            ConfigError: a word belongs to no flag, or cannot be parsed.
+        If the learning rate or the number of iterations changes, the minimum learning rate and the
+        warmup are scaled accordingly. Arguments that are excluded by the new ones are moved to
+        :attr:`dropped`.
         """
         new = as_arguments(**values) | parse_arguments(words)
         own = {n: one for n, one in self.given.items() if n in new or n not in values}
@@ -244,8 +232,8 @@ class Run:
             if base in new and name not in new and base in own and name in own:
                 before, value = own[base].value, own[name].value
                 scaled = value * new[base].value / before if before else value
-                kept = int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
-                new |= as_arguments(**{name: kept})
+                scaled = int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
+                new |= as_arguments(**{name: scaled})
         dropped = (
             f"{self.given[name].flag}: excluded by {new[other].flag}"
             for name, other in excluded.items()
@@ -253,55 +241,46 @@ class Run:
         return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
 
     def with_defaults(self, **values: Any) -> Self:
-        """Return the run with values for arguments that it does not give."""
+        """Return a copy with default values for arguments that are not set."""
         return replace(self, given=as_arguments(**values) | dict(self.given))
 
     @property
     def flags(self) -> Arguments:
-        """The command line as a dict."""
         return {one.flag: one.words for one in self.given.values()}
 
     def words(self) -> list[str]:
-        """Return the command line."""
+        """Return the command line as a list of words."""
         return render(self.flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Typed values by argument."""
+        """Typed values of all arguments."""
         return {name: one.value for name, one in self.given.items()}
 
     @cached_property
     def model(self) -> ModelConfig | None:
-        """The model; None if the sizes are not on the command line."""
+        """Model config, or None if the model sizes are not on the command line."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
         return ModelConfig.from_arguments(self.arguments | sizes, self.kha)
 
     def layout(self, ranks: int | None) -> Layout:
-        """Return the parallel sizes on a number of ranks."""
         return Layout.from_arguments(self.arguments, ranks)
 
     @cached_property
     def batch(self) -> Batch | None:
-        """The batch; None if Megatron decides."""
         return Batch.from_arguments(self.arguments)
 
     @cached_property
     def kha(self) -> KHAConfig:
-        """The head mechanisms. Raises ``ConfigError`` for unknown names."""
         return parse_kha_config({"kha_preset": "baseline"} | self.arguments) or KHAConfig()
 
     @cached_property
     def training(self) -> Training:
-        """Optimisation, precision, files and checkpoints."""
         return Training(**read_arguments(Training, self.arguments))
 
 
 def parse_kha_config(arguments: Mapping[str, Any]) -> KHAConfig | None:
-    """Return the KHA configuration of arguments by name; None if none is given.
-
-    Raises:
-        ConfigError: a name or a value is unknown.
-    """
+    """Build the KHA config from Megatron's arguments, or return None without KHA arguments."""
     names = {row.argument: row.argument.removeprefix("kha_") for row in HEAD_FIELDS}
     kha = KHAConfig.from_options({setting: arguments.get(name) for name, setting in names.items()})
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

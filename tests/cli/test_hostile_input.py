@@ -110,7 +110,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
             "got collaborative.dim=512",
         ),
         (f"{PLAN} --tp 3", "--tensor-model-parallel-size"),
-        (f"{PLAN} --tp 4 --cp 3", "the number of ranks to be a multiple of 12"),
+        (f"{PLAN} --tp 4 --cp 3", "must be divisible by 12"),
         (f"{PLAN} --gpu-memory '80 apples'", "80 apples"),
         ("plan quickstart --gpus 131073", "got 131073"),
         ("data prepare --from /gone --out out", "--from /gone does not exist"),

@@ -194,7 +194,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     (tmp_path / "blank").write_text(" \n")
     capsys.readouterr()  # progress of saving the model
     for given, message in (
-        ([plain], f"{plain} records no knocking heads"),
+        ([plain], f"No KHA matrices found in {plain}"),
         ([tmp_path / "nowhere"], f"{tmp_path / 'nowhere'} is not a directory"),
         ([tmp_path / "empty"], f"{tmp_path / 'empty'} has no"),
         ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),

@@ -77,17 +77,17 @@ def test_megatron_parses_every_recipe_to_its_own_values(ranks):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--num-layers two", "Expected --num-layers as a whole number from 1 to 4096, got two"),
-        ("--num-layers 0", "a whole number from 1"),
-        (f"--num-layers {9**20}", "a whole number from 1 to 4096"),
+        ("--num-layers two", "--num-layers must be an integer, got two"),
+        ("--num-layers 0", "an integer between 1 and 4096"),
+        (f"--num-layers {9**20}", "an integer between 1 and 4096"),
         ("--moe-layer-freq [1]*99999999999", "lists of 0 and 1"),
         ("--moe-layer-freq [0]*3+[2]", "lists of 0 and 1"),
-        ("--pipeline-model-parallel-layout Et*99999999999L", "at most 4096 times"),
+        ("--pipeline-model-parallel-layout Et*99999999999L", "at most 4096 repetitions"),
         ("--pipeline-model-parallel-layout Etx", "E .embedding., .* got Etx"),
-        ("--lr fast", "Expected --lr as a number, got fast"),
-        ("--lr 1 2", "Expected 1 values after --lr, got 2"),
-        ("--swiglu yes", "Expected 0 values after --swiglu, got 1"),
-        *((words, "Expected an argument") for words in ("7", "-x", "lr 3", "--lr=1 2")),
+        ("--lr fast", "--lr must be a number, got fast"),
+        ("--lr 1 2", "--lr takes 1 value, got '1 2'"),
+        ("--swiglu yes", "--swiglu takes no value, got 'yes'"),
+        *((words, "Unexpected argument") for words in ("7", "-x", "lr 3", "--lr=1 2")),
     ],
 )
 def test_malformed_arguments_are_refused(words, error):

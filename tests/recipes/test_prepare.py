@@ -26,7 +26,7 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         ("--kha-preset kha_mpl", 2, "Unknown KHA preset 'kha_mpl'"),
         ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
         ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
-        ("--moe-layer-freq __import__('os')", 2, "a whole number from 1 up"),
+        ("--moe-layer-freq __import__('os')", 2, "a positive integer or lists"),
     ],
 )
 def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):

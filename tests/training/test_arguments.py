@@ -76,7 +76,7 @@ def test_head_arguments_are_parsed(checked):
 def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
     prefix, missing = corpus[1], tmp_path / "nowhere"
     config_errors = [
-        ([*MLP, "--tensor-model-parallel-size", "3"], "cannot be divided over 3"),
+        ([*MLP, "--tensor-model-parallel-size", "3"], "over 3 tensor-parallel ranks"),
         (["--kha-preset", "kha_mpl"], "'kha_mpl'"),
         (["--kha-value", "lienar"], "'lienar'"),
         ([], "Expected --kha-preset"),
