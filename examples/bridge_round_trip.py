@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-bridge.register()  # before AutoBridge reads a directory
+bridge.register_bridge()  # before AutoBridge reads a directory
 
 from megatron.bridge import AutoBridge
 from safetensors.torch import load_file

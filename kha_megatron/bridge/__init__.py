@@ -1,30 +1,24 @@
-"""Support for ``kha`` models in Megatron-Bridge's ``AutoBridge`` and recipes.
-
-::
-
-    from kha_megatron import bridge
-
-    bridge.register()  # before AutoBridge, and before Bridge reads a checkpoint with KHA
-    AutoBridge.import_ckpt(hf_directory, megatron_directory)
-
-Use ``kha_megatron.bridge.provider.KHAModelProvider`` wherever a recipe takes a
-``GPTModelProvider``. Only :func:`register` imports Megatron-Bridge.
-"""
+"""Support for ``kha`` models in Megatron-Bridge."""
 
 from kha_megatron.bridge.imports import bridge_imports
 
-__all__ = ["register"]
+__all__ = ["register_bridge"]
 
 
-def register() -> None:
-    """Make ``AutoBridge`` read and write ``KHAForCausalLM`` directories.
+def register_bridge() -> None:
+    """Register the ``kha`` architecture with ``AutoBridge`` and with transformers.
 
-    Also registers ``kha`` with transformers, and allows Megatron-Bridge to build
-    ``KHAModelProvider`` from the ``run_config.yaml`` of a checkpoint.
+    Call this function before ``AutoBridge`` or before loading a checkpoint with KHA, so that
+    ``KHAModelProvider`` can be instantiated from the checkpoint's ``run_config.yaml``::
+
+        from kha_megatron.bridge import register_bridge
+
+        register_bridge()
+        AutoBridge.import_ckpt(hf_directory, megatron_directory)
 
     Raises:
-        MissingDependencyError: Megatron-Bridge or Transformer Engine is not installed.
-        VersionError: This version of Megatron-Bridge is not supported.
+        MissingDependencyError: If Megatron-Bridge or Transformer Engine is not installed.
+        VersionError: If the version of Megatron-Bridge is not supported.
     """
     with bridge_imports():
         import megatron.bridge  # noqa: F401

@@ -1,4 +1,4 @@
-"""Import Megatron-Bridge, or explain what to install."""
+"""Import Megatron-Bridge, which is an optional dependency."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,23 +6,23 @@ from contextlib import contextmanager
 from kha_megatron.errors import MissingDependencyError, VersionError
 from kha_megatron.mcore.compat import version_of
 
-SUPPORTED = "0.6"
+_SUPPORTED_VERSION = "0.6"
 
 
 @contextmanager
 def bridge_imports() -> Iterator[None]:
-    """Check the version of Megatron-Bridge and explain a failed import in the block."""
+    """Check the Megatron-Bridge version and handle import errors in the ``with`` block."""
     found = version_of("megatron-bridge")
     if found is None:
         raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
-    if not f"{found}.".startswith(f"{SUPPORTED}."):
+    if not f"{found}.".startswith(f"{_SUPPORTED_VERSION}."):
         raise VersionError(
-            f"Expected megatron-bridge {SUPPORTED}, got {found}. "
-            "Run `pip install 'kha-megatron[bridge]'`."
+            f"megatron-bridge {found} is not supported. Run `pip install 'kha-megatron[bridge]'` "
+            f"to install version {_SUPPORTED_VERSION}."
         )
     try:
         yield
-    # Transformer Engine without its torch extension raises FileNotFoundError.
+    # FileNotFoundError is raised by Transformer Engine if its torch extension is not installed.
     except (ImportError, FileNotFoundError) as error:
         raise MissingDependencyError(
             f"Transformer Engine with its torch extension (import error: {error})",

@@ -1,7 +1,7 @@
-"""Bridge's mappings of Megatron parameters to Hugging Face tensors, from ``conversion.table``.
+"""Parameter mappings between Megatron and Hugging Face, built from ``conversion.table``.
 
-In a name, the first ``*`` is a layer and the second an expert. Megatron has two names for norms.
-Bridge's registry derives the second from the one given here.
+In parameter names, the first ``*`` is the layer index and the second one the expert index. Note
+that Megatron-Bridge derives the alternative names of norms itself.
 """
 
 from typing import Any
@@ -37,22 +37,21 @@ _EVERYTHING = from_hf_config(
         shared_expert_gate=True,
     ).to_dict()
 )
-"""A model with every tensor that Bridge's layers can have."""
+"""Model that has all tensors that are supported in Megatron-Bridge."""
 _SLOTS = {slot.row: slot for slot in tensor_slots(_EVERYTHING)}.values()
 _KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
-"""Mappings of one, two and three Hugging Face tensors."""
+"""Mapping classes for one, two and three Hugging Face tensors."""
 
 
 class VocabularyMapping(AutoMapping):
-    """Maps embeddings ``[vocab_size, C]``, which Megatron pads to a multiple."""
+    """Mapping for embeddings ``[vocab_size, C]``, whose vocabulary size is padded in Megatron."""
 
     def __init__(self, megatron_param: str, hf_param: str, vocab_size: int) -> None:
         super().__init__(megatron_param, hf_param)
         self.vocab_size = vocab_size
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        """Return this rank's rows of ``[vocab_size, C]``, padded with zeros."""
-        # Bridge itself pads with several ranks.
+        # With tensor parallelism, Megatron-Bridge pads the weight itself.
         rows = len(megatron_module.get_parameter("weight"))
         padding = rows - len(hf_weights) if self.tp_size == 1 else 0
         if padding > 0:
@@ -62,23 +61,21 @@ class VocabularyMapping(AutoMapping):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Return ``[vocab_size, C]`` by name."""
         gathered = super().megatron_to_hf(megatron_weights, megatron_module)
         return {name: weight[: self.vocab_size] for name, weight in gathered.items()}
 
     def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
-        """Return a copy. The names have no ``*``."""
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
 
 
 class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
-    """Maps a parameter of a mechanism, or a ``linear_qkv`` with additional rows.
+    """Mapping for a parameter of a mechanism, or for ``linear_qkv`` with additional rows.
 
     Args:
-        megatron_param: Name of the parameter.
-        hf_param: Hugging Face names of its tensors, in the order of the row's parts.
-        row: The parameter's row of the table.
-        model: Sizes of the model.
+        megatron_param: Name of the Megatron parameter.
+        hf_param: Names of the Hugging Face tensors, in the order of the parts of ``row``.
+        row: Entry of ``conversion.table`` for the parameter.
+        model: Architecture, from which the shapes are computed.
     """
 
     def __init__(
@@ -91,14 +88,12 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
 
     @property
     def _tensor_parallel(self) -> MegatronParamMapping[Tensor]:
-        """Mapping of the tensor-parallel ranks."""
         row = self._row
         if isinstance(row, HeadRow) and row.tensor and row.tensor.ranks(self.tp_size) == 1:
             return self._replicated
         return self._sharded
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        """Return this rank's shard of the packed tensors."""
         parts = [hf_weights[name] for name in self.hf_param]
         whole = torch.cat(self._row.join(parts, self._model))
         return self._tensor_parallel.hf_to_megatron(whole, megatron_module)
@@ -106,7 +101,6 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        """Return the tensors by name, without padding rows."""
         found = self._tensor_parallel.megatron_to_hf(megatron_weights, megatron_module)
         return {
             name: part.contiguous()
@@ -117,15 +111,15 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         }
 
     def resolve(self, captures: tuple[str, ...]) -> "PackedMapping":
-        """Return the mapping of one layer."""
         ours, theirs = self._resolve_names(captures)
         return type(self)(ours, theirs, self._row, self._model)
 
 
-def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
-    """Return all mappings of a model.
+def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
+    """Build the mappings for all parameters of a model.
 
-    Bridge passes None for adapters. Embeddings and mechanisms are then omitted.
+    Megatron-Bridge passes None as the config of an adapter. In this case, the mappings for
+    embeddings and mechanisms are omitted.
     """
     found: list[MegatronParamMapping[Any]] = []
     model = None if config is None else from_hf_config(config.to_dict())
@@ -134,7 +128,7 @@ def mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
         if isinstance(row, QKVRow) and model is not None and not plain:
             found.append(_packed(row, model))
         elif not isinstance(row, VocabularyRow):
-            found += _of_row(row, layer is not None)
+            found += _unpacked(row, layer is not None)
         elif config is not None and not (config.tie_word_embeddings and row is OUTPUT_LAYER):
             found.append(VocabularyMapping(row.names[0], row.hf, config.vocab_size))
     if model is None:
@@ -147,14 +141,14 @@ def _packed(row: Row, model: Architecture) -> PackedMapping:
     return PackedMapping(MEGATRON + row.names[0], names, row, model)
 
 
-def _of_row(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
+def _unpacked(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
     ours, theirs = (MEGATRON, HF) if in_layer else ("", "")
     keys, parts = [ours + row.names[0]], row.hf_names(_EVERYTHING)
     if row.per_expert:
-        # The first name is that of grouped GEMM, the second that of a list of MLPs.
+        # The first name is used by grouped GEMM, and the second one by sequential MLPs.
         matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."
         keys = [f"{ours}mlp.experts.{key}" for key in (f"{matrix}*", f"local_experts.*.{matrix}")]
-    # Bridge does not know how this bare parameter is sharded.
+    # AutoMapping infers the sharding from the module type, but this parameter has no module.
     is_bare = row.names[0].endswith("gate_weight")
     kind = ReplicatedMapping if is_bare else _KINDS[len(parts) - 1]
     return [kind(key, *(theirs + part for part in parts)) for key in keys]

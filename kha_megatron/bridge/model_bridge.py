@@ -1,6 +1,7 @@
-"""The bridge of ``AutoBridge`` for ``KHAForCausalLM``.
+"""Megatron-Bridge model bridge for ``KHAForCausalLM``.
 
-Megatron-Bridge logs a warning for a tensor that only one side has. This bridge raises an error.
+Unlike other bridges, which only log a warning, this bridge raises an error if a tensor exists in
+only one of the two formats.
 """
 
 import re
@@ -16,29 +17,32 @@ from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from kha_megatron.bridge.mappings import mappings
+from kha_megatron.bridge.mappings import build_mappings
 from kha_megatron.bridge.provider import KHAModelProvider
-from kha_megatron.bridge.provider_fields import differing_fields, hf_config_of, provider_fields
+from kha_megatron.bridge.provider_fields import (
+    compare_fields,
+    provider_to_hf_config,
+    to_provider_fields,
+)
 from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
-"""Remains float32. The architecture always has it. A model without it is exported with zeros."""
+"""Float32 bias of sigmoid routers. In Megatron it is optional, and exported as zeros if missing."""
 
 
-# The source is a name, because AutoBridge looks for classes in transformers.
+# Pass the source as a string, because AutoBridge only finds classes in the transformers package.
 @MegatronModelBridge.register_bridge(
     source="KHAForCausalLM", target=GPTModel, provider=KHAModelProvider, model_type="kha"
 )
 class KHABridge(MegatronModelBridge):
-    """Converts between ``KHAForCausalLM`` directories and models of :class:`KHAModelProvider`."""
+    """Bridge between ``KHAForCausalLM`` checkpoints and :class:`KHAModelProvider` models."""
 
     def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider:
-        """Return a provider of the model that ``hf_pretrained.config`` describes, in its dtype."""
         config = hf_pretrained.config
         dtype = self.dtype_from_hf(config, default=torch.float32)
         provider = KHAModelProvider(
-            **provider_fields(config),
+            **to_provider_fields(config),
             make_vocab_size_divisible_by=self.make_vocab_size_divisible_by(config.vocab_size),
             params_dtype=dtype,
             fp16=dtype == torch.float16,
@@ -53,14 +57,12 @@ class KHABridge(MegatronModelBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: KHAModelProvider) -> dict[str, Any]:
-        """Return the ``config.json`` of the models that ``provider`` builds."""
-        config = hf_config_of(provider)
+        config = provider_to_hf_config(provider)
         config.dtype = provider.params_dtype
         return config.to_dict()
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Return the mapping of every tensor."""
-        return MegatronMappingRegistry(*mappings(self.hf_config))
+        return MegatronMappingRegistry(*build_mappings(self.hf_config))
 
     def build_conversion_tasks(
         self,
@@ -68,48 +70,43 @@ class KHABridge(MegatronModelBridge):
         megatron_model: list[Any],
         weight_dtype: torch.dtype | None = None,
     ) -> list[WeightConversionTask]:
-        """Build Bridge's tasks.
+        """Build the conversion tasks.
 
         Raises:
-            CheckpointError: The configurations differ, or the tensors do not map one to one.
+            CheckpointError: If the configurations or the tensor names do not match.
         """
         config = self._read_config(megatron_model)
-        if differing := differing_fields(config, getattr(hf_pretrained, "config", hf_pretrained)):
+        if differing := compare_fields(config, getattr(hf_pretrained, "config", hf_pretrained)):
             raise CheckpointError(
-                "Fields of the Megatron model and the Hugging Face configuration differ: "
+                "The Megatron model does not match the Hugging Face configuration: "
                 f"{', '.join(differing)}."
             )
         tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, weight_dtype)
         unmatched = self._unmatched_tensors(tasks, config).items()
         if found := [f"{what}: {', '.join(names[:5])}" for what, names in unmatched if names]:
             raise CheckpointError(
-                "Tensors of the Megatron model and the Hugging Face directory do not match. "
+                "The tensors of the Megatron model and the Hugging Face checkpoint do not match. "
                 f"{'. '.join(found)}."
             )
         return tasks
 
     def stream_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Export weights. Another instance may have built the tasks."""
+        # The tasks may have been built by another instance of this class.
         self._read_config(megatron_model if isinstance(megatron_model, list) else [megatron_model])
         return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
 
     def build_adapter_conversion_tasks(
         self, megatron_model: Any, *args: Any, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Build Bridge's tasks for adapters.
-
-        Raises:
-            CheckpointError: An adapter is on a ``linear_qkv`` with additional rows.
-        """
         models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
         config = unwrap_model(models)[0].config
-        parts = list(from_hf_config(hf_config_of(config).to_dict()).qkv.parts)
+        parts = list(from_hf_config(provider_to_hf_config(config).to_dict()).qkv.parts)
         tasks = super().build_adapter_conversion_tasks(models, *args, **kwargs)
         adapted = next((name for name in tasks if "linear_qkv" in name), None)
         if adapted and parts != ["query", "key", "value"]:
             raise CheckpointError(
-                f"Expected rows query, key, value for an adapter on {adapted}, got "
-                f"{', '.join(parts)}. Remove linear_qkv from target_modules."
+                f"Adapters on {adapted} are not supported, because it has additional rows "
+                f"({', '.join(parts)}). Please remove linear_qkv from target_modules."
             )
         return tasks
 
@@ -121,30 +118,30 @@ class KHABridge(MegatronModelBridge):
     def _unmatched_tensors(
         self, tasks: list[WeightConversionTask | None], megatron_config: Any
     ) -> dict[str, list[str]]:
-        """Return tensors without a counterpart, by the kind of mismatch."""
+        """Find the names of tensors that only exist in one format, by error description."""
         names = self._cached_param_names
         if self._share_embeddings_and_output_weights(megatron_config):
             names = [name for name in names if "output_layer" not in name]
         unmatched = [name for name, task in zip(names, tasks, strict=True) if task is None]
-        found = {"Not in the directory, but in Megatron": unmatched}
+        found = {"Only in Megatron": unmatched}
         state = getattr(self.hf_pretrained, "state", None)
         if state is None:
             return found
         experts = range(megatron_config.num_moe_experts or 0)
-        # A rank has tasks for its own experts only.
+        # Each rank only has tasks for its local experts.
         mapped = {key for task in tasks if task for key in _hf_names(task, experts)}
         stored = set(state.source.get_all_keys())
         biases = {key for key in stored - mapped if self._is_omitted(key)}
         return found | {
-            "Missing in the directory": sorted(mapped - stored),
+            "Missing in the Hugging Face checkpoint": sorted(mapped - stored),
             "Not in Megatron": sorted(stored - mapped - biases),
-            "Not zero, and the model has no moe_router_enable_expert_bias": [
+            "Non-zero, but moe_router_enable_expert_bias is not set": [
                 key for key in sorted(biases) if state[key].any()
             ],
         }
 
     def _is_omitted(self, key: str) -> bool:
-        """Return whether a tensor is a correction bias that this Megatron model does not have."""
+        """Check whether a tensor is a correction bias that the Megatron model does not have."""
         is_sigmoid = self.hf_config.scoring_func == "sigmoid"
         return self._without_bias and is_sigmoid and key.endswith(CORRECTION_BIAS)
 
@@ -154,7 +151,7 @@ class KHABridge(MegatronModelBridge):
         converted_weights_dict: dict[str, Tensor],
         hf_state_dict: Any,
     ) -> dict[str, Tensor]:
-        """Add a correction bias of zeros if the sigmoid router has none."""
+        """Add zeros for the correction bias if the Megatron model does not have it."""
         for name, weight in tuple(converted_weights_dict.items()):
             bias = name.removesuffix("mlp.gate.weight") + CORRECTION_BIAS
             if name.endswith("mlp.gate.weight") and self._is_omitted(bias):
@@ -165,13 +162,13 @@ class KHABridge(MegatronModelBridge):
     def _cast_export_weight_dtype(
         weights: dict[str, Tensor], weight_dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Cast all tensors but the correction bias."""
+        """Cast all tensors except the correction bias."""
         cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
         return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}
 
 
 def _hf_names(task: WeightConversionTask, experts: range) -> list[str]:
-    """Return the Hugging Face names of a task, those of an expert for all experts."""
+    """Return the Hugging Face names of a task, with each expert name repeated for all experts."""
     names = task.mapping.hf_param
     found: list[str] = []
     for key in [names] if isinstance(names, str) else names.values():

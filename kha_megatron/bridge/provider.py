@@ -1,11 +1,4 @@
-"""Model provider for Megatron-Bridge's recipes.
-
-::
-
-    cfg.model = KHAModelProvider(num_layers=18, hidden_size=1536, ..., kha_value="mlp")
-
-or ``AutoBridge.from_hf_pretrained(directory).to_megatron_provider()`` after ``bridge.register()``.
-"""
+"""Model provider for Megatron-Bridge recipes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass
@@ -34,12 +27,11 @@ _Settings: Any = make_dataclass(
     ]
     + [(f"kha_{name}", dict | None, None) for name in mechanism_types()],
 )
-"""Fields of ``KHAConfig`` with the prefix ``kha_``: settings of KHA, and a dict for each other
-mechanism."""
+"""Fields of ``KHAConfig`` with the prefix ``kha_``. Mechanisms other than KHA are dictionaries."""
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
-    """Return the layer spec of this pipeline stage. Raise ConfigError for unsupported settings."""
+    """Build the layer spec for the local pipeline stage."""
     groups = provider._pg_collection
     pp_rank = groups.pp.rank() if groups is not None else None
     return kha_layer_spec(provider, provider.kha, vp_stage, pp_rank)
@@ -47,12 +39,13 @@ def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = Non
 
 @dataclass
 class KHAModelProvider(_Settings, GPTModelProvider):
-    """A ``GPTModelProvider`` with KHA or another head mechanism.
+    """``GPTModelProvider`` with KHA and other head mechanisms, for use in Megatron-Bridge recipes::
 
-    The defaults are those of the paper's models, except for the sizes. Set ``kha_query``,
-    ``kha_key`` and ``kha_value`` to ``linear``, ``mlp``, ``gate`` or None
-    (``model.kha_value=mlp`` in recipes), and other mechanisms to a dict of their settings
-    (``model.kha_gate={output:element}``). ``attention_output_gate`` is Megatron's own gate.
+        cfg.model = KHAModelProvider(num_layers=18, hidden_size=1536, ..., kha_value="mlp")
+
+    ``kha_query``, ``kha_key`` and ``kha_value`` are ``linear``, ``mlp``, ``gate`` or None. Settings
+    of other mechanisms are passed as dictionaries, e.g. ``kha_gate={"output": "element"}``. Default
+    values are taken from the paper.
     """
 
     transformer_layer_spec: Callable[["KHAModelProvider"], Spec] = knocking_layer_spec
@@ -68,16 +61,14 @@ class KHAModelProvider(_Settings, GPTModelProvider):
 
     @property
     def kha(self) -> KHAConfig:
-        """Settings of KHA. Raises ConfigError for an unknown value."""
         return read_kha(self)
 
     def finalize(self) -> None:
-        """Check the KHA settings, then run Megatron's checks."""
-        _ = self.kha
+        _ = self.kha  # raises ConfigError for invalid settings
         super().finalize()
 
 
-# Bridge builds only listed classes from run_config.yaml. A model with an auxiliary loss has its
-# LossScale in the provider.
+# Megatron-Bridge only instantiates allowlisted classes from run_config.yaml. LossScale is part of
+# the provider if a mechanism has an auxiliary loss.
 for target in (KHAModelProvider, knocking_layer_spec, LossScale):
     target_allowlist.add_exact(f"{target.__module__}.{target.__name__}")

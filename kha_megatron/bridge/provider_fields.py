@@ -1,7 +1,7 @@
-"""Convert a ``kha`` configuration to the fields of a Bridge provider and back.
+"""Convert ``kha`` configurations to the fields of a Megatron-Bridge provider and back.
 
-Megatron-Bridge is not imported. A provider is any dataclass with the fields of Megatron's
-``TransformerConfig`` and ``GPTModelProvider``.
+This module does not import Megatron-Bridge. A provider can therefore be any dataclass that has the
+fields of ``TransformerConfig`` and ``GPTModelProvider``.
 """
 
 from dataclasses import fields
@@ -16,17 +16,17 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig, read_kha
 
 _TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
-"""Fields that do not change the outputs of a trained model."""
-_OF_NO_PROVIDER = ("attention", "latent_heads")
-_NO_ATTRIBUTES = ("vocab_size", "seq_length", "moe_router_pre_softmax")
-"""Fields of a provider without an attribute in the table of fields."""
+"""Fields that do not affect the output of a trained model."""
+_UNSUPPORTED = ("attention", "latent_heads")
+_SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
+"""Arguments that are also provider fields, but have no attribute in ``ROWS``."""
 
 
-def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
-    """Return the provider fields that describe the same model as ``config``.
+def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
+    """Convert a Hugging Face configuration to provider fields.
 
     Raises:
-        CheckpointError: Megatron-Bridge has no layer for a field of ``config``.
+        CheckpointError: If Megatron-Bridge does not support a field of ``config``.
     """
     model = from_hf_config(config.to_dict())
     for name, value in (
@@ -36,38 +36,35 @@ def provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     ):
         if value is not None:
             raise CheckpointError(
-                f"Megatron-Bridge does not support {name}={getattr(config, name)!r}, only MHA, MQA "
-                "and GQA with unscaled RoPE. Use kha-megatron convert."
+                f"{name}={getattr(config, name)!r} is not supported in Megatron-Bridge, only MHA, "
+                "MQA and GQA with unscaled RoPE. Please use `kha-megatron convert` instead."
             )
     arguments = to_arguments(model)
     heads = model.kha.to_dict().items()
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
     named = (row for row in ROWS.values() if row.argument in arguments)
     return {row.attribute: arguments[row.argument] for row in named if row.attribute} | {
-        **{name: arguments[name] for name in _NO_ATTRIBUTES if name in arguments},
+        **{name: arguments[name] for name in _SAME_NAME if name in arguments},
         "share_embeddings_and_output_weights": model.tied_embeddings,
-        **{f"kha_{name}": value for name, value in heads if name not in _OF_NO_PROVIDER},
+        **{f"kha_{name}": value for name, value in heads if name not in _UNSUPPORTED},
     }
 
 
-def hf_config_of(provider: Any) -> KHAModelConfig:
-    """Return the Hugging Face configuration of the models that ``provider`` builds.
+def provider_to_hf_config(provider: Any) -> KHAModelConfig:
+    """Convert a provider to a Hugging Face configuration.
 
     Raises:
-        CheckpointError: The architecture does not support the value of a field.
+        CheckpointError: If the ``kha`` architecture does not support the value of a field.
     """
-    if (scale := provider.softmax_scale) is not None:  # Not a command-line argument of Megatron.
-        raise CheckpointError(
-            f"Expected softmax_scale=None, got {scale!r}, which the kha configuration does not "
-            "support."
-        )
+    if (scale := provider.softmax_scale) is not None:  # has no command-line argument in Megatron
+        raise CheckpointError(f"softmax_scale={scale!r} is not supported for kha models.")
     model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)
     return to_hf_config(model, "kha")
 
 
-def differing_fields(provider: Any, config: KHAModelConfig) -> list[str]:
-    """Describe the fields in which a Megatron model and a Hugging Face configuration differ."""
-    ours, theirs = provider_fields(hf_config_of(provider)), provider_fields(config)
+def compare_fields(provider: Any, config: KHAModelConfig) -> list[str]:
+    """Describe the fields in which a provider and a Hugging Face configuration differ."""
+    ours, theirs = to_provider_fields(provider_to_hf_config(provider)), to_provider_fields(config)
     return [
         f"{name} is {ours.get(name)!r} and {theirs.get(name)!r}"
         for name in sorted((ours.keys() | theirs.keys()) - _TRAINING)
@@ -76,7 +73,7 @@ def differing_fields(provider: Any, config: KHAModelConfig) -> list[str]:
 
 
 def _arguments(provider: Any) -> dict[str, Any]:
-    """Return the fields of a provider by the names of Megatron's arguments in checkpoints."""
+    """Convert the fields of a provider to Megatron's checkpoint arguments."""
     same = {field.name: getattr(provider, field.name) for field in fields(provider)}
     return same | {
         "swiglu": provider.gated_linear_unit and provider.activation_func is silu,

@@ -1,22 +1,21 @@
-"""Serve ``kha`` models with vLLM and without remote code: ``vllm serve DIRECTORY``.
+"""vLLM plugin for ``kha`` models, which does not require ``--trust-remote-code``."""
 
-vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``). Install
-``kha-megatron[vllm]``.
-"""
-
-ARCHITECTURE = "KHAForCausalLM"
+_ARCHITECTURE = "KHAForCausalLM"
 
 
 def register() -> None:
-    """Register the architecture with vLLM and with its ``--model-impl transformers``."""
+    """Register the architecture with vLLM, including ``--model-impl transformers``.
+
+    vLLM calls this function in each process (entry point ``vllm.general_plugins``).
+    """
     import transformers
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     import kha_megatron.hf as hf
-    from kha_megatron.serving.vllm_limits import Limits
+    from kha_megatron.serving.vllm_limits import KHAVerifyConfig
 
-    # --model-impl transformers looks up the architecture as an attribute of transformers.
+    # With --model-impl transformers, vLLM looks up the class in the transformers package.
     transformers.KHAForCausalLM = hf.KHAForCausalLM
-    MODELS_CONFIG_MAP[ARCHITECTURE] = Limits
-    ModelRegistry.register_model(ARCHITECTURE, f"kha_megatron.serving.vllm_model:{ARCHITECTURE}")
+    MODELS_CONFIG_MAP[_ARCHITECTURE] = KHAVerifyConfig
+    ModelRegistry.register_model(_ARCHITECTURE, f"kha_megatron.serving.vllm_model:{_ARCHITECTURE}")

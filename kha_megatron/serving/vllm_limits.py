@@ -1,4 +1,4 @@
-"""Check a model before vLLM starts its worker processes."""
+"""Model checks that run before vLLM starts its worker processes."""
 
 from typing import Any
 
@@ -8,11 +8,9 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.hf.modeling_kha import vllm_obstacle
 
 
-class Limits(VerifyAndUpdateConfig):
-    """Rejects models that :mod:`kha_megatron.serving.vllm_model` does not support."""
-
+class KHAVerifyConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Raise ConfigError if vLLM cannot serve ``model_config.hf_config``."""
+        """Raise ConfigError if ``kha_megatron.serving.vllm_model`` does not support the model."""
         if why := vllm_obstacle(model_config.hf_config, by_backend=False):
             raise ConfigError(why)

@@ -1,10 +1,6 @@
-"""Define the ``kha`` architecture as a native vLLM model.
+"""Inference-only KHA model compatible with Hugging Face weights.
 
-Knocks, gates and the router are the modules of ``kha_megatron.hf``. The fused QKV projection, paged
-attention, experts and tensor parallelism are vLLM's.
-
-Shape legend: ``N`` tokens of all requests, ``H`` query and ``G`` key/value heads of this rank,
-``D`` head dim, ``C`` hidden size, ``E`` experts, ``K`` experts per token.
+KHA, gates and the router are modules of ``kha_megatron.hf``. All other modules are vLLM's.
 """
 
 from collections.abc import Iterable
@@ -46,14 +42,13 @@ from kha_megatron.hf.modeling_kha import KHARouter
 class KHAAttention(KHAHeads, Glm4MoeAttention):
     """Attention with KHA and gates.
 
-    The cache holds keys after KHA, norm and RoPE, and values after KHA. Matrices that all heads
-    share are replicated on every rank, without quantization and LoRA.
+    The KV cache stores keys after KHA, QK-norm and RoPE, and values after KHA. The KHA matrices are
+    replicated on all tensor-parallel ranks and do not support quantization or LoRA.
     """
 
     def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
-        config.rope_parameters.setdefault(
-            "partial_rotary_factor", 1.0
-        )  # the parent's default is 0.5
+        # The default of Glm4MoeAttention is 0.5.
+        config.rope_parameters.setdefault("partial_rotary_factor", 1.0)
         super().__init__(
             config,
             hidden_size=config.hidden_size,
@@ -72,10 +67,9 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         self.add_heads(config, ranks=get_tensor_model_parallel_world_size())
         for parameter in self.parameters():
             if not hasattr(parameter, "weight_loader"):
-                parameter.weight_loader = load_own_heads
+                parameter.weight_loader = load_head_shard
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """Map positions ``[N]`` and inputs ``[N, C]`` to outputs ``[N, C]``."""
         seen = self.read_input(hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = (
@@ -99,27 +93,24 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         return output
 
 
-def load_own_heads(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy this rank's shard of the first dimension of ``whole``, which is sharded by heads.
+def load_head_shard(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Weight loader for parameters that are sharded by heads along the first dimension.
 
-    Ranks that share a key/value head get the same shard.
-
-    Raises:
-        ValueError: The shapes do not match.
+    If there are more tensor-parallel ranks than key/value heads, several ranks load the same shard.
     """
     rows, ranks = len(parameter), get_tensor_model_parallel_world_size()
     parts = len(whole) // rows
     if len(whole) % rows or not 1 <= parts <= ranks:
         raise ValueError(
-            f"Expected shards of {tuple(parameter.shape)} on {ranks} ranks, got a tensor of "
-            f"{tuple(whole.shape)}. The config.json describes another model."
+            f"Cannot shard a weight of shape {tuple(whole.shape)} into {tuple(parameter.shape)} on "
+            f"{ranks} ranks. Please check that config.json belongs to this model."
         )
     start = get_tensor_model_parallel_rank() * parts // ranks * rows
     parameter.data.copy_(whole[start : start + rows])
 
 
 class KHASparseMLP(nn.Module):
-    """Routed experts and the optional shared expert."""
+    """Mixture of routed experts and an optional shared expert."""
 
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -135,7 +126,7 @@ class KHASparseMLP(nn.Module):
                 config.shared_expert_intermediate_size,
                 config.hidden_act,
                 quant_config,
-                reduce_results=False,  # with the routed experts
+                reduce_results=False,  # all-reduced together with the routed experts
                 expert_gate=self.shared_expert_gate,
                 prefix=f"{prefix}.shared_experts",
             )
@@ -159,16 +150,13 @@ class KHASparseMLP(nn.Module):
         return weights, experts.to(torch.int32)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[N, C]`` to ``[N, C]``."""
         logits = self.gate.logits(hidden_states)
         return self.experts(hidden_states=hidden_states, router_logits=logits)
 
 
 class KHADecoderLayer(Qwen3MoeDecoderLayer):
-    """Attention and a dense or sparse MLP, each with RMSNorm and residual connection."""
-
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
-        nn.Module.__init__(self)  # The parent would build other submodules.
+        nn.Module.__init__(self)  # Skip the parent, which builds other submodules.
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.hidden_size = config.hidden_size
         self.self_attn = KHAAttention(
@@ -191,16 +179,14 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
 _KNOCK_ADAPTERS = {
     f"_knock.{module_name(matrix)}.lora_": f"_knock.{matrix}.lora_" for matrix in MATRICES["mlp"]
 }
-"""Names of LoRA adapters of KHA matrices that vLLM rejects. It would ignore ``up_proj``."""
+"""Renames LoRA weights of KHA matrices, so that vLLM rejects them instead of ignoring some."""
 
 
 @support_torch_compile
 class KHAModel(Qwen3MoeModel):
-    """The decoder without an output layer."""
-
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_substr=_KNOCK_ADAPTERS,
-        # With a prefix, because KHA also has a gate_proj.
+        # The prefixes are required because KHA also has a gate_proj.
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
@@ -216,17 +202,15 @@ class KHAModel(Qwen3MoeModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load all tensors, including biases, which the parent class would skip."""
+        # Unlike the parent class, do not skip biases.
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
 class KHAForCausalLM(Qwen3ForCausalLM):
-    """The decoder with its output layer."""
-
     hf_to_vllm_mapper = KHAModel.hf_to_vllm_mapper
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        nn.Module.__init__(self)  # As above.
+        nn.Module.__init__(self)  # Skip the parent, which builds another model.
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.config, self.vllm_config, self.quant_config = config, vllm_config, quant_config
         self.model = KHAModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))

@@ -34,7 +34,7 @@ def auto_bridge(folder: str) -> Any:
     """Register our bridge and return the AutoBridge of a directory."""
     from kha_megatron import bridge
 
-    bridge.register()
+    bridge.register_bridge()
     from megatron.bridge import AutoBridge
 
     return AutoBridge.from_hf_pretrained(folder)

@@ -15,13 +15,13 @@ PADDED = {"make_vocab_size_divisible_by": 8}
 
 def describe_bridge(folder, with_auto_map):
     """Return what AutoBridge chooses for a directory."""
-    from kha_megatron.bridge.provider_fields import provider_fields
+    from kha_megatron.bridge.provider_fields import to_provider_fields
 
     auto = cases.auto_bridge(folder)
     if with_auto_map:
         auto.hf_pretrained.config.auto_map = {"AutoModelForCausalLM": "modeling_kha.KHAForCausalLM"}
     provider = auto.to_megatron_provider(load_weights=False)
-    fields = provider_fields(auto.hf_pretrained.config)
+    fields = to_provider_fields(auto.hf_pretrained.config)
     return {
         "bridge": type(auto._model_bridge).__name__,
         "supported": "KHAForCausalLM" in type(auto).list_supported_models(),

@@ -1,4 +1,4 @@
-"""Errors of `register()` without a supported Megatron-Bridge."""
+"""Errors of `register_bridge()` without a supported Megatron-Bridge."""
 
 import sys
 from importlib import metadata
@@ -16,14 +16,14 @@ def no_package(name):
 def test_without_megatron_bridge(monkeypatch):
     monkeypatch.setattr(metadata, "version", no_package)
     with pytest.raises(MissingDependencyError, match=r"pip install 'kha-megatron\[bridge\]'"):
-        bridge.register()
+        bridge.register_bridge()
 
 
 @pytest.mark.parametrize("version", ["0.5.1", "0.60.0"])
 def test_another_version(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    with pytest.raises(VersionError, match=rf"Expected megatron-bridge 0\.6, got {version}"):
-        bridge.register()
+    with pytest.raises(VersionError, match=f"megatron-bridge {version} is not supported"):
+        bridge.register_bridge()
 
 
 def test_without_transformer_engine(monkeypatch):
@@ -33,4 +33,4 @@ def test_without_transformer_engine(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "kha_megatron.bridge.model_bridge", raising=False)
     with pytest.raises(MissingDependencyError, match=r"kha-megatron\[bridge,te\]"):
-        bridge.register()
+        bridge.register_bridge()
