@@ -282,6 +282,31 @@ def let_distributed_optimizer_resume() -> None:
 
 
 @functools.cache  # once per process
+def save_zeros_as_padding() -> None:
+    """Zero the padding of the distributed optimizer's buckets in a checkpoint.
+
+    Megatron saves uninitialized memory there, so the files of two identical runs would differ.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    build = DistributedOptimizer.sharded_param_state_dp_reshardable
+
+    @functools.wraps(build)
+    def build_with_zeros(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = build(self, *args, **kwargs)
+        buffers = (state[index] for index in range(len(self.gbuf_ranges)))
+        buckets = (bucket for buffer in buffers for dtype in buffer.values() for bucket in dtype)
+        for entry in (entry for bucket in buckets for entry in bucket):
+            for value in entry.values() if entry["padding"].unwrap() else ():
+                if isinstance(value, ShardedTensor):
+                    value.data.zero_()
+        return state
+
+    DistributedOptimizer.sharded_param_state_dp_reshardable = build_with_zeros
+
+
+@functools.cache  # once per process
 def let_adams_exchange_states() -> None:
     """Let torch's Adam load the state of Transformer Engine's and apex's Adam, and the reverse.
 

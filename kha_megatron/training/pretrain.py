@@ -78,6 +78,7 @@ def run(program_start: float) -> None:
     end_children_with_the_rank()
     compat.use_shipped_dataset_helpers()
     compat.let_distributed_optimizer_resume()
+    compat.save_zeros_as_padding()
     compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
     if cpu.is_installed():
