@@ -1,4 +1,4 @@
-"""Read a Hugging Face model directory: ``config.json`` and safetensors files. No code is run."""
+"""Read ``config.json`` and safetensors files of a Hugging Face model without executing code."""
 
 import hashlib
 import json
@@ -26,18 +26,21 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""If peft is installed, transformers applies the adapter that this file describes."""
+"""If this file exists and peft is installed, transformers loads an adapter on top of the model."""
 
 _REMEDY = f"Copy the model again, or delete {MANIFEST} if you changed the model on purpose."
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Return whether a directory holds a Hugging Face model."""
+    """Check whether a directory contains a Hugging Face model."""
     return (path / CONFIG).is_file()
 
 
 class HFCheckpoint:
-    """A model directory opened for reading. ``config`` is the content of ``config.json``."""
+    """A Hugging Face model directory opened for reading.
+
+    ``config`` is the content of ``config.json``.
+    """
 
     def __init__(
         self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, TensorEntry]]
@@ -49,22 +52,28 @@ class HFCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "HFCheckpoint":
-        """Open a directory and read the headers of its safetensors files.
+        """Open a model directory and read the headers of its safetensors files.
 
         Raises:
-            CheckpointError: A file is missing or damaged, an index or a link leads out of the
-                directory, ``manifest.json`` lists other tensors, or there is an adapter.
+            CheckpointError: If a file is missing or corrupted, if the index or a symbolic link
+                points outside of the directory, if ``manifest.json`` does not match the tensors, or
+                if the directory contains an adapter.
         """
         path = Path(path)
         if not is_hf_folder(path):
-            raise CheckpointError(f"{path} has no {CONFIG}. Expected a Hugging Face directory.")
+            raise CheckpointError(
+                f"{CONFIG} not found in {path}. Is this a Hugging Face model directory?"
+            )
         if (path / ADAPTER).is_file():
-            raise CheckpointError(f"{path} has {ADAPTER}. Merge the adapter with merge_and_unload.")
+            raise CheckpointError(
+                f"{path} contains a PEFT adapter ({ADAPTER}). Merge it into the model first, with "
+                "merge_and_unload."
+            )
         config, weight_map = json_object(path / CONFIG), _weight_map(path)
         headers = {}
         for name in dict.fromkeys(weight_map.values()) or (WEIGHTS,):
             if not has_file(path, name):
-                raise CheckpointError(f"{path / name} is missing. Copy the model again.")
+                raise CheckpointError(f"{path / name} not found. Copy the model again.")
             headers[name] = read_header(path / name)
         files: dict[str, str] = {}
         for name, entries in headers.items():  # includes tensors that the index does not list
@@ -77,7 +86,7 @@ class HFCheckpoint:
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
-        """Return the source of a conversion, with a hash of ``config.json`` and the index."""
+        """Describe the model for the manifest of a conversion."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes())
         if (self.path / INDEX).is_file():
             digest.update((self.path / INDEX).read_bytes())
@@ -89,87 +98,96 @@ class HFCheckpoint:
         }
 
     def keys(self) -> dict[str, TensorEntry]:
-        """Return the shape and dtype of every tensor, sorted by name."""
+        """Return the dtype and shape of all tensors, sorted by name."""
         return {key: entry for key, (_, entry) in sorted(self._tensors.items())}
 
     def tensor(self, key: str) -> Tensor:
-        """Return one tensor on the CPU in its stored dtype. Thread-safe.
+        """Load a tensor to the CPU in its stored dtype. This method is thread-safe.
 
         Raises:
-            CheckpointError: There is no such tensor, or its hash differs from ``manifest.json``.
+            CheckpointError: If the tensor does not exist or does not match ``manifest.json``.
         """
         if key not in self._tensors:
-            raise CheckpointError(f"{self.path} has no tensor {key}.")
+            raise CheckpointError(f"Tensor {key} not found in {self.path}.")
         file, _ = self._tensors[key]
         tensor = read_tensor(file, key)
         if self._digests:
             found = hashlib.sha256(bytes_of(tensor)).hexdigest()
             if found != (expected := self._digests[key]):
                 raise CheckpointError(
-                    f"{file}: {key} is damaged or was changed. Expected SHA-256 {expected[:12]}... "
-                    f"as in {MANIFEST}, got {found[:12]}... {_REMEDY}"
+                    f"Checksum mismatch for {key} in {file}: {MANIFEST} lists SHA-256 "
+                    f"{expected[:12]}..., but the tensor has {found[:12]}... {_REMEDY}"
                 )
         return tensor
 
     def linears(self, keys: Sequence[str]) -> Tensor:
-        """Return the transposed weights of ``torch.nn.Linear`` layers, ``[n, in, out]``."""
+        """Load and stack the transposed weights of ``n`` linear layers, ``[n, in, out]``."""
         return torch.stack([self.tensor(key).T for key in keys])
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise CheckpointError if it cannot be read."""
+    """Read a JSON object. Raise CheckpointError if the file contains anything else."""
     try:
         return {**json.loads(file.read_bytes())}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as a JSON object: {error}.") from error
+        raise CheckpointError(f"Could not read {file} as a JSON object: {error}.") from error
 
 
 def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> dict[str, str]:
-    """Return the SHA-256 of each tensor from the manifest, which must list the same tensors."""
+    """Read the SHA-256 of each tensor from the manifest and compare names, dtypes and shapes."""
     manifest = read_manifest(path)
     expected = {key: (dtype, shape) for key, (dtype, shape, _) in manifest.items()}
     found = {key: (NAMES[entry.dtype], list(entry.shape)) for key, (_, entry) in tensors.items()}
     for key in sorted(expected.keys() | found.keys()) if manifest else ():
         if found.get(key) != expected.get(key):
             raise CheckpointError(
-                f"{path}: expected {key} to be {expected.get(key, 'absent')} as in {MANIFEST}, got "
-                f"{found.get(key, 'no such tensor')}. {_REMEDY}"
+                f"{path} does not match its {MANIFEST}: {key} should be "
+                f"{expected.get(key, 'absent')}, but is {found.get(key, 'absent')}. {_REMEDY}"
             )
     return {key: digest for key, (_, _, digest) in manifest.items()}
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index; empty for a model in one file.
+    """Read from the index which file contains each tensor.
 
-    Like transformers, prefer ``model.safetensors`` to an index that another model left behind.
+    Returns an empty dict if ``model.safetensors`` exists. As in transformers, this file has
+    precedence over an index, which may be left over from another model.
     """
     if (path / WEIGHTS).is_file():
         return {}
     if not (path / INDEX).is_file():
-        raise CheckpointError(f"{path} has neither {WEIGHTS} nor {INDEX}. Save it as safetensors.")
+        raise CheckpointError(
+            f"Neither {WEIGHTS} nor {INDEX} found in {path}. Save the model with "
+            "safe_serialization=True."
+        )
     weight_map: Any = json_object(path / INDEX).get("weight_map")
     files = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not files or not all(map(is_file_name, files)):
-        raise CheckpointError(f"{path / INDEX}: expected a weight_map to files in the directory.")
+        raise CheckpointError(
+            f"Invalid weight_map in {path / INDEX}: it must map tensors to files in the same "
+            "directory."
+        )
     return dict(weight_map)
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """Return whether a model directory holds a file.
-
-    Links must stay in the directory or lead into the blobs of the Hugging Face cache.
+    """Check whether a model directory contains a file.
 
     Raises:
-        CheckpointError: The file is a link that leads elsewhere.
+        CheckpointError: If the file is a symbolic link that points neither into the directory nor
+            to the blobs of the Hugging Face cache.
     """
     path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
     in_cache = home.parent.name == "snapshots" and path.parent == home.parent.parent / "blobs"
     if not in_cache and not path.is_relative_to(home):
-        raise CheckpointError(f"{folder / name} is a link to {path}. Copy the file instead.")
+        raise CheckpointError(
+            f"{folder / name} is a symbolic link to {path}, outside of the model directory. "
+            "Replace the link by a copy of the file."
+        )
     return path.is_file()
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy a file of a model directory. Raise CheckpointError as :func:`has_file` does."""
+    """Copy a file from a model directory. Raises the errors of :func:`has_file`."""
     has_file(folder, name)
     shutil.copyfile(folder / name, target)

@@ -1,7 +1,7 @@
-"""Write safetensors shards tensor by tensor, in any order, from several threads.
+"""Write a sharded safetensors model one tensor at a time, in any order and from several threads.
 
-All headers are written first. The files equal those of ``safetensors.torch.save_file`` byte for
-byte.
+The headers are written first. The resulting files are byte-identical to those written by
+``safetensors.torch.save_file``.
 """
 
 import hashlib
@@ -21,17 +21,18 @@ from kha_megatron.checkpoint.staging import check_room
 
 
 class HFWriter:
-    """Write the safetensors shards, index and manifest of a directory.
+    """Writer of the safetensors shards, index and manifest of a model.
 
-    Nothing is flushed to disk: ``staging.staged_folder`` does that.
+    The writer does not call ``fsync``, because ``staging.staged_folder`` flushes all files.
 
     Args:
-        folder: An empty directory.
-        tensors: The tensors that will be written, in the order of the model.
-        max_shard_bytes: As in ``save_pretrained``. A larger tensor gets a shard of its own.
+        folder: Empty directory to write to.
+        tensors: Names, dtypes and shapes of all tensors that will be written, in model order.
+        max_shard_bytes: Maximum size of a shard. As in ``save_pretrained``, a tensor larger than
+            this is stored in its own shard.
 
     Raises:
-        OutputError: The disk is too small.
+        OutputError: If there is not enough disk space.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class HFWriter:
                 shard.truncate(len(first) + sum(entry.nbytes for entry in entries))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor of any strides. Thread-safe."""
+        """Write one tensor, which may be non-contiguous. This method is thread-safe."""
         assert self._entries[name] == (name, tensor.dtype, tensor.shape), name
         file, start = self._places[name]
         data = bytes_of(tensor)
@@ -67,13 +68,13 @@ class HFWriter:
         self._digests[name] = hashlib.sha256(data).hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
-        """Write the index, if there are several shards, and the manifest.
+        """Write the manifest, and the index if there are several shards.
 
         Args:
-            source: ``identity()`` of the reader of the converted checkpoint.
+            source: Description of the converted checkpoint, from ``identity()`` of its reader.
 
         Returns:
-            The number of shards.
+            Number of shards.
         """
         missing = self._entries.keys() - self._digests.keys()
         assert not missing, f"{sorted(missing)} were not written"

@@ -1,7 +1,7 @@
-"""Write and check ``integrity.json``, Megatron's list of the SHA-256 of every file of a checkpoint.
+"""Write and verify ``integrity.json``, Megatron's list of SHA-256 hashes of a checkpoint's files.
 
-Megatron-Core hashes all files one after another on rank 0, and refuses to load a checkpoint without
-hashes. Here several threads hash, and the ranks share the files at load time.
+Megatron-Core hashes one file after another on rank 0 and cannot load a checkpoint without hashes.
+Here, several threads compute hashes in parallel, and each rank verifies a part of the files.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _THREADS_TO_VERIFY = 2  # all ranks of a machine hash at the same time
 
 
 def write_hashes(folder: str | Path) -> None:
-    """Hash every file of a checkpoint and write the list."""
+    """Hash all files of a checkpoint directory and write ``integrity.json``."""
     folder = Path(folder)
     found = (file.name for file in folder.iterdir() if file.is_file())
     names = sorted(name for name in found if name != INTEGRITY)
@@ -35,7 +35,7 @@ def write_hashes(folder: str | Path) -> None:
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
-    """Return the hexadecimal SHA-256 of each file; None if the checkpoint has no list."""
+    """Return the hexadecimal SHA-256 of each file, or None if there is no ``integrity.json``."""
     file = folder / INTEGRITY
     if not file.exists():
         return None
@@ -46,27 +46,29 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
             raise ValueError
         return {name: str(digest) for name, digest in files.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged. {_REMEDY}") from error
+        raise CheckpointError(f"{file} is corrupted. {_REMEDY}") from error
 
 
 def is_file_name(name: Any) -> bool:
-    """Return whether a value read from a file names a file in the same directory."""
+    """Check that an untrusted value is a plain file name without any path component."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def check_file(file: Path, digest: str) -> None:
-    """Raise CheckpointError if the file does not have this SHA-256."""
+    """Raise CheckpointError if the SHA-256 of ``file`` is not ``digest``."""
     try:
         found = _digest(file)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}). {_REMEDY}") from error
+        raise CheckpointError(f"Could not read {file}: {error.strerror}. {_REMEDY}") from error
     if found != digest:
-        short = f"{digest[:12]}... as in {INTEGRITY}, got {found[:12]}..."
-        raise CheckpointError(f"{file} is damaged. Expected SHA-256 {short} {_REMEDY}")
+        raise CheckpointError(
+            f"Checksum mismatch for {file}: {INTEGRITY} lists SHA-256 {digest[:12]}..., but the "
+            f"file has {found[:12]}... {_REMEDY}"
+        )
 
 
 class FileChecks:
-    """Compare each file of a directory with its hash once, before the file is first read."""
+    """Verify the hash of each file of a directory once, before the file is first read."""
 
     def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
         self._folder = folder
@@ -76,7 +78,7 @@ class FileChecks:
         self._checks: dict[str, Future[None]] = {}
 
     def check(self, name: str) -> None:
-        """Check a file, or wait until another thread has checked it."""
+        """Verify a file, or wait for another thread that is already verifying it."""
         if name not in self._digests:
             return
         with self._lock:
@@ -87,10 +89,10 @@ class FileChecks:
 
 
 def verify_hashes(folder: str | Path) -> None:
-    """Check every listed file on one of the ranks. Call this on every rank.
+    """Verify all listed files, each on one of the ranks. Every rank must call this function.
 
     Raises:
-        CheckpointError: A file is damaged or missing. Every rank raises the same error.
+        CheckpointError: If a file is corrupted or missing. All ranks raise the same error.
     """
     import torch.distributed as dist
 
@@ -100,7 +102,7 @@ def verify_hashes(folder: str | Path) -> None:
     try:
         digests = read_hashes(folder)
         if digests is None:
-            announce(f"{folder} has no {INTEGRITY}: its files are not verified.")
+            announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
         else:
             sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
             largest_first = sorted(digests, key=lambda name: -sizes.get(name, 0))

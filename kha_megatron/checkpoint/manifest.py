@@ -1,7 +1,7 @@
-"""Write and read ``manifest.json``: SHA-256, dtype and shape of every tensor of a model directory.
+"""Write and read ``manifest.json`` with the SHA-256, dtype and shape of a model's tensors.
 
-A converted Megatron checkpoint has ``converted_from.json`` instead, which tells users where it
-comes from. Its hashes are in Megatron's ``integrity.json``.
+A converted Megatron checkpoint contains ``converted_from.json`` instead, which records the source
+model. Its hashes are stored in Megatron's ``integrity.json``.
 """
 
 import json
@@ -13,35 +13,35 @@ from kha_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 CONVERTED_FROM = "converted_from.json"
-FORMAT = 1
+_FORMAT = 1
 
 
 def write_manifest(
     folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Write the manifest of a Hugging Face directory.
+    """Write ``manifest.json`` into a Hugging Face model directory.
 
     Args:
-        folder: The directory.
-        source: ``identity()`` of the reader of the converted checkpoint.
-        tensors: ``{name: {file, dtype, shape, sha256}}``.
+        folder: Model directory.
+        source: Description of the converted checkpoint, from ``identity()`` of its reader.
+        tensors: File, dtype, shape and SHA-256 of each tensor: ``{name: {"file": ..., ...}}``.
     """
-    content = {"format": FORMAT, "source": dict(source), "tensors": dict(tensors)}
+    content = {"format": _FORMAT, "source": dict(source), "tensors": dict(tensors)}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
-    """Return dtype, shape and SHA-256 of each tensor; empty if there is no manifest.
+    """Read the dtype, shape and SHA-256 of each tensor. Returns an empty dict without a manifest.
 
     Raises:
-        CheckpointError: The manifest is damaged, or was not written by a conversion.
+        CheckpointError: If the manifest is corrupted or was written by another program.
     """
     file = folder / MANIFEST
     if not file.exists():
         return {}
     try:
         content = json.loads(file.read_bytes())
-        if content["format"] != FORMAT:
+        if content["format"] != _FORMAT:
             raise ValueError
         return {
             key: (entry["dtype"], entry["shape"], str(entry["sha256"]))
@@ -49,6 +49,6 @@ def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} is damaged, or was not written by kha_megatron. Copy it again, or delete it "
-            "to load the model without checking its hashes."
+            f"{file} is corrupted or was not written by kha_megatron. Copy it again, or delete it "
+            "to load the model without verifying its hashes."
         ) from error

@@ -1,4 +1,4 @@
-"""Read Megatron's ``torch_dist`` checkpoints in one process, without Megatron or a GPU."""
+"""Read Megatron's ``torch_dist`` checkpoints in a single process without Megatron or a GPU."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, r
 from kha_megatron.errors import CheckpointError
 
 LEGACY_COMMON = "common.pt"
-"""File of the state that all ranks share before Megatron-Core 0.19."""
+"""File with the state common to all ranks, in checkpoints from before Megatron-Core 0.19."""
 
 LAYERS = "decoder.layers."
 
@@ -35,18 +35,18 @@ NORMS = (
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-"""The names of each norm. Transformer Engine's layers fuse some norms into the next linear layer,
-and Megatron's local layers rename only some of them to match."""
+"""Alternative names of each norm. Transformer Engine fuses some norms into the linear layer that
+follows, and Megatron's local layers rename only some of theirs to match."""
 
 _NORM = re.compile(
     rf"(.*\.|)({'|'.join(re.escape(name) for names in NORMS for name in names)})(weight|bias)"
 )
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
-"""Keys of optimizer state."""
+"""Matches the keys of optimizer state."""
 
 
 def other_names(key: str) -> list[str]:
-    """Return the other names of a norm. Empty for other tensors."""
+    """Return the alternative names of a norm. The list is empty for all other tensors."""
     if (match := _NORM.fullmatch(key)) is None:
         return []
     before, norm, kind = match.groups()
@@ -55,7 +55,7 @@ def other_names(key: str) -> list[str]:
 
 
 class MegatronCheckpoint:
-    """One iteration of a Megatron training run, ``path``, opened for reading."""
+    """A Megatron checkpoint (one iteration) opened for reading."""
 
     def __init__(self, path: Path, folder: TorchDistFolder) -> None:
         self.path = path
@@ -63,17 +63,21 @@ class MegatronCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> "MegatronCheckpoint":
-        """Open an iteration, or the one to load from a ``--save`` directory.
+        """Open a checkpoint.
 
-        ``verify`` checks the hash of each file before it is first read.
+        Args:
+            path: Directory of an iteration, or a ``--save`` directory, from which the checkpoint
+                that training would resume from is opened.
+            verify: Whether to verify the hash of each file before it is first read.
 
         Raises:
-            CheckpointError: There is no complete ``torch_dist`` checkpoint, or a file is damaged.
+            CheckpointError: If there is no complete ``torch_dist`` checkpoint, or a file is
+                corrupted.
         """
         path = resolve(Path(path))
         if not is_complete(path):
             raise CheckpointError(
-                f"{path} is incomplete: its {COMMIT_MARK} is missing or damaged. "
+                f"{path} is incomplete, because its {COMMIT_MARK} is missing or corrupted. "
                 f"{choices(path.parent)}"
             )
         checks = FileChecks(path, (read_hashes(path) if verify else None) or {})
@@ -82,7 +86,7 @@ class MegatronCheckpoint:
         return cls(path, TorchDistFolder(path, checks))
 
     def identity(self) -> dict[str, Any]:
-        """Return the source of a conversion, with a hash of ``.metadata``."""
+        """Describe the checkpoint for the manifest of a conversion."""
         iteration = self._common.get("iteration")
         return {
             "format": "torch_dist",
@@ -92,29 +96,30 @@ class MegatronCheckpoint:
         }
 
     def keys(self) -> dict[str, StoredTensor]:
-        """Return the shape and dtype of the model's tensors by Megatron's names.
+        """Return the model's tensors by name, without optimizer state.
 
-        Layers of a homogeneous model are stacked, ``[L, ...]``, and their names have no index.
+        If all layers are alike, each tensor contains the parameters of all layers, ``[L, ...]``,
+        and its name has no layer index.
         """
         return {
             key: tensor for key, tensor in self._folder.tensors.items() if not _NOT_MODEL.match(key)
         }
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return one whole tensor on the CPU, as :meth:`.TorchDistFolder.read` does."""
+        """Load a tensor to the CPU. See :meth:`.TorchDistFolder.read`."""
         if key not in self._folder.tensors:
-            raise CheckpointError(f"{self.path} has no tensor {key}.")
+            raise CheckpointError(f"Tensor {key} not found in {self.path}.")
         return self._folder.read(key, index)
 
     def layer_tensor(self, layer: int, suffix: str) -> Tensor:
-        """Return ``decoder.layers.{layer}.{suffix}``, which may be stored stacked or on its own."""
+        """Load ``decoder.layers.{layer}.{suffix}``, whether or not the layers are stacked."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None and 0 <= layer < stacked.shape[0]:
             return self._folder.read(LAYERS + suffix, (layer,))
         return self.tensor(f"{LAYERS}{layer}.{suffix}")
 
     def layers_with(self, suffix: str) -> list[int]:
-        """Return the indices of the layers that have a tensor ``suffix``."""
+        """Return the indices of all layers with a tensor ``decoder.layers.{layer}.{suffix}``."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None:
             return list(range(stacked.shape[0]))
@@ -123,7 +128,7 @@ class MegatronCheckpoint:
 
     @cached_property
     def _common(self) -> dict[str, Any]:
-        """The state that all ranks share: arguments, iteration, scheduler."""
+        """State common to all ranks: arguments, iteration and scheduler."""
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
@@ -132,12 +137,14 @@ class MegatronCheckpoint:
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle can raise anything
-            why = f"no readable training state ({reason(error)})"
-            raise CheckpointError(f"{self.path} has {why}. Load another one.") from error
+            raise CheckpointError(
+                f"Could not read the training state of {self.path} ({reason(error)}). Load another "
+                "checkpoint."
+            ) from error
 
     @property
     def iteration(self) -> int:
-        """The training iteration."""
+        """Training iteration at which the checkpoint was saved."""
         iteration = self._common.get("iteration")
         if type(iteration) is not int:
             raise CheckpointError(f"{self.path} does not record its iteration.")
@@ -145,8 +152,8 @@ class MegatronCheckpoint:
 
     @cached_property
     def args(self) -> dict[str, Any]:
-        """Megatron's arguments. Enums and other objects are :class:`.torch_dist.Record` values."""
+        """Megatron's training arguments. Enums and objects are :class:`.torch_dist.Record`."""
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):
-            raise CheckpointError(f"{self.path} has no training arguments of Megatron's loop.")
+            raise CheckpointError(f"{self.path} does not contain Megatron's training arguments.")
         return args.state

@@ -1,7 +1,7 @@
-"""Read and build parts of safetensors files.
+"""Read safetensors files and build their headers.
 
-A file holds eight bytes with the length of its header (little endian), the header (JSON with the
-dtype, shape and place of each tensor), and the bytes of the tensors without gaps.
+A file consists of the length of the header (8 bytes, little-endian), the header (JSON with the
+dtype, shape and offsets of each tensor) and the contiguous tensor data.
 """
 
 import json
@@ -38,14 +38,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of dtypes in headers, in the order in which ``save_file`` stores tensors."""
+"""Dtype names in headers, sorted as ``save_file`` sorts tensors."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 
 
 class TensorEntry(NamedTuple):
-    """Name, dtype and shape of a tensor."""
+    """Metadata of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -53,15 +53,15 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
-    """Build the header that ``save_file`` would write for these tensors.
+    """Build the same header that ``save_file`` would write for these tensors.
 
     Returns:
-        The first bytes of the file, and the byte of the file at which each tensor starts.
+        Header including its length field, and the offset in the file at which each tensor starts.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
@@ -81,7 +81,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a file by name. Raise CheckpointError if the file is damaged."""
+    """Read the metadata of all tensors. Raise CheckpointError if the file is corrupted."""
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -90,21 +90,21 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 for name, part in slices.items()
             }
     except (OSError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}). Copy it again.") from error
+        raise CheckpointError(f"Could not read {file}: {error}. Copy the file again.") from error
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Return one tensor on the CPU in its stored dtype. The file is mapped, not copied.
+    """Load a tensor to the CPU in its stored dtype.
 
-    The mapping is closed with the tensor, so that memory does not grow with the file.
+    The file is memory-mapped only while the tensor exists, so memory does not grow with the file.
     """
     try:
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}). Copy it again.") from error
+        raise CheckpointError(f"Could not read {file}: {error}. Copy the file again.") from error
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """Return the bytes of a CPU tensor in row-major order, ``uint8 [nbytes]``."""
+    """Return the data of a CPU tensor in row-major order as a ``uint8`` array ``[nbytes]``."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Write files and directories so that a crash, an error or Ctrl-C leaves nothing half-written."""
+"""Write files and directories atomically, so that a crash or Ctrl-C leaves no partial output."""
 
 import json
 import math
@@ -21,14 +21,15 @@ def check_output_folder(
     only: Sequence[str] = (),
     inside: bool = False,
 ) -> None:
-    """Raise OutputError if a command must not write a directory.
+    """Raise OutputError if a command would overwrite files that it did not write.
 
     Args:
-        folder: The directory, which may not exist yet.
-        overwrite: Whether a directory that is not empty may be replaced.
-        mark: File that the directory must hold to be replaced.
-        only: Patterns of the files that may be deleted. Empty for all files.
-        inside: Write into the directory instead of replacing it.
+        folder: Output directory. It does not need to exist yet.
+        overwrite: Whether the user allows replacing a non-empty directory.
+        mark: Name of a file that identifies earlier output of the same command. Without this file,
+            the directory is not replaced.
+        only: Patterns of the files that the command may delete. By default, all files.
+        inside: Whether the command writes into the directory instead of replacing it.
     """
     target = folder.resolve()
     if _siblings(target)[1].is_dir() and not target.exists():
@@ -39,43 +40,48 @@ def check_output_folder(
     held = sorted(path for path in folder.iterdir() if path.name != OWNER)
     foreign = [path.name for path in held if only and not any(map(path.match, only))]
     if not inside and os.path.ismount(target):  # a mount point cannot be renamed
-        problem = f"{folder} is a mount point and cannot be replaced. Choose a directory inside it."
+        problem = f"{folder} is a mount point and cannot be replaced. Use a directory inside it."
     elif not held:
         return
     elif not overwrite:
         problem = (
             f"{folder} is not empty ({len(held)} entries). Choose another directory, or add "
-            "--overwrite."
+            "--overwrite to replace it."
         )
     elif mark and not (folder / mark).is_file():
         problem = (
-            f"{folder} holds no {mark}, so that --overwrite does not delete it. Choose another "
-            "directory."
+            f"{folder} contains no {mark}, so it was not written by this command and is not "
+            "overwritten. Choose another directory."
         )
     elif foreign:
-        problem = f"{folder} holds {foreign[0]}, which is not from this command. Move it."
+        problem = (
+            f"{folder} contains {foreign[0]}, which was not written by this command. Move it to "
+            "another directory."
+        )
     else:
         return
     raise OutputError(problem)
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise OutputError unless the disk of an existing directory has ``needed`` bytes free."""
+    """Raise OutputError if the file system of a directory has fewer than ``needed`` free bytes."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
-            f"Expected {needed:,} free bytes on the disk of {folder}, got {free:,}. Make room."
+            f"Not enough disk space for {folder}: {needed:,} bytes are required, but only {free:,} "
+            "are free."
         )
 
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield a new directory that replaces ``target`` when the block exits without an error.
+    """Yield a temporary directory that replaces ``target`` if the block succeeds.
 
-    All files are flushed to disk first. If the block fails, ``target`` is unchanged. If ``target``
-    is a link, the directory behind it is replaced. The remains of a killed process are removed.
+    All files are flushed to disk before the directory is renamed. If the block raises an error,
+    ``target`` stays unchanged. If ``target`` is a symbolic link, the directory it points to is
+    replaced. Temporary directories of killed processes are removed.
 
     Raises:
-        OutputError: The disk is full or failed, or another process is writing ``target``.
+        OutputError: If a write fails, or if another process is writing ``target``.
     """
     target = target.resolve()
     staged, replaced = _siblings(target)
@@ -95,16 +101,16 @@ def staged_folder(target: Path) -> Iterator[Path]:
             finally:
                 _clean_up(target)
     except OSError as error:
-        raise OutputError(f"Cannot write {target}: {error.strerror or error}") from error
+        raise OutputError(f"Could not write {target}: {error.strerror or error}") from error
 
 
 def _siblings(target: Path) -> tuple[Path, Path]:
-    """Return the temporary names of the new and of the old directory."""
+    """Return the temporary paths of the new and the old directory."""
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
 
 
 def _clean_up(target: Path) -> None:
-    """Move the old directory back unless it was replaced, and remove the other one."""
+    """Restore the old directory if it has not been replaced, and remove temporary directories."""
     staged, replaced = _siblings(target)
     if replaced.exists() and not target.exists():
         replaced.rename(target)
@@ -114,7 +120,7 @@ def _clean_up(target: Path) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock of ``target``. The kernel frees it when this process dies."""
+    """Lock ``target`` against other writers. The kernel releases the lock of a dead process."""
     file = target.with_name(f".{target.name}.lock")
     with file.open("a") as opened:
         if try_lock(opened.fileno(), target) is False:
@@ -129,7 +135,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Yield a new file that replaces ``target`` when the block exits without an error."""
+    """Yield the path of a temporary file that replaces ``target`` if the block succeeds."""
     staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         try:
@@ -140,7 +146,7 @@ def staged_file(target: Path) -> Iterator[Path]:
         finally:
             staged.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(f"Cannot write {target}: {error.strerror or error}") from error
+        raise OutputError(f"Could not write {target}: {error.strerror or error}") from error
 
 
 def write_json(target: Path, content: Any) -> None:
@@ -150,7 +156,7 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def as_json(content: Any) -> str:
-    """Format plain values as indented JSON. NaN and infinity become null, paths become strings."""
+    """Serialize to indented JSON. NaN and infinity become null, and paths become strings."""
     return json.dumps(_plain(content), indent=2, allow_nan=False)
 
 
@@ -165,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a directory to disk."""
+    """Flush a file or directory to disk (``fsync``)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,10 @@
-"""Read PyTorch's distributed checkpoint format without executing code in it.
+"""Read PyTorch's distributed checkpoint format (DCP) without executing code from its pickles.
 
-A directory holds ``.metadata``, a pickle that lists which bytes of which shard make up which
-tensor, and the shards (``__0_0.distcp``), which are concatenated ``torch.save`` archives. PyTorch
-unpickles ``.metadata`` as trusted input. Here an unpickler with a list of allowed names reads it.
-Tensors are loaded with ``weights_only=True``, and other objects become :class:`Record` values.
+A checkpoint directory contains shards (``__0_0.distcp``), each a sequence of ``torch.save``
+archives, and ``.metadata``, a pickle that maps tensors to byte ranges of the shards. PyTorch
+unpickles ``.metadata`` as trusted input, whereas the unpickler in this module only accepts an
+allow-list of names. Tensors are loaded with ``weights_only=True``, and all other objects are
+returned as :class:`Record`.
 """
 
 import io
@@ -31,7 +32,7 @@ from kha_megatron.errors import CheckpointError
 METADATA = ".metadata"
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
-"""Packages of the classes in Megatron's non-tensor state, as in its list of safe globals."""
+"""Packages that may occur in Megatron's non-tensor state. Their classes are not imported."""
 
 _ALLOWED: dict[str, Any] = {
     **{
@@ -54,20 +55,20 @@ _ALLOWED: dict[str, Any] = {
     "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
-"""The object for each name that PyTorch and Megatron write into ``.metadata``."""
+"""Allow-list for ``.metadata``: all names that PyTorch and Megatron write."""
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 class RefusedNameError(Exception):
-    """A pickle names a class or function that is not allowed."""
+    """A pickle refers to a class or function that is not on the allow-list."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"it names {name}, which is not allowed and was not run")
+        super().__init__(f"it contains {name}, which is not on the allow-list")
 
 
 class Record:
-    """An object of the class ``name`` in a pickle, which was not imported."""
+    """Placeholder for an unpickled object whose class was not imported."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -84,16 +85,18 @@ class Record:
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause of an error in a damaged file, on one line."""
+    """Summarize an error that was raised while reading a corrupted file in one line."""
     if named := re.search(r"GLOBAL (\S+)", str(error)):  # of torch.load
         error = RefusedNameError(named[1])
     first = (str(error).splitlines() or [""])[0][:200]
+    if first.startswith("Weights only load failed"):  # followed by the advice to disable the check
+        first = "not an archive of plain tensors"
     return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and its bytes in a shard."""
+    """A rectangular part of a tensor and its byte range in a shard."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -104,7 +107,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor, and the chunks that the ranks wrote."""
+    """A global tensor and the chunks it was saved in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -112,15 +115,15 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """The tensors and objects of one directory.
+    """Reader of a checkpoint directory.
 
     Args:
-        path: The directory.
-        checks: Compares shards with their hashes before they are first read. The caller has checked
-            ``.metadata``.
+        path: Checkpoint directory.
+        checks: Verifies the hash of each shard before it is first read. The caller must have
+            verified ``.metadata``.
 
     Raises:
-        CheckpointError: A file is missing, damaged, hostile or too short.
+        CheckpointError: If a file is missing, truncated, corrupted or malicious.
     """
 
     def __init__(self, path: Path, checks: FileChecks) -> None:
@@ -130,8 +133,8 @@ class TorchDistFolder:
             self.tensors, self.objects = _index(_unpickle((path / METADATA).read_bytes()))
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
-                f"{path / METADATA} is missing, damaged or hostile ({reason(error)}). Load another "
-                "checkpoint."
+                f"Could not read {path / METADATA} ({reason(error)}). The file is missing, "
+                "corrupted or malicious. Load another checkpoint."
             ) from error
         sizes: dict[str, int] = defaultdict(int)
         for chunk in (
@@ -143,22 +146,23 @@ class TorchDistFolder:
             shard = path / name
             if (found := shard.stat().st_size if shard.is_file() else 0) < size:
                 raise CheckpointError(
-                    f"{shard} is missing or cut short. Expected at least {size} bytes, got {found}."
-                    " Copy it again, or load another checkpoint."
+                    f"{shard} is missing or truncated: expected at least {size} bytes, got "
+                    f"{found}. Copy it again, or load another checkpoint."
                 )
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the tensor ``key`` on the CPU, assembled from its chunks. Thread-safe.
+        """Load a tensor to the CPU and assemble it from its chunks. This method is thread-safe.
 
         Args:
-            key: A key of ``tensors``.
-            index: Read only this index of the first dimensions, such as a layer and an expert.
+            key: Name of the tensor, one of ``tensors``.
+            index: Index into the first dimensions, e.g. of a layer and an expert, to load only a
+                slice of the tensor.
 
         Returns:
-            A tensor of the stored dtype and ``shape[len(index):]``.
+            Tensor of shape ``shape[len(index):]`` in the stored dtype.
 
         Raises:
-            CheckpointError: A chunk is damaged.
+            CheckpointError: If a chunk is corrupted.
         """
         stored, depth = self.tensors[key], len(index)
         shape, whole = stored.shape[depth:], None
@@ -173,7 +177,7 @@ class TorchDistFolder:
         return torch.empty(shape, dtype=stored.dtype) if whole is None else whole
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[Chunk]:
-        """Return the chunks that hold an index of the first dimensions."""
+        """Return the chunks that contain an index of the first dimensions."""
         depth = len(index)
         if (key, depth) not in self._by_index:
             found = defaultdict(list)
@@ -185,7 +189,7 @@ class TorchDistFolder:
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
-        """Return an entry of ``objects``, as :func:`load_plain` does."""
+        """Load an entry of ``objects`` with :func:`load_plain`."""
         with self._opened(key, self.objects[key]) as archive:
             return load_plain(archive.read())
 
@@ -198,7 +202,7 @@ class TorchDistFolder:
 
     @contextmanager
     def _opened(self, key: str, chunk: Chunk) -> Iterator[IO[bytes]]:
-        """Open the bytes of a chunk. Report an error of the block as damage of the shard."""
+        """Open the byte range of a chunk. Errors in the block become a CheckpointError."""
         self.checks.check(chunk.file)
         try:
             with (self.path / chunk.file).open("rb") as shard:
@@ -206,15 +210,15 @@ class TorchDistFolder:
                 yield cast(IO[bytes], view)
         except Exception as error:
             raise CheckpointError(
-                f"{self.path / chunk.file}: {key} at byte {chunk.start} cannot be read "
-                f"({reason(error)}). The file is damaged or hostile. Load another checkpoint."
+                f"Could not read {key} at byte {chunk.start} of {self.path / chunk.file} "
+                f"({reason(error)}). The file is corrupted or malicious. Load another checkpoint."
             ) from error
 
 
 def load_plain(source: bytes) -> Any:
-    """Load tensors and plain values with ``torch.load``. Objects become :class:`Record` values.
+    """Load tensors and plain values with ``torch.load``. Objects are returned as :class:`Record`.
 
-    Ignore the safe globals of this process, to which Megatron adds its own.
+    The safe globals of this process are ignored, because Megatron adds its own classes to them.
     """
     trusted = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -240,16 +244,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
-    """Unpickle ``.metadata`` with allowed names only. Bound the memory by its size."""
+    """Unpickle ``.metadata`` with the allow-list."""
     for opcode, argument, _ in pickletools.genops(pickled):
-        # the unpickler allocates the whole memo up to this index
+        # the unpickler would allocate a memo with this many entries
         if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
             raise ValueError(f"memo index {argument} in {len(pickled)} bytes")
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
 def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Return the tensors and objects of an unpickled index. Malformed ones can raise any error."""
+    """Extract tensors and objects from ``.metadata``. Raises any error if it is malformed."""
     places: dict[Any, tuple[str, int, int]] = {}
     for where, info in (index.storage_data or {}).items():
         if not is_file_name(info.relative_path):
@@ -267,7 +271,7 @@ def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str,
 
 
 def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any) -> StoredTensor:
-    """Return a tensor. Raise ValueError unless its chunks lie in it and cover all elements."""
+    """Build a tensor entry. Raise ValueError unless the chunks cover the tensor exactly."""
     dtype, shape = entry.properties.dtype, _sizes(entry.size)
     if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no name or dtype")

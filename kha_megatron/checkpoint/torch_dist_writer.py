@@ -1,7 +1,7 @@
-"""Write a ``torch_dist`` checkpoint as Megatron-Core does, without Megatron or process groups.
+"""Write Megatron's ``torch_dist`` checkpoints without Megatron or process groups.
 
-Each thread has a shard of its own and appends one ``torch.save`` archive per chunk.
-``.metadata`` lists where the chunks are. :mod:`kha_megatron.checkpoint.torch_dist` reads them.
+Each thread appends its chunks to its own shard, as ``torch.save`` archives. ``.metadata`` records
+the byte range of each chunk. See :mod:`kha_megatron.checkpoint.torch_dist` for the reader.
 """
 
 import json
@@ -35,10 +35,13 @@ _MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
 class TorchDistWriter:
-    """Write one iteration into an existing, empty directory.
+    """Writer of one checkpoint, a context manager that closes its files on exit.
 
-    Several threads may call :meth:`write` and :meth:`write_object`. Nothing is flushed to disk:
-    ``staging.staged_folder`` does that. As a context manager it closes its files.
+    :meth:`write` and :meth:`write_object` are thread-safe. The writer does not call ``fsync``,
+    because ``staging.staged_folder`` flushes all files.
+
+    Args:
+        iteration_folder: Existing, empty directory to write to.
     """
 
     def __init__(self, iteration_folder: Path) -> None:
@@ -60,16 +63,16 @@ class TorchDistWriter:
     def write(
         self, key: str, tensor: Tensor, *, shape: tuple[int, ...], offsets: tuple[int, ...]
     ) -> None:
-        """Write a chunk of the tensor ``key``.
+        """Write a chunk of a global tensor.
 
-        A layer of a homogeneous model is a chunk of the stack: ``tensor[None]`` at
-        ``offsets=(layer, 0, 0)``.
+        If all layers of a model are alike, their parameters are stacked, and the weight of a layer
+        is written as ``tensor[None]`` with ``offsets=(layer, 0, 0)``.
 
         Args:
-            key: Name of the whole tensor.
-            tensor: The chunk, with as many dimensions as the whole tensor.
-            shape: Shape of the whole tensor. Shape and dtype are the same for all chunks.
-            offsets: First index of the chunk in each dimension.
+            key: Name of the global tensor.
+            tensor: Chunk with as many dimensions as the global tensor.
+            shape: Shape of the global tensor.
+            offsets: Position of the chunk in each dimension of the global tensor.
         """
         size, shape, offsets = tensor.shape, torch.Size(shape), torch.Size(offsets)
         with self._lock:
@@ -91,23 +94,23 @@ class TorchDistWriter:
         shape: tuple[int, ...] = (1,),
         offsets: tuple[int, ...] = (0,),
     ) -> None:
-        """Write a value that is not a tensor, such as a ``Namespace``.
+        """Write an object that is not a tensor, such as a ``Namespace`` or an ``_extra_state``.
 
-        Megatron loads a checkpoint only if it has the ``_extra_state`` of every module, which is
-        None without FP8. The state of a stacked layer has ``shape=(layers,), offsets=(layer,)``,
-        that of an expert ``(layers, experts)`` and ``(layer, expert)``.
+        Megatron expects an ``_extra_state`` for every module, which is None without FP8. For
+        stacked layers use ``shape=(layers,)`` and ``offsets=(layer,)``, and for experts
+        ``shape=(layers, experts)`` and ``offsets=(layer, expert)``.
         """
         name = f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
         self._objects[name] = BytesStorageMetadata()
         self._append(MetadataIndex(name), [value])
 
     def close(self, common: Mapping[str, Any], source: Mapping[str, Any]) -> None:
-        """Write the common state, the index, ``converted_from.json``, the commit mark and hashes.
+        """Finish the checkpoint: write the common state, all metadata files and the hashes.
 
         Args:
-            common: The state that all ranks share: ``args`` (a ``Namespace`` of plain values),
-                ``iteration``, ``checkpoint_version`` (3.0).
-            source: ``identity()`` of the reader of the converted checkpoint.
+            common: State common to all ranks: ``args`` (a ``Namespace`` of plain values),
+                ``iteration`` and ``checkpoint_version`` (3.0).
+            source: Description of the converted checkpoint, from ``identity()`` of its reader.
         """
         for key, whole in self._tensors.items():
             written = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
@@ -134,7 +137,7 @@ class TorchDistWriter:
         write_hashes(self.folder)
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
-        """Append an archive to this thread's shard."""
+        """Append a ``torch.save`` archive to this thread's shard."""
         if not hasattr(self._own, "shard"):
             with self._lock:
                 path = self.folder / f"__0_{len(self._shards)}.distcp"

@@ -22,10 +22,10 @@ from kha_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""The directory of weights without an iteration, and the content of its tracker file."""
+"""Name of the directory of a checkpoint without an iteration, and content of its tracker file."""
 
 COMMIT_MARK = "metadata.json"
-"""Megatron writes this file after all shards. A checkpoint without it is incomplete."""
+"""File that Megatron writes after all shards. A checkpoint without this file is incomplete."""
 
 COMMIT = "commit.json"
 """``{"time": nanoseconds since the epoch}``, written by :func:`record_commit`."""
@@ -39,26 +39,26 @@ _CHECKPOINT_FILES = (
     "*.distcp",
     CONVERTED_FROM,
 )
-"""Files of a checkpoint, in the order of removal. Hashes without a mark would look like damage."""
+"""Files of a checkpoint in the order in which they are removed."""
 
 
 class Selection(NamedTuple):
-    """The checkpoints of a ``--save`` directory, and the one to load."""
+    """Result of :func:`select_checkpoint`."""
 
     folder: Path
     tracker: str | None
-    """Content of the tracker file; None if there is none."""
+    """Content of the tracker file, or None if it does not exist."""
     newest: Path | None
-    """The complete iteration or release to load; None if none is complete."""
+    """Complete checkpoint to load, or None if there is none."""
     named: Path | None
-    """The directory that the tracker file names, if it exists, complete or not."""
+    """Checkpoint named by the tracker file, whether or not it is complete."""
     problem: str | None
-    """Why the tracker file is not followed; None if it names ``newest``."""
+    """Reason for not following the tracker file, or None if it names ``newest``."""
     incomplete: list[str]
-    """Incomplete checkpoints newer than ``newest``, which are ignored."""
+    """Names of incomplete checkpoints with a higher iteration than ``newest``."""
 
     def line(self, doing: str) -> str | None:
-        """Return one line such as ``resuming from iter_0000007: ...``; None without a problem."""
+        """Return a log line such as ``resuming from iter_0000007: ...``, or None if all is well."""
         words = []
         if self.problem and self.newest:
             words.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
@@ -154,23 +154,23 @@ def newest_other(path: Path) -> Path | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a ``--save`` directory, if there is one."""
+    """Return the checkpoint that a run would resume from, or None if no checkpoint is complete."""
     return select_checkpoint(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint to read from a ``--save`` directory, or ``path`` if it is one.
+    """Return the checkpoint to read, given a checkpoint or a ``--save`` directory.
 
-    If no checkpoint is complete, return the one that the tracker file names, so that the reader can
-    report what is missing.
+    If no checkpoint is complete, the one named by the tracker file is returned, so that the reader
+    reports what is missing.
 
     Raises:
-        CheckpointError: There is neither.
+        CheckpointError: If there is no checkpoint.
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a directory. Expected a --save directory, an iter_0000123 in it, or a "
-            "Hugging Face model directory."
+            f"{path} is not a directory. Pass a Megatron --save directory, one of its iter_* "
+            "directories, or a Hugging Face model directory."
         )
     if not (path / TRACKER).exists() and (
         (path / COMMIT_MARK).exists() or iteration_of(path) is not None
@@ -178,15 +178,15 @@ def resolve(path: Path) -> Path:
         return path
     selection = select_checkpoint(path)
     if (found := selection.newest or selection.named) is None:
-        held = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
-        raise CheckpointError(f"{path} has {held} {TRACKER}. {choices(path)}")
+        found_text = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
+        raise CheckpointError(f"{path} has {found_text} {TRACKER}. {choices(path)}")
     if line := selection.line("loading"):
         announce(line, once=line)
     return found
 
 
 def repair(selection: Selection) -> None:
-    """Write the chosen checkpoint into the tracker file, atomically, and log it."""
+    """Make the tracker file name the selected checkpoint, and log the change."""
     if selection.problem and selection.newest:
         with staged_file(selection.folder / TRACKER) as staged:
             staged.write_text(tracker_word(selection.newest))
@@ -195,26 +195,26 @@ def repair(selection: Selection) -> None:
 
 
 def folder_name(iteration: int) -> str:
-    """Return ``iter_0000123``, the directory of an iteration."""
+    """Return the directory name of an iteration, e.g. ``iter_0000123``."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration that a directory's name gives, 0 for a release, or None."""
+    """Return the iteration of a checkpoint directory (0 for ``release``), or None for others."""
     if path.name == RELEASE:
         return 0
     return int(path.name[5:]) if re.fullmatch(r"iter_[0-9]{7,}", path.name) else None
 
 
 def tracker_word(path: Path) -> str:
-    """Return the content of a tracker file that names a checkpoint."""
+    """Return the content of a tracker file that names the given checkpoint."""
     return RELEASE if path.name == RELEASE else str(iteration_of(path))
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a torch_dist checkpoint was completed, even if it was damaged later.
+    """Check whether saving a ``torch_dist`` checkpoint was completed.
 
-    Megatron does not write the mark atomically. It writes the hashes after the mark.
+    Megatron does not write the commit mark atomically, but it writes the hashes after the mark.
     """
     if (path / INTEGRITY).is_file():
         return True
@@ -225,18 +225,17 @@ def is_complete(path: Path) -> bool:
 
 
 def choices(folder: Path) -> str:
-    """Return the end of an error message that lists the complete checkpoints."""
+    """List the complete checkpoints of a directory, as the end of an error message."""
     complete = sorted(path.name for path in folder.iterdir() if is_complete(path))
     if not complete:
-        return f"{folder} holds no complete checkpoint."
+        return f"There is no complete checkpoint in {folder}."
     return f"Complete checkpoints in {folder}: {', '.join(complete[-5:])}."
 
 
 def clear_for_overwriting(path: str | Path) -> None:
-    """Remove an earlier checkpoint from a directory that is about to be written, its marks first.
+    """Remove the files of an earlier checkpoint, commit marks first, before saving a new one.
 
-    A job that is killed during the new save then leaves no mixture that looks complete. Other files
-    stay.
+    If the job is killed during the save, the mixture of old and new shards does not look complete.
     """
     path = Path(path)
     held = [file for pattern in _CHECKPOINT_FILES for file in path.glob(pattern)]

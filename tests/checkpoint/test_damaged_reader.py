@@ -27,9 +27,12 @@ def _truncate(file, by):
 DAMAGE = {
     "no mark": (lambda d: (d / ITER / "metadata.json").unlink(), r"metadata\.json is missing"),
     "torn mark": (lambda d: _truncate(d / ITER / "metadata.json", 9), r"metadata\.json is missing"),
-    "short shard": (lambda d: _truncate(d / ITER / "__1_0.distcp", 1), "__1_0.distcp .* cut short"),
+    "short shard": (
+        lambda d: _truncate(d / ITER / "__1_0.distcp", 1),
+        "__1_0.distcp is missing or truncated",
+    ),
     "lost shard": (lambda d: (d / ITER / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "holds no complete checkpoint"),
+    "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "no complete checkpoint in"),
     "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "is not a directory"),
 }
 
@@ -55,7 +58,7 @@ def test_read_refuses_a_damaged_chunk(copy):
     with (copy / ITER / chunk.file).open("r+b") as file:
         file.seek(chunk.start)
         file.write(bytes(chunk.length))
-    with pytest.raises(CheckpointError, match=rf"{chunk.file}: {key} at byte {chunk.start}"):
+    with pytest.raises(CheckpointError, match=rf"{key} at byte {chunk.start} of .*{chunk.file}"):
         MegatronCheckpoint.open(copy).tensor(key)
 
 
@@ -87,7 +90,7 @@ def _change_chunks(change):
 )
 def test_open_refuses_an_inconsistent_index(copy, edit, message):
     fuzz.edit_index(copy / ITER, edit)
-    with pytest.raises(CheckpointError, match=rf"\.metadata is .*damaged.*{message}"):
+    with pytest.raises(CheckpointError, match=rf"Could not read .*\.metadata .*{message}"):
         MegatronCheckpoint.open(copy)
 
 
@@ -96,7 +99,7 @@ def test_a_hostile_index_is_not_run(copy, tmp_path):
     fuzz.edit_index(
         copy / ITER, lambda metadata: setattr(metadata, "planner_data", fuzz.Bomb(file))
     )
-    with pytest.raises(CheckpointError, match=r"\.metadata.*names (posix|nt)\.system"):
+    with pytest.raises(CheckpointError, match=r"\.metadata.*contains (posix|nt)\.system"):
         MegatronCheckpoint.open(copy)
     assert not file.exists()
     pickle.loads(pickle.dumps(fuzz.Bomb(file)))
@@ -111,7 +114,7 @@ def test_the_index_may_contain_only_allowed_names(copy, module, name):
     words = [part.encode() for part in (module, name)]
     code = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word for word in words) + b"\x93."
     (copy / ITER / ".metadata").write_bytes(code)
-    with pytest.raises(CheckpointError, match=rf"names {module}\.{name}"):
+    with pytest.raises(CheckpointError, match=rf"contains {module}\.{name}"):
         MegatronCheckpoint.open(copy)
 
 
@@ -123,9 +126,9 @@ def test_common_pt_of_older_versions(copy, tmp_path):
 
     file = tmp_path / "pwned"
     torch.save({"args": args, "iteration": 3, "more": fuzz.Bomb(file)}, copy / ITER / "common.pt")
-    with pytest.raises(CheckpointError, match=r"names (posix|nt)\.system"):
+    with pytest.raises(CheckpointError, match=r"contains (posix|nt)\.system"):
         read_kha_config(MegatronCheckpoint.open(copy))
     (copy / ITER / "common.pt").write_bytes(b"PK\x03\x04 torn")
-    with pytest.raises(CheckpointError, match="has no readable training state"):
+    with pytest.raises(CheckpointError, match="Could not read the training state"):
         MegatronCheckpoint.open(copy).iteration  # noqa: B018
     assert not file.exists()

@@ -101,7 +101,7 @@ def _refuse(monkeypatch, owner, name, at):
 def test_a_full_disk_leaves_the_old_directory(old, monkeypatch, owner, name, at):
     before = _tree(old.parent)
     calls = _refuse(monkeypatch, owner, name, at)
-    with pytest.raises(OutputError, match=r"Cannot write .*model: No space left on device$"):
+    with pytest.raises(OutputError, match=r"Could not write .*model: No space left on device$"):
         _write_folder(old)
     monkeypatch.undo()
     assert len(calls) >= at
@@ -116,10 +116,10 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="boom"):
         _write_file(target, "half", ValueError("boom"))
     _refuse(monkeypatch, Path, "replace", 1)
-    with pytest.raises(OutputError, match=r"Cannot write .*report.json: No space left"):
+    with pytest.raises(OutputError, match=r"Could not write .*report.json: No space left"):
         _write_file(target, "third")
     monkeypatch.undo()
-    with pytest.raises(OutputError, match=r"Cannot write .*deeper: Not a directory"):
+    with pytest.raises(OutputError, match=r"Could not write .*deeper: Not a directory"):
         _write_file(target / "deeper", "{}")
     assert _tree(tmp_path) == {"report.json": b"second"}
 
@@ -185,8 +185,8 @@ def test_check_output_folder_accepts_new_empty_and_marked_directories(old, tmp_p
     ("folder", "options", "message"),
     [
         ("model", {"overwrite": False}, r"model is not empty \(2 entries\).*--overwrite"),
-        ("model", {"overwrite": True, "mark": "other"}, "holds no other"),
-        ("model", {"overwrite": True, "only": ("*.json",)}, "holds deep, which is not from this"),
+        ("model", {"overwrite": True, "mark": "other"}, "contains no other"),
+        ("model", {"overwrite": True, "only": ("*.json",)}, "contains deep, which was not written by"),
         ("/proc", {"overwrite": True}, "is a mount point"),
     ],
 )

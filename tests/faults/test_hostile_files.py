@@ -24,7 +24,7 @@ def test_memory_to_read_an_index_is_bounded_by_its_size(tmp_path, faults_table, 
     fuzz.torch_dist(tmp_path / "folder")
     (tmp_path / "folder" / ".metadata").write_bytes(BOMBS[bomb])
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=r"\.metadata is missing, damaged or hostile"):
+    with pytest.raises(CheckpointError, match=r"Could not read .*\.metadata .* malicious"):
         MegatronCheckpoint.open(tmp_path / "folder", verify=False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -72,6 +72,6 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
 def test_overwrite_does_not_delete_a_training_run(saved, command, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "checkpoints")
     before = state(folder)
-    with pytest.raises(AssertionError, match=r"holds iter_0000001, which is not from this command"):
+    with pytest.raises(AssertionError, match=r"contains iter_0000001, which was not written by"):
         command("convert", "to-megatron", saved, folder, "--overwrite", "--no-verify", "--json")
     assert state(folder) == before
