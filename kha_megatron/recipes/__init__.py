@@ -1,6 +1,7 @@
-"""Training runs as data, and NeMo-Run experiments made from them.
+"""Training recipes and their execution with NeMo-Run.
 
-``launch_job(prepare_job(get_recipe("quickstart"), data=..., output=...))`` trains on this machine.
+For example, ``launch_job(prepare_job(get_recipe("quickstart"), data=..., output=...))`` trains a
+small model on this machine.
 """
 
 import difflib
@@ -46,19 +47,18 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         for recipe in recipes
     }
 )
-"""Every recipe by name."""
 
 
 def get_recipe(name: str) -> Recipe:
-    """Return the recipe of that name.
+    """Return a recipe by name.
 
     Raises:
-        ConfigError: the name is unknown; the message suggests similar ones.
+        ConfigError: If the recipe does not exist. The message suggests similar names.
     """
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]
+        similar = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]
         raise ConfigError(
-            f"unknown recipe {name!r}: did you mean {' or '.join(near)}? "
-            "`kha-megatron recipes list` lists all recipes."
+            f"Unknown recipe {name!r}. Did you mean {' or '.join(similar)}? Run `kha-megatron "
+            "recipes list` to see all recipes."
         )
     return RECIPES[name]

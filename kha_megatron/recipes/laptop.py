@@ -1,8 +1,8 @@
-"""Runs that two CPU cores train in minutes: the quickstart, and a small copy of the comparison.
+"""Small recipes that train within minutes on two CPU cores.
 
-The shapes are scaled-down shapes of section 4.1: RMSNorm on queries and keys, experts balanced by a
-bias, and a dense model. The laptop recipes use one rank, so that ``kha-megatron compare`` trains as
-many side by side as there are cores. ``benchmarks/reproduction.md`` explains their learning rate.
+The models are scaled-down versions of the models in section 4.1. Since the laptop recipes use a
+single rank, ``kha-megatron compare`` can train one run per core in parallel. See
+``benchmarks/reproduction.md`` for the choice of the learning rate.
 """
 
 from typing import Any
@@ -15,7 +15,6 @@ _EXPERTS = ROUTING | {"num_experts": 8, "moe_router_topk": 2}
 
 
 def _recipe(name: str, description: str, *, ranks: int, length: int, **values: Any) -> Recipe:
-    """Return a recipe for sequences of ``length`` tokens. ``values`` are its own arguments."""
     shared = {
         **ATTENTION,
         **TRAINING,
@@ -35,14 +34,14 @@ def _recipe(name: str, description: str, *, ranks: int, length: int, **values: A
         description=description,
         ranks=ranks,
         run=Run.from_values(vocab_size=512, **(shared | values)),
-        environment={"OMP_NUM_THREADS": "1"},  # more threads would compete for the cores
+        environment={"OMP_NUM_THREADS": "1"},  # avoid oversubscribing the cores
     )
 
 
-def _laptop(name: str, what: str, **feed_forward: Any) -> Recipe:
+def _laptop(name: str, description: str, **feed_forward: Any) -> Recipe:
     return _recipe(
         f"laptop/{name}",
-        f"{what}, 2 layers, 8 query and 4 KV heads, one CPU core",
+        f"{description}, 2 layers, 8 query and 4 KV heads, one CPU core",
         ranks=1,
         length=128,
         num_layers=2,
@@ -50,8 +49,8 @@ def _laptop(name: str, what: str, **feed_forward: Any) -> Recipe:
         num_attention_heads=8,
         num_query_groups=4,
         kv_channels=16,
-        # half of 1/sqrt(hidden): with 0.02 the loss does not fall for hundreds of steps, and pairs
-        # of runs differ ten times as much
+        # 0.5 / sqrt(hidden_size). With 0.02, the loss plateaus for hundreds of steps, and the
+        # difference between two runs is ten times as large.
         init_method_std=0.06,
         tensor_model_parallel_size=1,
         micro_batch_size=8,
@@ -75,16 +74,16 @@ QUICKSTART = _recipe(
     num_query_groups=2,
     kv_channels=32,
     layernorm_epsilon=1e-6,
-    init_method_std=0.05,  # half of 1/sqrt(hidden)
+    init_method_std=0.05,  # 0.5 / sqrt(hidden_size)
     moe_ffn_hidden_size=128,
     **_EXPERTS,
     tensor_model_parallel_size=2,
-    sequence_parallel=True,  # Megatron requires it for experts with tensor parallelism
+    sequence_parallel=True,  # required by Megatron for MoE with tensor parallelism
     expert_model_parallel_size=2,
     expert_tensor_parallel_size=1,
     micro_batch_size=16,
     global_batch_size=16,
-    lr=2e-3,  # with ten times the rate of the paper's models, losses depend on rounding
+    lr=2e-3,  # at a ten times higher rate, rounding errors change the loss
     min_lr=2e-4,
     split="99,1,0",
 )
@@ -95,4 +94,4 @@ LAPTOP = (
     ),
     _laptop("dense", "dense model", ffn_hidden_size=192),
 )
-"""A mixture of experts and a dense model with as many active parameters."""
+"""An MoE and a dense model with the same number of active parameters."""

@@ -1,7 +1,4 @@
-"""Run a job on this machine with NeMo-Run and follow it to its end.
-
-NeMo-Run exits with code 0 even if a job failed, so the outcome is read from its status.
-"""
+"""Launch jobs on the local machine with NeMo-Run and wait for their completion."""
 
 import os
 import shlex
@@ -25,7 +22,7 @@ from kha_megatron.recipes.prepare import Job, owned_output
 from kha_megatron.recipes.processes import LAUNCH_VARIABLE, find_processes, guarded, interruptible
 
 TASK = "train"
-"""NeMo-Run's name of the task of an experiment, whose script is ``train.sh``."""
+"""Name of the NeMo-Run task, which also names its script ``train.sh``."""
 
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
@@ -33,44 +30,42 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """The process that NeMo-Run would start on this machine."""
+    """Command that NeMo-Run would execute on this machine."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    """Additional variables. PATH is prepended to the caller's."""
+    """Environment variables to set. ``PATH`` is prepended to the existing value."""
     folder: Path
     """Working directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """How a run ended."""
+    """Result of a launched job."""
 
     status: str
     """``succeeded``, ``failed``, ``cancelled`` or ``unknown``."""
     seconds: float
-    """Wall-clock time of the ranks."""
     log: Path
-    """Output of all ranks, each line prefixed with its rank."""
+    """Combined log of all ranks, with a rank prefix on each line."""
     rank_logs: Path
-    """Directory with ``stdout.log`` and ``stderr.log`` of each rank."""
+    """Directory with the ``stdout.log`` and ``stderr.log`` files of each rank."""
     last_step: Step | None
     failure: Failure | None
-    """None if the run succeeded."""
+    """Failed rank and its error, unless the job succeeded."""
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank exited with code 0."""
         return self.status == "succeeded"
 
 
 def dry_run(job: Job) -> Command:
-    """Return the torchrun command that :func:`launch_job` would start; raise the same errors."""
+    """Return the torchrun command that :func:`launch_job` would execute."""
     with create_experiment(job, _executor(job, launch_id="dry-run")) as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
     (replica,) = request.role_params[TASK]
-    *torchrun, _script = replica.args  # a script, gone by now, that executes job.command
+    *torchrun, _script = replica.args  # replace NeMo-Run's temporary script by its command
     return Command(
         words=(*torchrun, *job.command),
         environment={k: v for k, v in replica.env.items() if k != LAUNCH_VARIABLE},
@@ -84,21 +79,21 @@ def launch_job(
     on_step: Callable[[Step], None] | None = None,
     stop: threading.Event | None = None,
 ) -> LaunchResult:
-    """Run a job on this machine to its end. Several threads may do so at the same time.
+    """Launch a job on this machine and wait for its completion. This function is thread-safe.
 
     Args:
-        on_step: called in this thread with each progress line that Megatron logs.
-        stop: ends the job like Ctrl-C, which only the main thread receives.
+        on_step: Callback for each training step that Megatron logs.
+        stop: Event that terminates the job, e.g. from another thread.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, SIGTERM, a closed terminal or ``stop``. All ranks have ended.
-        MissingDependencyError: NeMo-Run is not installed.
-        ConfigError: torchrun cannot be found, or NeMo-Run cannot use its home directory.
+        KeyboardInterrupt: After Ctrl-C, SIGTERM, SIGHUP or ``stop``, once all ranks have exited.
+        MissingDependencyError: If NeMo-Run is not installed.
+        ConfigError: If torchrun is not found or NeMo-Run's home directory cannot be used.
         OutputError: If another process uses the output directory.
     """
     launch_id = uuid.uuid4().hex
     executor, last_step = _executor(job, launch_id=launch_id), None
-    # the guard is the inner context: leaving the experiment waits for the ranks
+    # exit the guard first, because the experiment waits for the ranks when it is closed
     with (
         owned_output(job),
         interruptible(),
@@ -111,7 +106,7 @@ def launch_job(
         logs = Path(info["local_dir"], "nemo_run", info["job_id"])
         launcher, rank_logs = logs / TASK / "0", logs / "torchelastic" / TASK
         log = launcher / "combined.log"
-        announce(f"{job.output or job.recipe.name}: log of all ranks: {log}")
+        announce(f"Writing the log of all ranks of {job.output or job.recipe.name} to {log}")
         for step in _follow(experiment, launcher / "stdout.log", launch_id, stop):
             last_step = step
             if on_step is not None:
@@ -129,31 +124,22 @@ def launch_job(
 
 
 def import_nemo_run() -> ModuleType:
-    """Import NeMo-Run.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-        ConfigError: it cannot be imported.
-    """
+    """Import NeMo-Run, which is an optional dependency."""
     try:
         import nemo_run
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "nemo_run":
             raise MissingDependencyError("nemo-run", "launching a recipe", "launch") from error
         raise ConfigError(
-            f"nemo-run cannot be imported ({error}). Run `pip install 'kha-megatron[launch]'`, "
-            "which pins its dependencies."
+            f"Could not import nemo-run: {error}. Run `pip install 'kha-megatron[launch]'` to "
+            "install compatible versions of its dependencies."
         ) from error
     return nemo_run
 
 
 @contextmanager
 def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
-    """Create a NeMo-Run experiment, not yet started, with ``chain`` tasks that run in sequence.
-
-    Raises:
-        ConfigError: NeMo-Run's home directory has a path that a shell would split or expand.
-    """
+    """Create a NeMo-Run experiment with ``chain`` sequential tasks without starting it."""
     run = import_nemo_run()
     with run.Experiment(
         job.recipe.name.replace("/", "-"),
@@ -163,45 +149,44 @@ def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[An
         enable_goodbye_message=False,
         skip_status_at_exit=True,
     ) as experiment:
-        # the script is inline because NeMo-Run quotes Script(path=..., args=...) for a shell that
-        # the local executor does not use
+        # Script(path=..., args=...) would be quoted for a shell, which the local executor lacks
         script = run.Script(inline=job.script, entrypoint="bash")
         before: list[str] = []
         for number in range(1, chain + 1):
             name = TASK if chain == 1 else f"{TASK}-{number}"
             before = [experiment.add(script, name=name, dependencies=before)]
         folder = experiment.jobs[0].executor.job_dir
-        if shlex.quote(folder) != folder:  # NeMo-Run writes it into commands without quotes
+        if shlex.quote(folder) != folder:
             raise ConfigError(
-                f"NeMo-Run cannot start a script in {folder}. Set NEMORUN_HOME to a path without "
-                "spaces and shell characters."
+                f"NeMo-Run does not quote paths such as {folder}. Set NEMORUN_HOME to a directory "
+                "without spaces or special characters."
             )
         yield experiment
 
 
 def _executor(job: Job, *, launch_id: str) -> Any:
-    """Create NeMo-Run's executor for this machine."""
     binaries = str(Path(sys.executable).parent)
     path = f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"
     if shutil.which("torchrun", path=path) is None:
         raise ConfigError(
-            f"torchrun is neither in {binaries} nor on PATH. Activate the environment in which "
-            "PyTorch is installed."
+            f"torchrun was not found in {binaries} or on PATH. Is PyTorch installed in the active "
+            "environment?"
         )
     return import_nemo_run().LocalExecutor(
         launcher="torchrun",
         ntasks_per_node=job.ranks,
-        # NeMo-Run prepends PATH to the caller's
         env_vars={**job.environment, "PATH": binaries, LAUNCH_VARIABLE: launch_id},
     )
 
 
-def _follow(experiment: Any, log: Path, launch_id: str, stop: threading.Event | None) -> Iterator[Step]:
-    """Yield progress lines as they are written, until the run has finished."""
+def _follow(
+    experiment: Any, log: Path, launch_id: str, stop: threading.Event | None
+) -> Iterator[Step]:
     with log.open("rb") as file:
         finished = False
         while not finished:
-            finished = _status(experiment, launch_id) in _FINISHED  # before reading: no line is missed
+            # query the status before reading, so that no line is missed
+            finished = _status(experiment, launch_id) in _FINISHED
             yield from filter(None, map(parse_step, read_new_lines(file)))
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
@@ -210,7 +195,10 @@ def _follow(experiment: Any, log: Path, launch_id: str, stop: threading.Event | 
 
 
 def _status(experiment: Any, launch_id: str) -> str:
-    """Return the task's state; UNKNOWN if NeMo-Run lost track of a run that is over."""
+    """Return the task state, or UNKNOWN if all processes have exited without a final state.
+
+    The exit code is not used, because NeMo-Run exits with code 0 even for failed jobs.
+    """
     state = experiment.status(return_dict=True)[TASK]["status"].name
     if state not in (*_FINISHED, "RUNNING") and not find_processes(launch_id):
         return "UNKNOWN"

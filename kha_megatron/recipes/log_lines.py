@@ -1,12 +1,13 @@
-"""Read a run's numbers from Megatron's log lines and TensorBoard files.
+"""Read training metrics from Megatron's logs and TensorBoard files.
 
 Megatron logs `` iteration 3/ 10 | ... | lm loss: 4.4E+00 |`` every ``--log-interval`` iterations.
-Other text, and prefixes of launchers and ranks, are ignored.
+All other lines are ignored, as well as prefixes that launchers add.
 """
 
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +15,7 @@ from typing import BinaryIO
 from kha_megatron.errors import DataError
 
 History = dict[str, list[tuple[int, float]]]
-"""Pairs of iteration and value, in order, by name."""
+"""Lists of (iteration, value) pairs by metric name."""
 
 LOSS = "lm loss"
 VALIDATION_LOSS = "lm loss validation"
@@ -26,42 +27,40 @@ _SKIPPED = "number of skipped iterations"
 
 @dataclass(frozen=True)
 class Step:
-    """One of Megatron's progress lines."""
+    """Training step logged by Megatron, with averages since the previously logged step."""
 
     iteration: int
     total: int
     samples: int | None
-    """Sequences consumed so far."""
+    """Number of consumed samples."""
     seconds: float | None
-    """Mean duration of an iteration since the previous line."""
+    """Seconds per iteration."""
     loss: float | None
-    """Mean language-model loss since the previous line; None if every iteration was skipped."""
+    """Language modeling loss, or None if all iterations were skipped."""
 
 
 def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
-    """Parse a progress line into iteration, total iterations and the named numbers.
+    """Parse a training log line into the iteration, the total number of iterations and metrics.
 
-    Return None for any other line.
+    Returns None for all other lines.
     """
     if (match := _LINE.search(line)) is None:
         return None
     values = {}
-    for field in match[3].split("|")[:-1]:  # another rank's output may follow the last bar
+    for field in match[3].split("|")[:-1]:  # output of another rank may follow the last bar
         name, _, text = field.partition(": ")
-        try:
+        with suppress(ValueError):  # not a number
             values[name.strip()] = float(text)
-        except ValueError:
-            continue  # text
     if values.get(_SKIPPED):
-        if values.get(LOSS) == 0:  # Megatron's mean over no iteration
+        if values.get(LOSS) == 0:  # all iterations were skipped
             del values[LOSS]
     else:
-        values.setdefault(LOSS, math.nan)  # Megatron omits a loss that is NaN or negative
+        values.setdefault(LOSS, math.nan)  # Megatron does not log NaN or negative losses
     return int(match[1]), int(match[2]), values
 
 
 def parse_step(line: str) -> Step | None:
-    """Parse a progress line. Return None for any other line."""
+    """Parse a training log line into a :class:`Step`, or return None for all other lines."""
     if (found := parse_line(line)) is None:
         return None
     iteration, total, values = found
@@ -77,13 +76,16 @@ def parse_step(line: str) -> Step | None:
 
 
 def read_steps(log: Path) -> list[Step]:
-    """Read all complete progress lines of a log, in order."""
+    """Read all training steps from a log file."""
     with log.open("rb") as file:
         return list(filter(None, map(parse_step, read_new_lines(file))))
 
 
 def read_new_lines(file: BinaryIO) -> Iterator[str]:
-    """Yield complete lines from the file's position; leave an incomplete last line for later."""
+    """Yield the complete lines after the current file position.
+
+    An incomplete last line is not consumed, so that it can be read later.
+    """
     while line := file.readline():
         if not line.endswith(b"\n"):
             file.seek(-len(line), 1)
@@ -92,14 +94,13 @@ def read_new_lines(file: BinaryIO) -> Iterator[str]:
 
 
 def read_log(path: Path) -> History:
-    """Read the history of a run from its log.
+    """Read all metrics from a log file. If an iteration was logged twice, the last line is used.
 
-    If an iteration is logged twice, the last line counts. The second line after a start is a mean
-    over two iterations; TensorBoard files have the exact values.
+    Note that the second line after a start is an average over two iterations, whereas TensorBoard
+    files have exact values.
 
     Raises:
-        OSError: the file cannot be read.
-        DataError: the file contains no progress line.
+        DataError: If the file contains no training log lines.
     """
     latest: dict[str, dict[int, float]] = {}
     with Path(path).open(encoding="utf-8", errors="replace") as stream:
@@ -107,26 +108,26 @@ def read_log(path: Path) -> History:
             for name, value in values.items():
                 latest.setdefault(name, {})[iteration] = value
     if not latest:
-        raise DataError(f"Expected lines such as 'iteration 1/ 10 | ...' in {path}, found none.")
+        raise DataError(f"No training log lines ('iteration 1/ 10 | ...') found in {path}.")
     return {name: sorted(values.items()) for name, values in latest.items()}
 
 
 def read_history(tensorboard_dir: Path) -> History:
-    """Read all scalars of a ``--tensorboard-dir``, without the copies by samples.
+    """Read all scalars from a TensorBoard directory, except for duplicates ("vs samples").
 
-    If several runs wrote a step (after a resume), the newest counts. If one run wrote a step twice,
-    the first counts: Megatron finally writes the test loss under the name of the validation loss.
+    After a resume, the values of the newest event file take precedence. Within a file, the first
+    value of a step is used, because Megatron finally logs the test loss as the validation loss.
 
     Raises:
-        DataError: the directory contains no TensorBoard event file.
+        DataError: If the directory contains no TensorBoard event files.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    files = sorted(Path(tensorboard_dir).glob("events.out.tfevents.*"))  # in order of their start
+    files = sorted(Path(tensorboard_dir).glob("events.out.tfevents.*"))  # sorted by start time
     if not files:
         raise DataError(
-            f"Expected TensorBoard files (events.out.tfevents.*) in {tensorboard_dir}, found none. "
-            "Train with --tensorboard-dir."
+            f"No TensorBoard event files (events.out.tfevents.*) found in {tensorboard_dir}. Was "
+            "the run started with --tensorboard-dir?"
         )
     merged: dict[str, dict[int, float]] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""Find the rank that ended a run, from torchrun's report and the rank's own log."""
+"""Find the rank that failed in the logs of torchrun and its ranks."""
 
 import re
 import signal
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_LINES = 25
-"""Lines of a failing rank's log that are shown."""
 
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = re.compile(
@@ -20,20 +19,19 @@ _ROOT_CAUSE = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """Which rank ended a run, and the end of its log."""
+    """First rank that failed, with the last lines of its log."""
 
     rank: int | None
-    """Rank whose failure torchrun observed first; None if torchrun itself failed."""
+    """Failed rank, or None if torchrun itself failed."""
     exit_code: int | None
-    """Exit code of that rank; the negative signal number if a signal killed it."""
+    """Exit code of the rank, or the negative signal number if the rank was killed."""
     log: Path
     lines: tuple[str, ...]
     """Last lines of ``log``, at most :data:`TAIL_LINES`."""
 
     def __str__(self) -> str:
-        """Return one line such as ``rank 1 was killed by SIGKILL (out of memory?)``."""
         if self.rank is None or self.exit_code is None:
-            return "torchrun failed before it could name a rank"
+            return "torchrun failed without reporting a failed rank"
         if self.exit_code >= 0:
             return f"rank {self.rank} failed with exit code {self.exit_code}"
         hint = " (out of memory?)" if self.exit_code == -signal.SIGKILL else ""
@@ -41,11 +39,11 @@ class Failure:
 
 
 def find_failure(launcher: Path, ranks: Path) -> Failure:
-    """Find what ended a run on this machine.
+    """Find the rank that failed in a run on this machine.
 
     Args:
-        launcher: directory with torchrun's own ``stdout.log`` and ``stderr.log``.
-        ranks: torchrun's ``--log-dir``, with ``<run>/attempt_<n>/<local rank>/stderr.log``.
+        launcher: Directory with the ``stdout.log`` and ``stderr.log`` of torchrun itself.
+        ranks: torchrun's ``--log-dir``, which contains ``<run>/attempt_<n>/<local rank>/``.
     """
     report = launcher / "stderr.log"
     cause = _root_cause(_last_lines(report, 1000))
@@ -61,7 +59,7 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
 
 
 def find_failure_in_text(text: str, log: Path) -> Failure:
-    """Find what ended a run in the end (``text``) of a log that torchrun and all ranks wrote."""
+    """Find the rank that failed in the end (``text``) of a combined log of torchrun and ranks."""
     lines = text.rstrip().splitlines()
     if (cause := _root_cause(lines)) is None:
         return Failure(None, None, log, _without_prefixes(lines))
@@ -71,23 +69,22 @@ def find_failure_in_text(text: str, log: Path) -> Failure:
 
 
 def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
-    """Return rank, local rank and exit code of the first failure in torchrun's report."""
+    """Parse rank, local rank and exit code of the first failure from torchrun's report."""
     if (table := _ROOT_CAUSE.search("\n".join(lines))) is None:
         return None
     exit_code = int(table["exitcode"])
-    if exit_code == 2:  # bad input: only rank 0 prints the reason
+    if exit_code == 2:  # for invalid arguments, only rank 0 prints the error
         return 0, 0, exit_code
     return int(table["rank"]), int(table["local_rank"]), exit_code
 
 
 def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
-    """Remove the usage text before an argparse error, which exits with code 2."""
+    """Remove argparse's usage text, which precedes the error message (exit code 2)."""
     found = [i for i, line in enumerate(lines) if "error: " in line]
     return lines[found[-1] :] if found and exit_code == 2 else lines
 
 
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
-    """Read the last lines; () if the file is missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 512 * count))
@@ -98,5 +95,5 @@ def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
 
 
 def _without_prefixes(lines: Sequence[str], count: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last lines without torchrun's prefixes such as ``[default0]:``."""
+    """Strip torchrun's prefixes such as ``[default0]:`` from the last ``count`` lines."""
     return tuple(_RANK_PREFIX.sub("", line.rstrip()) for line in lines[-count:])

@@ -1,7 +1,7 @@
-"""Recipes for NeMo-Run's own command (``nemo kha train``) and Python API.
+"""NeMo-Run integration: the ``nemo kha train`` command and ``run.Partial`` for recipes.
 
-``nemo`` finds this module through the entry-point group ``nemo_run.cli``. NeMo-Run evaluates the
-arguments of its command as Python: pass untrusted text only to ``kha-megatron launch``.
+This module is registered in the entry point group ``nemo_run.cli``. Note that NeMo-Run evaluates
+command-line arguments as Python code, so do not pass untrusted input to ``nemo``.
 """
 
 import os
@@ -18,7 +18,7 @@ from kha_megatron.recipes.launching import TASK
 
 
 def run_rank(command: list[str]) -> None:
-    """Replace this process by Python with the given arguments. NeMo-Run calls this on each rank."""
+    """Execute Python with the given arguments in place of the current process, on each rank."""
     os.execv(sys.executable, [sys.executable, *command])
 
 
@@ -31,18 +31,15 @@ def partial(
     megatron: str = "",
     resume: bool = False,
 ) -> Any:
-    """Return a recipe as ``run.Partial``, and set the executor's launcher and environment.
+    """Build a ``run.Partial`` for a recipe and configure the executor's launcher and environment.
 
     Args:
-        executor: one of NeMo-Run's executors; it determines the number of ranks.
-        data: directory made by ``kha-megatron data prepare``, with its path on the ranks.
-        output: directory for checkpoints and TensorBoard files. The default, ``runs/RECIPE``, is
-            only valid on this machine.
-        megatron: Megatron's and ``--kha-*`` arguments, quoted as for a shell.
-        resume: continue from the last checkpoint in ``output``.
-
-    Raises:
-        KHAError: see :func:`kha_megatron.recipes.prepare_job`.
+        executor: NeMo-Run executor, which also determines the number of ranks.
+        data: Output directory of ``kha-megatron data prepare``, as seen by the ranks.
+        output: Directory for checkpoints and TensorBoard files. The default ``runs/RECIPE`` can
+            only be used with a local executor.
+        megatron: Megatron and ``--kha-*`` arguments in shell syntax.
+        resume: Whether to resume from the last checkpoint in ``output``.
     """
     local = isinstance(executor, run.LocalExecutor)
     job = prepare_job(
@@ -57,7 +54,7 @@ def partial(
     executor.launcher = executor.launcher or run.Torchrun()
     executor.env_vars = {**job.environment, **executor.env_vars}
     if local:
-        executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))  # of torchrun
+        executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))  # for torchrun
     return run.Partial(run_rank, command=list(job.command[1:]))
 
 
@@ -70,9 +67,9 @@ def train(
     megatron: str = "",
     resume: bool = False,
 ) -> None:
-    """Train a recipe of kha-megatron on any of NeMo-Run's executors; see :func:`partial`.
+    """Train a kha-megatron recipe with any NeMo-Run executor. See :func:`partial` for arguments.
 
-    Exits with code 1 if a rank fails, and with 2 for invalid input.
+    The exit code is 1 if a rank fails and 2 for invalid arguments.
     """
     try:
         executor = ctx.executor or run.LocalExecutor(ntasks_per_node=get_recipe(recipe).ranks)
@@ -85,8 +82,8 @@ def train(
         if ctx.dryrun:
             experiment.dryrun()
             return
-        # not ctx.launch: without an executor it runs the task in this process, without its ranks
+        # ctx.launch would run the task in this process if no executor is given
         experiment.run(detach=ctx.detach, tail_logs=ctx.tail_logs)
-    # leaving the experiment waits for the job
+    # the job has completed, because closing the experiment waits for it
     if not ctx.detach and experiment.jobs[0].state.name != "SUCCEEDED":
         raise SystemExit(1)

@@ -1,31 +1,31 @@
-"""Recipes for other head mechanisms: gated attention, mixture-of-head attention, and Table 6.
+"""Recipes for other head mechanisms: gated attention, mixture-of-head attention and Table 6.
 
-``GATED`` are the models of the paper on gated attention (arXiv 2505.06708), with a gate at each
-position. Sizes are the paper's, with Qwen3's tokenizer. Length, learning rate, batch and routing
-are those of Table 3 of the KHA paper. The 15B model has 1.99B active parameters, not 2.4B as in its
-name.
+``GATED`` contains the models of the gated attention paper (arXiv 2505.06708) with gates at
+different positions. Model sizes are from this paper, with Qwen3's tokenizer, and the training
+schedule is from Table 3 of the KHA paper. Note that the 15B model has 1.99B active parameters,
+although its name states 2.4B.
 
-``MOH`` are the language models of the paper on mixture-of-head attention (arXiv 2410.11842), with
-the sizes, rates and lengths of its Tables A, C and D. The paper does not print how many active
-heads are shared (half of them here; section 4.4 has 16 of 32 for LLaMA3-8B), the shape of the decay
-(a cosine here), Adam's betas or LLaMA3's own sizes.
+``MOH`` contains the language models of the mixture-of-head attention paper (arXiv 2410.11842), with
+hyperparameters from its Tables A, C and D. Unspecified hyperparameters are our choice: half of the
+active heads are shared (section 4.4 shares 16 of 32 heads for LLaMA3-8B), and the learning rate
+decay is a cosine.
 
-``INTERACTIVE`` is Table 6 of the KHA paper: attentions whose heads interact, on models of Table 3.
-The table prints no sizes of the other mechanisms. Collaborative heads are as wide here as fused
-kernels allow, and half of the active heads of the mixture are shared.
+``INTERACTIVE`` reproduces Table 6 of the KHA paper with models from Table 3. Since the sizes of the
+other mechanisms are not published, collaborative heads are as large as fused kernels allow, and
+half of the active heads in MoH are shared.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kha_megatron.recipes.paper import (
-    SCHEDULE_100B,
     MODEL_SIZES,
+    SCHEDULE_100B,
     VARIANTS,
     Baseline,
-    Schedule,
-    ModelSize,
     HeadVariant,
+    ModelSize,
+    Schedule,
     grouped_query,
 )
 from kha_megatron.recipes.recipe import Recipe
@@ -41,7 +41,7 @@ def _gated(description: str, shape: ModelSize, attention: dict[str, Any]) -> Bas
 
 def _moh(description: str, shape: ModelSize, heads: int, rate: float, warm_up: int) -> Baseline:
     attention = {"num_attention_heads": heads, "kv_channels": shape.hidden // heads}
-    # 4M tokens per step (Table C); this vocabulary reproduces the counts of Tables 4 and A
+    # 4M tokens per step (Table C). The vocabulary size is derived from Tables 4 and A.
     start = {"lr_warmup_iters": warm_up, "lr_warmup_init": 1e-7}
     schedule = Schedule("100B", 2048, rate, batch=2048, warm_up=start)
     return Baseline(description, shape, schedule, attention | _NO_QK_NORM | _UNTIED, 65536)
@@ -88,7 +88,7 @@ _VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
         "50": HeadVariant("50 % of the heads, half shared", "moh_50"),
     },
     "interactive": {
-        # talking heads materialize all attention logits, so long sequences must be allowed
+        # talking heads materialize the attention matrix, so long sequences must be allowed
         "talking": HeadVariant(
             "talking heads",
             "talking",
@@ -103,7 +103,7 @@ _VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
     },
 }
 _PRINTED: Mapping[str, tuple[str | float, ...]] = {
-    # total and active parameters, and the mean accuracy over six tasks in percent
+    # total parameters, active parameters, mean accuracy over six tasks in percent
     "gated/1.7b-28-baseline": ("1.7B", "1.7B"),
     "gated/1.7b-48-baseline": ("1.7B", "1.7B"),
     "gated/15b-baseline": ("15B", "2.4B"),
@@ -137,7 +137,7 @@ _LLAMA_STAGE_2 = Baseline(
     vocab_size=160896,
 ).recipe(
     "moh/llama3-8b-stage2",
-    # stage 2 of section 4.4 has no new tensor, only another configuration
+    # stage 2 of section 4.4 only changes the router configuration
     HeadVariant(
         "16 shared and 8 of 16 routed heads, from --pretrained-checkpoint of stage 1",
         heads={
@@ -147,7 +147,7 @@ _LLAMA_STAGE_2 = Baseline(
             )
         },
     ),
-    accuracy=64.0,  # Table 5; Table E, with other tasks, has 64.8
+    accuracy=64.0,  # Table 5
 )
 
 GATED, MOH = tuple(_recipes("gated")), (*_recipes("moh"), _LLAMA_STAGE_2)

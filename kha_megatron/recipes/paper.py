@@ -1,8 +1,8 @@
-"""The paper's models (sections 4.1 and 4.4, Table 5) as recipes, and the parts of all recipes.
+"""Recipes for the models of the KHA paper (sections 4.1 and 4.4, Table 5) and shared defaults.
 
-Sizes are the paper's. Values that it does not print are Megatron's defaults or follow from its
-parameter counts: tied embeddings, a vocabulary of 157,184, and the shape of the 6.1B model of the
-long run. The parallel sizes are ours; the paper trained with FSDP.
+Hyperparameters are from the paper or, if not published, Megatron's defaults. Tied embeddings, the
+vocabulary size and the sizes of the 6.1B model are derived from the published parameter counts.
+Parallel sizes are our choice, because the paper used FSDP.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,6 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import Recipe
 
 VOCAB_SIZE = 157184
-"""Entries of the paper's tokenizer, derived from its parameter counts."""
-
-BATCH = 512
-"""Sequences per optimizer step: 2.1M tokens of 4,096, 4.2M of 8,192."""
 
 ATTENTION: dict[str, Any] = {
     "kv_channels": 128,
@@ -29,7 +25,6 @@ ATTENTION: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
-"""Layer arguments that all models share."""
 
 ROUTING: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
@@ -38,7 +33,7 @@ ROUTING: dict[str, Any] = {
     "moe_router_dtype": "fp32",
     "moe_token_dispatcher_type": "alltoall",
 }
-"""Experts balanced by a bias instead of an auxiliary loss."""
+"""MoE routing with a load balancing bias instead of an auxiliary loss."""
 
 TRAINING: dict[str, Any] = {
     "adam_beta1": 0.9,
@@ -53,8 +48,6 @@ TRAINING: dict[str, Any] = {
     "save_interval": 1000,
     "ckpt_format": "torch_dist",
 }
-"""Training arguments that all recipes share."""
-
 _ON_GPUS: dict[str, Any] = {
     "micro_batch_size": 1,
     "bf16": True,
@@ -67,22 +60,21 @@ _ON_GPUS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Training length and learning rate. The defaults are those of section 4.1."""
+    """Training length and learning rate schedule, with defaults from section 4.1."""
 
     tokens: str
-    """Number of tokens as the paper prints it: ``75B``, ``100B`` or ``1T``."""
+    """Number of training tokens with a unit, e.g. ``75B`` or ``1T``."""
     length: int
-    """Tokens per sequence."""
+    """Sequence length."""
     rate: float
     """Peak learning rate."""
     last: float = 0.1
-    """Final learning rate of the cosine as a fraction of the peak."""
-    batch: int = BATCH
-    """Sequences per optimizer step."""
+    """Ratio of the final learning rate to the peak learning rate."""
+    batch: int = 512
+    """Global batch size in sequences."""
     warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
 
     def arguments(self) -> dict[str, Any]:
-        """Return Megatron's arguments. The number of iterations is rounded up."""
         tokens = int(self.tokens[:-1]) * {"B": 10**9, "T": 10**12}[self.tokens[-1]]
         return {
             "seq_length": self.length,
@@ -102,14 +94,14 @@ SCHEDULE_1T = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes that Table 5 and section 4.1 vary between models."""
+    """Size of a model in Table 5 or section 4.1."""
 
     layers: int
     hidden: int
     ffn: int
-    """Width of the dense MLP, or of one expert."""
+    """Intermediate size of the dense MLP or of each expert."""
     experts: tuple[int, int] | None = None
-    """Number of experts, and of active experts per token."""
+    """Number of experts and number of active experts per token."""
 
 
 MODEL_SIZES: Mapping[str, ModelSize] = {
@@ -124,25 +116,23 @@ MODEL_SIZES: Mapping[str, ModelSize] = {
 
 PAPER_PARAMETERS: Mapping[str, Mapping[str, str | float]] = {
     "moe-a0.44b-2.3b": {"total": "2.3B", "active": "0.44B"},
-    "moe-a0.8b-6.6b": {"total": "6.6B", "active": "880M"},  # Table 3 prints 880M
+    "moe-a0.8b-6.6b": {"total": "6.6B", "active": "880M"},  # active parameters from Table 3
     "moe-a1.6b-14.6b": {"total": "14.6B", "active": "1.6B"},
     "dense-0.6b": {"total": "0.61B", "active": "0.61B"},
     "dense-1.7b": {"total": "1.68B", "active": "1.68B"},
     "dense-3.9b": {"total": "3.94B", "active": "3.94B"},
     "moe-a1b-6.1b": {"total": "6.1B", "active": "1.01B"},
 }
-"""Total and active parameters of the baselines as printed in Table 5 and section 4.1."""
+"""Total and active parameters of the baselines in Table 5 and section 4.1."""
 
 
 @dataclass(frozen=True)
 class HeadVariant:
-    """Head mechanisms of a run."""
+    """Head mechanisms of a recipe, given by a preset and ``kha_*`` arguments that override it."""
 
     description: str
     preset: str = "baseline"
-    """A key of ``PRESETS``."""
     heads: Mapping[str, Any] = field(default_factory=dict)
-    """``kha_*`` arguments that override the preset."""
 
 
 VARIANTS: Mapping[str, HeadVariant] = {
@@ -150,11 +140,10 @@ VARIANTS: Mapping[str, HeadVariant] = {
     "mlp": HeadVariant("KHA-MLP on v", "kha_mlp"),
     "linear": HeadVariant("KHA-Linear on q, k and v", "kha_linear"),
 }
-"""The paper's two variants and its baseline."""
 
 
 def grouped_query(heads: int, groups: int) -> dict[str, Any]:
-    """Return the arguments of MHA, MQA or GQA with these numbers of query and KV heads."""
+    """Return Megatron's arguments for ``heads`` query heads and ``groups`` KV heads."""
     return {
         "num_attention_heads": heads,
         "group_query_attention": True,
@@ -164,18 +153,18 @@ def grouped_query(heads: int, groups: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model and its training, without head mechanisms."""
+    """Model and training schedule without head mechanisms, from which recipes are built."""
 
     description: str
     shape: ModelSize
     schedule: Schedule
     attention: dict[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
-    """Arguments of the attention, and other arguments that differ from the paper on KHA."""
+    """Megatron arguments of the attention and other overrides."""
     vocab_size: int = VOCAB_SIZE
     note: str = ""
 
     def recipe(self, name: str, variant: HeadVariant, **paper: str | float) -> Recipe:
-        """Return the recipe of a variant. ``paper`` holds the printed numbers of the run."""
+        """Build the recipe of a variant with published results (see ``Recipe.paper``)."""
         shape = self.shape
         values: dict[str, Any] = {
             "num_layers": shape.layers,
@@ -204,12 +193,13 @@ class Baseline:
 
 
 def _recipe(name: str) -> Recipe:
-    """Return a model with the variant that the paper chose for its kind."""
+    """Build the recipe of a model with KHA-MLP for MoE models and KHA-Linear for dense models."""
     shape = MODEL_SIZES[name]
     kind = "MoE, {1} of {0} experts".format(*shape.experts) if shape.experts else "dense model"
     schedule = SCHEDULE_1T if name == "moe-a1b-6.1b" else SCHEDULE_100B
     variant = VARIANTS["mlp" if shape.experts else "linear"]
-    return Baseline(f"the paper's {kind}", shape, schedule).recipe(name, variant, **PAPER_PARAMETERS[name])
+    base = Baseline(f"the paper's {kind}", shape, schedule)
+    return base.recipe(name, variant, **PAPER_PARAMETERS[name])
 
 
 PAPER = tuple(map(_recipe, MODEL_SIZES))

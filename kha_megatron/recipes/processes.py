@@ -1,8 +1,8 @@
-"""Find and end the processes of one launch by a mark in their environment.
+"""Terminate all processes of a launch, which are identified by an environment variable.
 
-torchrun starts each rank in its own session, so no process group contains them all. Run as a
-script, this module waits until stdin is closed, which happens even if the launcher is killed, and
-then ends the processes.
+A process group cannot be used, because torchrun starts each rank in its own session. If this module
+is run as a script, it waits until stdin is closed, which also happens when the launcher is killed,
+and then terminates the processes.
 """
 
 import os
@@ -18,42 +18,38 @@ from typing import Any
 import psutil
 
 LAUNCH_VARIABLE = "KHA_MEGATRON_LAUNCH"
-"""Environment variable of every process of a launch; each launch has its own value."""
+"""Environment variable that contains the launch ID in all processes of a launch."""
 
-_GRACE_SECONDS = 20.0
-"""Time between SIGTERM and SIGKILL, for instance to write a checkpoint."""
+_GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL, e.g. to save a checkpoint
 
 
 @contextmanager
 def guarded(launch_id: str) -> Iterator[None]:
-    """End all processes with the mark when the block ends or this process is killed."""
+    """Terminate all processes of a launch when the context exits or this process is killed."""
     guard = subprocess.Popen(
         [sys.executable, "-I", __file__, launch_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        start_new_session=True,  # out of reach of Ctrl-C and of a closing terminal
+        start_new_session=True,  # do not forward SIGINT and SIGHUP
     )
     try:
         yield
     finally:
         try:
             guard.communicate()
-        except KeyboardInterrupt:  # a second Ctrl-C: at once
+        except KeyboardInterrupt:  # do not wait after a second Ctrl-C
             end_processes(launch_id, grace=0)
             raise
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Handle SIGTERM and SIGHUP like Ctrl-C in the block; yield the list of received signals.
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP, and yield the list of received signals.
 
-    A second signal is ignored so that cleanup can finish. Existing handlers, signals ignored by
-    nohup, and threads other than the main thread are not changed.
-
-    Raises:
-        KeyboardInterrupt: at the first signal.
+    Further signals are ignored so that cleanup can finish. Existing signal handlers are kept, e.g.
+    those of nohup, and nothing happens in threads other than the main thread.
     """
     received: list[int] = []
 
@@ -75,7 +71,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
-    """Send SIGTERM to parents (torchrun forwards it), then SIGKILL to what is left."""
+    """Send SIGTERM to torchrun, which forwards it, and SIGKILL to processes that remain."""
     deadline = time.monotonic() + grace
     found = find_processes(launch_id)
     _signal((pid for pid, parent in found.items() if parent not in found), signal.SIGTERM)
@@ -85,9 +81,11 @@ def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
 
 
 def find_processes(launch_id: str) -> dict[int, int]:
-    """Return the process ids with the launch_id, each with its parent's."""
-    processes = psutil.process_iter(["ppid", "environ"])  # environ is None for other users'
-    return {p.pid: p.info["ppid"] for p in processes if (p.info["environ"] or {}).get(LAUNCH_VARIABLE) == launch_id}
+    """Return the process IDs of a launch with their parent process IDs."""
+    infos = [p.info for p in psutil.process_iter(["pid", "ppid", "environ"])]
+    # environ is None for processes of other users
+    found = [x for x in infos if (x["environ"] or {}).get(LAUNCH_VARIABLE) == launch_id]
+    return {x["pid"]: x["ppid"] for x in found}
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

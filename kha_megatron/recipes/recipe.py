@@ -1,4 +1,4 @@
-"""A recipe: one training run as typed data, from which the command line is generated."""
+"""Recipes: named training runs from which Megatron's command line is generated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,38 +11,36 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
-"""Names of the directories that a run writes in its output directory."""
+"""Subdirectories of a run's output directory."""
 
 HEAD_ARGUMENTS = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
-"""Arguments that select head mechanisms and their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run without paths, which :meth:`run_for` adds."""
+    """Named training run without data and output paths, which are added by :meth:`run_for`."""
 
     name: str
     description: str
     run: Run
-    """Model, layout, batch, training and heads."""
     ranks: int
-    """Default number of processes on one machine."""
+    """Default number of ranks on one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the ranks. On this machine the user's own values take precedence."""
+    """Environment variables of the ranks, which a user can override for local runs."""
     paper: Mapping[str, str | float] = field(default_factory=dict)
-    """Printed numbers: ``total`` and ``active`` parameters as text, without KHA's; the final
-    ``loss``; or the mean ``accuracy`` over the paper's tasks in percent."""
+    """Published results: ``total`` and ``active`` parameters as text (excluding KHA), the final
+    ``loss``, or the mean ``accuracy`` in percent."""
     note: str = ""
-    """Difference from the recipes that this one is compared with."""
+    """Differences from comparable recipes."""
     entry: str = "kha_megatron.training"
-    """Entry point of the ranks: a module, or the path of a script that ends in ``.py``."""
+    """Training script: a module, or a path that ends in ``.py``."""
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """Return the recipe with other values; see :meth:`kha_megatron.model.run.Run.updated`."""
+        """Return a copy with other arguments. See :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
 
     def with_heads(self, kha: KHAConfig) -> Self:
-        """Return the recipe with other mechanisms and the same kind of attention."""
+        """Return a copy with other head mechanisms. The attention type does not change."""
         options = kha.to_options()
         return self.updated(**{name: options[name.removeprefix("kha_")] for name in HEAD_ARGUMENTS})
 
@@ -54,14 +52,11 @@ class Recipe:
         output: Path | None = None,
         **values: Any,
     ) -> Run:
-        """Return the run with its paths, with ``values`` and with a user's ``words``.
+        """Return the run with paths, typed ``values`` and command-line arguments (``words``).
 
         Args:
-            data: directory made by ``kha-megatron data prepare``.
-            output: directory for checkpoints and TensorBoard files.
-
-        Raises:
-            ConfigError: a word follows no flag, or cannot be parsed.
+            data: Output directory of ``kha-megatron data prepare``.
+            output: Directory for checkpoints and TensorBoard files.
         """
         paths: dict[str, Any] = {}
         if data is not None:

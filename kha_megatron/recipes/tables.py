@@ -1,18 +1,17 @@
-"""Every row of the paper's Tables 1 to 5 as a recipe.
+"""Recipes for all rows of Tables 1 to 5 in the KHA paper.
 
-Names consist of table and row: ``table1/mlp-kv4``, ``table2/linear-q``, ``table3/gqa4-baseline``,
-``table5/dense-1.7b-linear``. ``recipe.paper`` holds the printed numbers.
+Recipe names consist of table and row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-linear``.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kha_megatron.recipes.paper import (
+    MODEL_SIZES,
+    PAPER_PARAMETERS,
+    SCHEDULE_1T,
     SCHEDULE_75B,
     SCHEDULE_100B,
-    SCHEDULE_1T,
-    PAPER_PARAMETERS,
-    MODEL_SIZES,
     VARIANTS,
     Baseline,
     HeadVariant,
@@ -20,8 +19,7 @@ from kha_megatron.recipes.paper import (
 )
 from kha_megatron.recipes.recipe import Recipe
 
-_NAME = "moe-a0.8b-6.6b"
-"""Model of Tables 1, 2 and 3."""
+_NAME = "moe-a0.8b-6.6b"  # used in Tables 1, 2 and 3
 
 _KV_HEADS = (1, 2, 4, 8, 16, 32)
 _TABLE_1: Mapping[str, tuple[float, ...]] = {
@@ -36,16 +34,16 @@ _PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "v": ("value",),
     "qkv": ("query", "key", "value"),
 }
-_TABLE_2: Mapping[str, Mapping[str, float]] = {  # the table has one row of the gate
+_TABLE_2: Mapping[str, Mapping[str, float]] = {
     "linear": {"q": 1.849, "k": 1.848, "v": 1.839, "qkv": 1.838},
     "gate": {"v": 1.919},
     "mlp": {"q": 1.848, "k": 1.848, "v": 1.832, "qkv": 1.832},
 }
 
 _LATENT: dict[str, Any] = {
-    # "8 query heads" and "4 KV heads" of 128 are read as the widths of the latents, for 32 heads.
-    # This gives 971.7M active parameters, 0.2 % above the paper's 970M (969.9M without the
-    # projection of the rotary key). It is the closest of the readings that we tried.
+    # The paper specifies "8 query heads" and "4 KV heads" of dimension 128. We interpret these as
+    # the latent dimensions with 32 heads, which results in 971.7M active parameters (970M in the
+    # paper). All other interpretations that we tried are further from the paper.
     "num_attention_heads": 32,
     "multi_latent_attention": True,
     "q_lora_rank": 1024,
@@ -56,12 +54,12 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 128,
 }
 _LATENT_NOTE = (
-    "norms have --norm-epsilon 1e-6, in all other rows 1e-5: stock DeepSeek-V3, which this folds "
-    "into, has no other for its latents"
+    "this recipe uses --norm-epsilon 1e-6 instead of 1e-5, because Hugging Face's DeepSeek-V3, to "
+    "which it can be exported, supports no other value for the latents"
 )
 _GTA = grouped_query(32, 4) | {"kha_attention": "gta", "rotary_percent": 0.5}
 _TABLE_3: Mapping[str, tuple[dict[str, Any], str, str, str, float, float]] = {
-    # arguments, description, KHA, active parameters, loss without and with KHA
+    # arguments, description, variant, active parameters, loss of baseline and variant
     "mla": (_LATENT, "MLA", "linear", "970M", 1.812, 1.801),
     "gta": (_GTA, "GTA, 32 query and 4 KV heads", "mlp", "868M", 1.819, 1.802),
     "mqa": (grouped_query(32, 1), "MQA, 32 query heads", "mlp", "859M", 1.814, 1.801),
@@ -83,21 +81,21 @@ _TABLE_5: Mapping[str, Mapping[str, float]] = {
 def _table_1() -> Iterator[Recipe]:
     for name, losses in _TABLE_1.items():
         for groups, loss in zip(_KV_HEADS, losses, strict=True):
-            what = f"A0.8B-6.6B MoE, 32 query and {groups} KV heads"
-            base = Baseline(what, MODEL_SIZES[_NAME], SCHEDULE_75B, grouped_query(32, groups))
+            text = f"A0.8B-6.6B MoE, 32 query and {groups} KV heads"
+            base = Baseline(text, MODEL_SIZES[_NAME], SCHEDULE_75B, grouped_query(32, groups))
             yield base.recipe(f"table1/{name}-kv{groups}", VARIANTS[name], loss=loss)
 
 
 def _table_2() -> Iterator[Recipe]:
     base = Baseline("A0.8B-6.6B MoE", MODEL_SIZES[_NAME], SCHEDULE_75B)
-    loss = _TABLE_1["baseline"][2]
-    yield base.recipe("table2/baseline", VARIANTS["baseline"], **PAPER_PARAMETERS[_NAME], loss=loss)
+    parameters, loss = PAPER_PARAMETERS[_NAME], _TABLE_1["baseline"][2]
+    yield base.recipe("table2/baseline", VARIANTS["baseline"], **parameters, loss=loss)
     for kind, losses in _TABLE_2.items():
         for letters, projections in _PROJECTIONS.items():
             heads = {f"kha_{projection}": kind for projection in projections}
             variant = HeadVariant(f"{kind} on {', '.join(letters)}", heads=heads)
             printed = {"loss": losses[letters]} if letters in losses else {}
-            yield base.recipe(f"table2/{kind}-{letters}", variant, **PAPER_PARAMETERS[_NAME], **printed)
+            yield base.recipe(f"table2/{kind}-{letters}", variant, **parameters, **printed)
 
 
 def _table_3() -> Iterator[Recipe]:
@@ -119,14 +117,14 @@ def _table_4() -> Iterator[Recipe]:
 def _table_5() -> Iterator[Recipe]:
     for name, losses in _TABLE_5.items():
         family, _, size = name.partition("-")
-        what = f"{size.upper()} {'MoE' if family == 'moe' else 'dense'}"
-        base = Baseline(what, MODEL_SIZES[name], SCHEDULE_100B)
+        text = f"{size.upper()} {'MoE' if family == 'moe' else 'dense'}"
+        base, parameters = Baseline(text, MODEL_SIZES[name], SCHEDULE_100B), PAPER_PARAMETERS[name]
         for kind, loss in losses.items():
-            yield base.recipe(f"table5/{name}-{kind}", VARIANTS[kind], **PAPER_PARAMETERS[name], loss=loss)
+            yield base.recipe(f"table5/{name}-{kind}", VARIANTS[kind], **parameters, loss=loss)
 
 
 def _gla() -> Iterator[Recipe]:
-    """Yield GLA with two latent heads of 256 (MLA's cache), which section 4.1 names."""
+    """Yield the recipes for GLA of section 4.1, with the same KV cache size as MLA."""
     base = Baseline(
         "A0.8B-6.6B MoE with GLA, 2 latent heads",
         MODEL_SIZES[_NAME],

@@ -83,10 +83,10 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("compare --recipe quikstart", "unknown recipe"),
+        ("compare --recipe quikstart", "Unknown recipe"),
         ("compare --nproc 2", "No training data"),
         ("compare --device cuda --jobs 2 -- --mock-data", "Expected --jobs 1 on GPUs"),
-        ("launch quikstart", "unknown recipe"),
+        ("launch quikstart", "Unknown recipe"),
         ("launch quickstart --lr 1", "--lr"),
         (f"{LAUNCH} --executor slurm", "Expected --time as HH:MM:SS"),
         (f"{LAUNCH} --nodes 2", "Expected --executor slurm"),

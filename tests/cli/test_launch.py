@@ -68,7 +68,7 @@ def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]
     result = run(*words, code=1)
-    assert "Slurm did not take the job" in result.stderr
+    assert "Could not submit the job to Slurm" in result.stderr
     assert json.loads(result.stdout)["succeeded"] is False
 
 

@@ -71,6 +71,6 @@ def test_bad_input_is_refused(run, log, words, message):
 
 def test_a_run_without_losses_is_refused(run, tmp_path):
     assert "missing: No such file" in run(tmp_path / "missing")[2]
-    assert "Expected TensorBoard files" in run(tmp_path)[2]
+    assert "No TensorBoard event files" in run(tmp_path)[2]
     (tmp_path / "log.txt").write_text("no such line\n")
     assert "log.txt" in run(tmp_path / "log.txt")[2]

@@ -79,7 +79,7 @@ def test_a_pretrained_model_to_kha_and_back(walk):
     assert AGREE.search(upcycled)
     assert AGREE.search(folded)
     base, run = (
-        losses(Path(re.search(r"log of all ranks: (\S+)", output)[1]).read_text())
+        losses(Path(re.search(r"Log of all ranks: (\S+)", output)[1]).read_text())
         for output in (made, trained)
     )
     assert run[1] == pytest.approx(base[350], abs=0.5)  # one batch each

@@ -53,7 +53,7 @@ def test_ranks_receive_every_argument_unchanged(
     if fail:
         assert (result.failure.rank, result.failure.exit_code) == (1, 1)
         assert "the disk [red]is full" in result.failure.lines
-    assert f"{job.output}: log of all ranks: {result.log}\n" in capsys.readouterr().err
+    assert f"log of all ranks of {job.output} to {result.log}\n" in capsys.readouterr().err
     assert [(s.iteration, s.total, s.samples, s.loss) for s in steps] == [
         (3, 7, 24, 6.5),
         (7, 7, 56, 2.5),
@@ -145,5 +145,5 @@ def test_broken_nemo_run_is_refused_with_its_reason(job, monkeypatch, tmp_path):
 def test_missing_torchrun_is_refused(job, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="torchrun is neither in"):
+    with pytest.raises(ConfigError, match="torchrun was not found in"):
         dry_run(job)

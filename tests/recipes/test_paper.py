@@ -9,8 +9,13 @@ from torch.overrides import TorchFunctionMode
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.plan.counts import active_parameters, as_printed, count, parameters
-from kha_megatron.plan.search import setup_of
+from kha_megatron.plan.counts import (
+    count_active_parameters,
+    count_model,
+    count_parameters,
+    format_like_paper,
+)
+from kha_megatron.plan.search import build_setup
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
 from kha_megatron.recipes.paper import PAPER, PAPER_PARAMETERS
@@ -48,18 +53,18 @@ SIZES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_the_papers(name):
-    setup = setup_of(get_recipe(name).run)
+    setup = build_setup(get_recipe(name).run)
     layers, hidden, ffn, experts, active = SIZES[name]
     # 32 query heads and 4 KV heads of 128, QK-norms, two norms, a router; tied embeddings
     attention = (32 + 2 * 4) * 128 * hidden + 32 * 128 * hidden + 2 * 128
     layer = attention + 2 * hidden + experts * hidden
     ends = 157184 * hidden + hidden
     counts = [ends + layers * (layer + n * 3 * hidden * ffn) for n in (experts or 1, active)]
-    total = parameters(setup.model, KHAConfig(), Layout()).total
-    assert [total, active_parameters(setup.model, KHAConfig())] == counts
+    total = count_parameters(setup.model, KHAConfig(), Layout()).total
+    assert [total, count_active_parameters(setup.model, KHAConfig())] == counts
     for number, printed in zip(counts, PAPER_PARAMETERS[name].values(), strict=True):
-        assert as_printed(number, printed)[0] == printed
-    knocked = parameters(setup.model, setup.kha, Layout()).total
+        assert format_like_paper(number, printed)[0] == printed
+    knocked = count_parameters(setup.model, setup.kha, Layout()).total
     assert knocked - total == layers * 3 * 128**2
 
 
@@ -117,13 +122,13 @@ def test_megatron_parses_the_arguments_and_builds_the_counted_model(name, ranks)
     recipe = get_recipe(name)
     words = recipe.run_for(["--device", "cpu"]).words()
     built, kha = ranks(built_count, 1, words, recipe.run.vocab_size, timeout=500)[0]
-    assert built == count(recipe.run.model, recipe.run.kha).total
+    assert built == count_model(recipe.run.model, recipe.run.kha).total
     assert kha == str(recipe.run.kha)
 
 
 def counted(name):
     run = get_recipe(name).run
-    return count(run.model, run.kha)
+    return count_model(run.model, run.kha)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +142,15 @@ def counted(name):
 )
 def test_counts_of_other_papers(name, total, active):
     counts = counted(name)
-    assert as_printed(counts.total, total)[0] == total
-    assert as_printed(counts.active, active)[0] == active
+    assert format_like_paper(counts.total, total)[0] == total
+    assert format_like_paper(counts.active, active)[0] == active
 
 
 def test_moh_counts_are_the_papers_digits():
     for recipe in MOH:
         counts = counted(recipe.name)
         for name in {"total", "active"} & recipe.paper.keys():
-            assert as_printed(getattr(counts, name), recipe.paper[name])[1] == "rounded"
+            assert format_like_paper(getattr(counts, name), recipe.paper[name])[1] == "rounded"
     assert counted("moh/llama3-8b-stage2").kha == 0  # a router by norms has no parameters
 
 
@@ -164,5 +169,5 @@ def test_moh_counts_are_the_papers_digits():
 def test_gate_counts_of_the_15b_model(gate, millions, filled):
     """``filled`` rows pad each of 4 KV heads to 16 rows, in 24 layers of width 2048."""
     own = counted(f"gated/15b-{gate}").mechanisms
-    assert as_printed(own["gate"], f"{millions}M")[0] == f"{millions}M"
+    assert format_like_paper(own["gate"], f"{millions}M")[0] == f"{millions}M"
     assert own.get("filling", 0) == 24 * 4 * filled * 2048

@@ -166,7 +166,8 @@ def test_restarted_and_upcycled_jobs_load_their_own_directory(tmp_path):
 )
 def test_ranks_get_the_connections_that_megatron_requires(words, connections, monkeypatch):
     def value():
-        job = prepare_job(get_recipe("dense-0.6b"), ranks=2, overrides=["--mock-data", *words.split()])
+        overrides = ["--mock-data", *words.split()]
+        job = prepare_job(get_recipe("dense-0.6b"), ranks=2, overrides=overrides)
         return job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)

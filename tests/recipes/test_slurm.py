@@ -141,7 +141,9 @@ def test_job_is_followed_to_its_end(
     for name in state:
         (slurm / name).touch()
     resources = Slurm(gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, time="04:00:00")
-    run = Run.from_values(vocab_size=90).updated(["--code", str(code), "--save", str(slurm / "runs")])
+    run = Run.from_values(vocab_size=90).updated(
+        ["--code", str(code), "--save", str(slurm / "runs")]
+    )
     words = ["--mock-data", "--odd=a b$c"]
     steps = []
     job = prepare_job(scripted(RANK, run=run), slurm=resources, overrides=words)
@@ -155,7 +157,7 @@ def test_job_is_followed_to_its_end(
         assert (slurm / f"rank{rank}").read_text() == "it's $HOME|a b$c"
     assert (slurm / "scontrol").exists() == (code != 0)  # requeue
     if status == "failed":
-        assert "job 77 as FAILED (exit code 3:0" in result.reason
+        assert "job 77 ended with state FAILED (exit code 3:0" in result.reason
         assert (result.failure.rank, result.failure.exit_code) == (1, 3)
         assert "the disk is full" in result.failure.lines  # two streams have no order
 
@@ -164,8 +166,12 @@ def test_job_is_followed_to_its_end(
     ("slurm", "options", "match"),
     [
         (Slurm(time="4h"), {}, "Expected --time as HH:MM:SS"),
-        (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "field of SlurmExecutor, got qso"),
-        (Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}), {}, "JSON in --set ntasks"),
+        (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "SlurmExecutor has no field 'qso'"),
+        (
+            Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}),
+            {},
+            "--set ntasks.* valid JSON",
+        ),
         (CONTAINER, {"output": Path("runs/one")}, "--output as an absolute path .*got runs/one"),
         (CONTAINER, {"words": ["--load", "/other"]}, "load --load /other again"),
     ],

@@ -47,8 +47,8 @@ class Launch:
 
     @property
     def job(self) -> str:
-        self.until(lambda: "Slurm took job" in self.log)
-        return re.search(r"Slurm took job (\d+)", self.log)[1]
+        self.until(lambda: "Submitted Slurm job" in self.log)
+        return re.search(r"Submitted Slurm job (\d+)", self.log)[1]
 
     @property
     def saved(self) -> int:
@@ -58,7 +58,7 @@ class Launch:
     @property
     def iterations(self) -> list[int]:
         """Iterations in the logs of all starts, in order."""
-        logs = sorted(set(re.findall(r"its log: (\S+)", self.log)))
+        logs = sorted(set(re.findall(r"log file:? (\S+)", self.log)))
         text = "".join(Path(log).read_text() for log in logs if os.path.exists(log))
         return [int(number) for number in re.findall(r"\biteration +(\d+)/ +60 \|", text)]
 
@@ -95,7 +95,7 @@ def test_training_that_fails_is_tried_again_and_ends_with_1(data, tmp_path):
     run = Launch(data, tmp_path, "--retries", "1", "--env", "KHA_CONFIG=x")
     assert run.end() == 1
     assert f"job {run.job} as FAILED (exit code 1:0" in run.log
-    assert "KHA_CONFIG is for --spec." in run.log
+    assert "KHA_CONFIG only applies to layer specs" in run.log
     assert "_1.out" in run.log  # the log of the second start
     assert run.saved == 0
 
@@ -142,16 +142,16 @@ def test_job_that_slurm_has_forgotten(data, tmp_path):
         assert code == 0, run.log
     else:
         assert code == 1
-        assert f"Slurm no longer knows job {run.job}, and has no accounting" in run.log
+        assert f"Slurm has no information about job {run.job}" in run.log
 
 
 def test_refused_job_and_a_job_left_alone(data, tmp_path):
     refused = Launch(data, tmp_path, "--partition", "nowhere")
     assert refused.end() == 1
-    assert "Slurm did not take the job" in refused.log
+    assert "Could not submit the job to Slurm" in refused.log
     assert "Invalid partition" in refused.log
     alone = Launch(data, tmp_path, "--detach")
     assert alone.end() == 0
     assert "submitted" in alone.log
-    assert "log of all ranks: /" in alone.log
+    assert "Log of all ranks: /" in alone.log
     call("scancel", re.search(r"jobs: (\d+)", alone.log)[1])
