@@ -10,7 +10,12 @@ from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
-from kha_megatron.plan.counts import as_printed, count, counted, flops
+from kha_megatron.plan.counts import (
+    compute_flops,
+    count_model,
+    format_like_paper,
+    get_countable_model,
+)
 
 
 def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
@@ -25,13 +30,15 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
       kha-megatron params gated/15b-output-head
     """
     chosen = recipes.get_recipe(recipe)
-    model, kha = counted(chosen.run.model), chosen.run.kha
-    counts, bare = count(model, kha), count(model, KHAConfig())
+    model, kha = get_countable_model(chosen.run.model), chosen.run.kha
+    counts, bare = count_model(model, kha), count_model(model, KHAConfig())
     knock = counts.mechanisms.get(Knock.name, 0)
     plain = {"total": bare.total, "active": bare.active}
     printed = {name: str(chosen.paper[name]) for name in plain if name in chosen.paper}
-    share = flops(model, kha, chosen.run.arguments["seq_length"]).share_of_layers
-    paper = {name: as_printed(getattr(counts, name) - knock, x) for name, x in printed.items()}
+    share = compute_flops(model, kha, chosen.run.arguments["seq_length"]).share_of_layers
+    paper = {
+        name: format_like_paper(getattr(counts, name) - knock, x) for name, x in printed.items()
+    }
     if as_json:
         beside = {
             name: {"paper": printed[name], "ours": ours, "how": how}
@@ -86,13 +93,13 @@ def count_flops(
       kha-megatron flops equation12
     """
     chosen = recipes.get_recipe(recipe)
-    model, kha = counted(chosen.run.model), chosen.run.kha
+    model, kha = get_countable_model(chosen.run.model), chosen.run.kha
     length = seq or chosen.run.arguments["seq_length"]
-    result = flops(model, kha, length)
+    result = compute_flops(model, kha, length)
     shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
-    saved = {"projections": result.spared_projections, "scores": result.spared_scores}
+    saved = {"projections": result.skippable_projections, "scores": result.skippable_scores}
     if as_json:
-        parts = {name: n for name, n in asdict(result).items() if not name.startswith("spared_")}
+        parts = {name: n for name, n in asdict(result).items() if not name.startswith("skippable_")}
         data = {
             "recipe": recipe,
             "seq": length,

@@ -11,13 +11,13 @@ from kha_megatron.cli.options import AsJSON, GPUMemory, RecipeName, parse_size
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.run import as_arguments
 from kha_megatron.plan import search as planner
-from kha_megatron.plan.counts import count
+from kha_megatron.plan.counts import count_model
 from kha_megatron.plan.rank import Setup
 
 _ASSUMED = (
     "Calculated, not measured, for Transformer Engine with flash attention, no dropout and evenly "
-    f"loaded experts. A layout fits if it uses at most {planner.USABLE:.0%} of the GPU's memory. "
-    "Order: fits, idle time in steps of 5 %, bytes sent."
+    f"loaded experts. A layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU's "
+    "memory. Order: fits, idle time in steps of 5 %, bytes sent."
 )
 Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Instead of the recipe's.")]
 Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="List only this size.")]
@@ -25,7 +25,7 @@ Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="List only thi
 
 def plan(
     recipe: RecipeName,
-    gpus: Annotated[int, typer.Option(help=f"Number of GPUs, up to {planner.MOST_GPUS}.")],
+    gpus: Annotated[int, typer.Option(help=f"Number of GPUs, up to {planner.MAX_GPUS}.")],
     gpu_memory: GPUMemory = "80GB",
     seq_length: Size = None,
     micro_batch_size: Size = None,
@@ -56,7 +56,7 @@ def plan(
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
     """
-    setup = planner.setup_of(
+    setup = planner.build_setup(
         recipes.get_recipe(recipe).run,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -67,7 +67,7 @@ def plan(
     capacity = parse_size("--gpu-memory", gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
     plans = planner.plan_layouts(setup, gpus, capacity, fixed)
-    whole = count(setup.model, setup.kha)
+    whole = count_model(setup.model, setup.kha)
     counts = {"total": whole.total, "active": whole.active, "kha": whole.kha}
     fitting = sum(planner.fits(p, capacity) for p in plans)
     if as_json:
@@ -112,7 +112,7 @@ def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict
 
 
 def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
-    sizes = planner.arguments_of(plan.layout, setup.model)
+    sizes = planner.get_layout_arguments(plan.layout, setup.model)
     return " ".join(" ".join([one.flag, *one.words]) for one in as_arguments(**sizes).values())
 
 

@@ -14,7 +14,7 @@ from kha_megatron.heads.diagnostics import diagnose
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
-from kha_megatron.plan.counts import count, counted, flops
+from kha_megatron.plan.counts import compute_flops, count_model, get_countable_model
 
 
 def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
@@ -33,18 +33,18 @@ def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
     model = replace(run, vocab_size=vocab_size).model
     kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
     try:
-        model = counted(model)
+        model = get_countable_model(model)
     except ConfigError as error:
         return kernels | {"uncounted": str(error)}
     length = run.arguments["seq_length"]
-    counts, work = count(model, run.kha), flops(model, run.kha, length)
+    counts, work = count_model(model, run.kha), compute_flops(model, run.kha, length)
     return kernels | {
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
         "flops": 3 * work.forward / length,
         "kha_flops": 3 * work.kha / length,
-        "spared_flops": 3 * (work.spared_projections + work.spared_scores) / length,
+        "spared_flops": 3 * (work.skippable_projections + work.skippable_scores) / length,
     }
 
 

@@ -1,1 +1,1 @@
-"""Counts, work, memory and layouts on paper."""
+"""Estimate parameters, FLOPs, memory and communication, and search for parallel layouts."""

@@ -1,20 +1,22 @@
-"""Estimate the bytes that one rank sends in one optimizer step.
+"""Estimate the communication volume of one rank in an optimizer step.
 
-Collectives are counted by the ring algorithm: of ``S`` bytes on ``n`` ranks an all-gather, a
-reduce-scatter or an all-to-all sends ``(n - 1) / n * S``, an all-reduce twice as much. The numbers
-of calls are Megatron's:
+All collectives are assumed to use the ring algorithm. On ``n`` ranks, an all-gather, reduce-scatter
+or all-to-all of ``S`` bytes sends ``(n - 1) / n * S`` bytes, and an all-reduce twice as many. The
+number of collectives follows Megatron's implementation:
 
-- **tensor**: Korthikanti et al. 2022, section 4.2, for attention, MLP, embedding, logits and loss;
-  the QKV if there are fewer key/value heads than ranks; gradients of replicated parameters.
-- **KHA**: one all-reduce of the gradient for each head-shared matrix, layer and microbatch, the
-  results of shared gates and routers, and what mechanisms exchange (``Mechanism.sent``).
+- **tensor**: attention, MLP, embedding, logits and loss (Korthikanti et al. 2022, section 4.2), the
+  QKV all-gather if there are fewer KV heads than ranks, and gradients of replicated parameters.
+- **KHA**: one gradient all-reduce per head-shared matrix, layer and microbatch, the output of
+  shared gates and routers, and the collectives of mechanisms (``Mechanism.communication``).
 - **context**: keys, values and their gradients in a ring (Transformer Engine's ``p2p``).
-- **pipeline**: Narayanan et al. 2021, section 2.2, and the gradient of the tied embedding.
-- **expert**: the all-to-all dispatcher, gathered over expert-tensor-parallel ranks.
-- **data**: reduce-scatter of the fp32 gradients and all-gather of the weights (ZeRO-1), or one
-  all-reduce of the gradients without the distributed optimizer.
+- **pipeline**: point-to-point activations and gradients (Narayanan et al. 2021, section 2.2), and
+  the gradient of the tied embedding.
+- **expert**: the all-to-all dispatcher, including the all-gather over expert-tensor-parallel ranks.
+- **data**: a reduce-scatter of fp32 gradients and an all-gather of the weights (ZeRO-1), or a
+  gradient all-reduce without the distributed optimizer.
 
-Full recomputation repeats the collectives of forward. Messages of a few kilobytes are left out.
+With full recomputation, the collectives of the forward pass are counted twice. Messages of only a
+few kilobytes are ignored.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -24,86 +26,85 @@ from kha_megatron.plan.rank import Rank
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Bytes that a rank sends in a step."""
+    """Number of bytes sent by one rank per step and type of parallelism."""
 
     tensor: float = 0
-    kha: float = 0
-    """Bytes of head mechanisms between tensor-parallel ranks, not in ``tensor``."""
+    kha: float = 0  # tensor parallelism of head mechanisms, not included in tensor
     context: float = 0
     pipeline: float = 0
     expert: float = 0
     data: float = 0
-    kha_data: float = 0
-    """Bytes of head-shared matrices, not in ``data``."""
+    kha_data: float = 0  # data parallelism of head-shared matrices, not included in data
 
     @property
     def total(self) -> float:
-        """Sum of all kinds."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def ring(ranks: int) -> float:
-    """Return the fraction of a tensor that a rank sends in an all-gather or reduce-scatter."""
+def _ring(ranks: int) -> float:
+    """Fraction of a tensor that each rank sends in an all-gather or reduce-scatter."""
     return (ranks - 1) / ranks
 
 
-def communication(rank: Rank) -> Communication:
-    """Return the bytes that a rank sends in one step."""
+def estimate_communication(rank: Rank) -> Communication:
+    """Estimate the number of bytes that a rank sends in one optimizer step."""
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     microbatches, layers = rank.microbatches, rank.layers
     moe = sum(map(rank.model.is_moe, layers))
-    reduced = 2 * ring(layout.tp)
+    reduced = 2 * _ring(layout.tp)
     tensor = microbatches * (
-        len(layers) * _attention(rank)
-        + (len(layers) - moe) * _block(rank)
-        + moe * (_block(rank) if rank.model.shared_width else 0)
-        + _ends(rank)
+        len(layers) * _attention_region(rank)
+        + (len(layers) - moe) * _parallel_region(rank)
+        + moe * (_parallel_region(rank) if rank.model.shared_width else 0)
+        + _embedding_and_loss(rank)
     )
-    tensor += reduced * 4 * _summed(rank)
+    tensor += reduced * 4 * _replicated_parameters(rank)
     dense = layout.dp * layout.cp
-    keys_and_values = 2 * rank.tokens * rank.heads.kv_heads * rank.model.head_dim * rank.width
+    keys_and_values = (
+        2 * rank.tokens * rank.heads.kv_heads * rank.model.head_dim * rank.element_size
+    )
     context = (layout.cp - 1) * keys_and_values * (rank.forwards + 2)
-    a_parameter = 4 + rank.width if setup.distributed_optimizer else 8
+    bytes_per_parameter = 4 + rank.element_size if setup.distributed_optimizer else 8
     return Communication(
         tensor=tensor,
         kha=microbatches
         * (
-            reduced * rank.width * counts.kha_summed
-            + len(layers) * (_scores(rank) + _exchanged(rank))
+            reduced * rank.element_size * counts.kha_summed
+            + len(layers) * (_shared_projections(rank) + _head_exchange(rank))
         ),
         context=microbatches * len(layers) * context,
         pipeline=_pipeline(rank),
         expert=microbatches * moe * _experts(rank),
-        data=a_parameter
-        * (ring(dense) * (counts.dense - counts.kha) + ring(layout.expert_dp) * counts.experts),
-        kha_data=a_parameter * ring(dense) * counts.kha,
+        data=bytes_per_parameter
+        * (_ring(dense) * (counts.dense - counts.kha) + _ring(layout.expert_dp) * counts.experts),
+        kha_data=bytes_per_parameter * _ring(dense) * counts.kha,
     )
 
 
-def _block(rank: Rank) -> float:
-    """Count one region between a column-parallel and a row-parallel layer."""
-    size, once = rank.tokens * rank.row, ring(rank.layout.tp)
+def _parallel_region(rank: Rank) -> float:
+    """Count the collectives around a column-parallel and a row-parallel layer."""
+    size, once = rank.tokens * rank.token_bytes, _ring(rank.layout.tp)
     if rank.layout.sequence_parallel:
         return once * size * (2 * rank.forwards + 3)
     return 2 * once * size * (rank.forwards + 1)
 
 
-def _attention(rank: Rank) -> float:
-    sent, tp = _block(rank), rank.layout.tp
+def _attention_region(rank: Rank) -> float:
+    sent, tp = _parallel_region(rank), rank.layout.tp
     if rank.model.num_query_groups < tp:
         qkv = replace(rank.model, kha=rank.setup.kha).qkv
-        size = rank.tokens * qkv.rows * rank.width
-        sent += ring(tp) * size * (rank.forwards + 1)
+        size = rank.tokens * qkv.rows * rank.element_size
+        sent += _ring(tp) * size * (rank.forwards + 1)
     return sent
 
 
-def _scores(rank: Rank) -> float:
-    """Count the results of projections that are shared by heads or computed on all ranks."""
-    sent, once = 0.0, ring(rank.layout.tp)
+def _shared_projections(rank: Rank) -> float:
+    """Count the output of projections that are shared by heads or replicated on all ranks."""
+    sent, once = 0.0, _ring(rank.layout.tp)
     for tensor in rank.setup.kha.tensors(rank.model.head_sizes):
         if not tensor.reads_input or tensor.per_head or tensor.gradient == "tokens":
             continue
-        size = rank.tokens * tensor.shape[0] * rank.width
+        size = rank.tokens * tensor.shape[0] * rank.element_size
         if rank.layout.sequence_parallel:
             sent += once * size * (rank.forwards + (tensor.gradient == "heads"))
         elif tensor.gradient == "heads":
@@ -111,33 +112,32 @@ def _scores(rank: Rank) -> float:
     return sent
 
 
-def _exchanged(rank: Rank) -> float:
-    """Count what mechanisms exchange between heads. Recomputing attention repeats it."""
+def _head_exchange(rank: Rank) -> float:
+    """Count the collectives of mechanisms, which are repeated if attention is recomputed."""
     model, tp = replace(rank.model, kha=rank.setup.kha), rank.layout.tp
     sizes = replace(model.head_sizes, head_dim=model.normed_dim, value_dim=model.head_dim)
     sent = 0
     for mechanism in rank.setup.kha.mechanisms:
-        forward, backward = mechanism.communication(sizes, tp, rank.width)
+        forward, backward = mechanism.communication(sizes, tp, rank.element_size)
         again = "core" in mechanism.stages and rank.setup.recompute == "selective"
         sent += forward * (rank.forwards + again) + backward
-    return ring(tp) * rank.tokens * sent
+    return _ring(tp) * rank.tokens * sent
 
 
-def _ends(rank: Rank) -> float:
-    """Count the embedding on the first pipeline rank, and logits and loss on the last."""
-    size, once, sent = rank.tokens * rank.row, ring(rank.layout.tp), 0.0
+def _embedding_and_loss(rank: Rank) -> float:
+    size, once, sent = rank.tokens * rank.token_bytes, _ring(rank.layout.tp), 0.0
     if rank.stage == 0:
         sent += 2 * once * size
     if rank.is_last:
         sent += once * size * (3 if rank.layout.sequence_parallel else 2)
-        sent += 3 * 2 * once * 4 * rank.tokens  # maximum, target's logit, sum of exponents
+        sent += 3 * 2 * once * 4 * rank.tokens  # maximum, target logit and sum of exponentials
     return sent
 
 
-def _summed(rank: Rank) -> int:
-    """Count replicated parameters whose gradients Megatron sums over tensor-parallel ranks.
+def _replicated_parameters(rank: Rank) -> int:
+    """Count replicated parameters whose gradients Megatron all-reduces over tensor-parallel ranks.
 
-    With sequence parallelism all but KHA's; without it only the norms of queries and keys.
+    Without sequence parallelism, these are only the QK-norms. KHA is counted separately.
     """
     model, counts = rank.model, rank.counts
     if not rank.layout.sequence_parallel:
@@ -151,18 +151,18 @@ def _pipeline(rank: Rank) -> float:
         return 0
     passes = rank.microbatches * (rank.layout.vpp or 1)
     first, last = rank.stage == 0, rank.is_last
-    # the last virtual stage sends nothing on, the first nothing back
+    # the last virtual stage has no next stage, and the first one no previous stage
     messages = 2 * passes - rank.microbatches * (first + last)
-    sent = messages * rank.share * rank.row
+    sent = messages * rank.sharded_tokens * rank.token_bytes
     if rank.model.tied_embeddings and (first or last):
-        sent += 2 * ring(2) * 4 * rank.counts.embedding
+        sent += 2 * _ring(2) * 4 * rank.counts.embedding
     return sent
 
 
 def _experts(rank: Rank) -> float:
     layout = rank.layout
-    routed = rank.share * rank.model.moe_router_topk
-    times = 2 * rank.forwards + 2  # there and back again, and the same for the gradients
-    a_token = rank.row * times + 4 * (rank.forwards + 1)  # with its probability
+    routed = rank.sharded_tokens * rank.model.moe_router_topk
+    times = 2 * rank.forwards + 2  # dispatch and combine, in forward and backward
+    token_bytes = rank.token_bytes * times + 4 * (rank.forwards + 1)  # fp32 probability
     gathered = routed * layout.expert_tp
-    return (ring(layout.ep) * routed + ring(layout.expert_tp) * gathered) * a_token
+    return (_ring(layout.ep) * routed + _ring(layout.expert_tp) * gathered) * token_bytes

@@ -1,10 +1,8 @@
-"""Calculate parameters, key/value cache and FLOPs of a model without building it.
+"""Compute parameters, KV cache size and FLOPs of a model in closed form.
 
-*Active* parameters are all but those of experts to which a token is not routed, with a tied
-embedding counted once. This gives the paper's numbers: 880M in Table 3, 1.01B in section 4.1.
-"KHA" means all head mechanisms, including Megatron's output gate and padding rows.
-
-Shapes: ``d`` hidden size, ``n`` query heads, ``g`` key/value heads, ``D`` features of a head.
+Active parameters exclude the experts that a token is not routed to, and include a tied embedding
+once. These definitions reproduce the numbers in the paper (880M in Table 3, 1.01B in section 4.1).
+In this module, KHA includes all head mechanisms, Megatron's output gate and padding rows.
 """
 
 import itertools
@@ -24,27 +22,25 @@ _UNITS = {"M": 10**6, "B": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention of one layer without KHA."""
+    """Counts of one attention layer without KHA."""
 
-    weights: int
-    """Parameters of linear layers; each costs one multiply-add per token."""
-    norms: int
-    """Parameters of norms."""
-    pair: int
-    """Multiply-adds per query-key pair, over all heads."""
-    cache: int
-    """Numbers in the decoding cache of one token."""
+    weights: int  # parameters of linear layers, i.e. multiply-adds per token
+    norms: int  # parameters of norms
+    pair: int  # multiply-adds per query-key pair over all heads
+    cache: int  # elements per token in the KV cache
 
 
-def attention_of(model: ModelConfig, kha: KHAConfig | None = None) -> Attention:
-    """Return the attention of one layer, without the rows that mechanisms add."""
-    return latent(model) if model.multi_latent_attention else grouped(model, kha or KHAConfig())
+def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attention:
+    """Count one attention layer, excluding additional rows of mechanisms."""
+    if model.multi_latent_attention:
+        return count_latent_attention(model)
+    return count_grouped_attention(model, kha or KHAConfig())
 
 
-def grouped(model: ModelConfig, kha: KHAConfig) -> Attention:
-    """Return MHA, MQA, GQA or GTA (Zadouri et al. 2025, section 3.3.1).
+def count_grouped_attention(model: ModelConfig, kha: KHAConfig) -> Attention:
+    """Count MHA, MQA, GQA or GTA (Zadouri et al. 2025, section 3.3.1).
 
-    Queries and keys that a mechanism projects itself are one head, as wide as its tensor.
+    If a mechanism has its own query or key projection, the projection has a single head.
     """
     d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
     tied = model.kha_attention == "gta"
@@ -67,15 +63,15 @@ def grouped(model: ModelConfig, kha: KHAConfig) -> Attention:
     )
 
 
-def latent(model: ModelConfig) -> Attention:
-    """Return MLA or GLA (Zadouri et al. 2025, section 3.3.2)."""
+def count_latent_attention(model: ModelConfig) -> Attention:
+    """Count MLA or GLA (Zadouri et al. 2025, section 3.3.2)."""
     d, n = model.hidden_size, model.num_attention_heads
     query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
     key, position, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
     queries = n * (key + position)
     weights = query_rank * (d + queries) if query_rank else d * queries
     weights += d * (rank + position)
-    weights += rank // model.latent_heads * n * (key + value)  # of its own query heads only
+    weights += rank // model.latent_heads * n * (key + value)  # for one group of query heads
     weights += n * value * d
     return Attention(
         weights=weights,
@@ -89,37 +85,32 @@ def latent(model: ModelConfig) -> Attention:
 class Parameters:
     """Number of parameters on one rank."""
 
-    dense: int
-    """All parameters but those of experts, including KHA's."""
+    dense: int  # all parameters except experts, including KHA
     experts: int
-    kha: int
-    """All mechanisms, including padding rows."""
-    kha_rows: int
-    """Part of ``kha`` in the QKV projection, which is sharded."""
-    kha_summed: int
-    """Part of ``kha`` whose gradients tensor-parallel ranks sum after each microbatch."""
-    linear: int
-    """Linear layers and experts without KHA, which FP8 applies to."""
-    embedding: int
-    """Embedding and output layer."""
+    kha: int  # all mechanisms, including padding rows
+    kha_rows: int  # part of kha in the sharded QKV projection
+    kha_summed: int  # part of kha with a gradient all-reduce after each microbatch
+    linear: int  # linear layers and experts without KHA, which support FP8
+    embedding: int  # embedding and output layer
 
     @property
     def total(self) -> int:
-        """All parameters of the rank."""
         return self.dense + self.experts
 
 
-def parameters(model: ModelConfig, kha: KHAConfig, layout: Layout, stage: int = 0) -> Parameters:
-    """Count the parameters of each rank of pipeline stage ``stage``.
+def count_parameters(
+    model: ModelConfig, kha: KHAConfig, layout: Layout, stage: int = 0
+) -> Parameters:
+    """Count the parameters of each rank in pipeline stage ``stage``.
 
-    Attention other than grouped-query must not be split by tensor parallelism.
+    Note that tensor parallelism is only supported for grouped-query attention.
     """
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
-    attention = attention_of(model, kha)
+    attention = count_attention(model, kha)
     matrices = 3 if model.swiglu else 2
     tensors = kha.tensors(model.head_sizes)
     rows = sum(row.size(model.head_sizes) for row in kha.rows(model.head_sizes))
-    rows = (rows + hidden * filling_rows(model, kha)) // tp
+    rows = (rows + hidden * count_padding_rows(model, kha)) // tp
     knocking = sum(t.size // t.ranks(tp) for t in tensors) + rows
     summed = sum(
         t.size
@@ -156,17 +147,15 @@ def parameters(model: ModelConfig, kha: KHAConfig, layout: Layout, stage: int = 
     )
 
 
-def filling_rows(model: ModelConfig, kha: KHAConfig) -> int:
-    """Count the padding rows of the QKV projection."""
+def count_padding_rows(model: ModelConfig, kha: KHAConfig) -> int:
     if model.multi_latent_attention:
         return 0
     layout = replace(model, kha=kha, attention_output_gate=False).qkv
     return layout.groups * (layout.padding.stop - layout.padding.start)
 
 
-def active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
-    """Count the parameters that one token passes through."""
-    whole = parameters(model, kha, Layout())
+def count_active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
+    whole = count_parameters(model, kha, Layout())
     if not whole.experts:
         return whole.total
     return whole.dense + whole.experts * model.moe_router_topk // model.experts
@@ -174,96 +163,92 @@ def active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Parameters and decoding cache of a whole model."""
+    """Parameters and KV cache size of a model.
+
+    Attributes:
+        total: Number of parameters, including KHA.
+        active: Number of parameters that are active for each token, including KHA.
+        kha: Number of KHA parameters, which the counts in the paper exclude.
+        mechanisms: Parameters per mechanism. ``filling`` refers to padding rows.
+        cache_per_layer: Elements per token and layer in the KV cache (Table 3).
+        cache_bytes: Size of the KV cache per token in bf16.
+    """
 
     total: int
-    """All parameters, including KHA's."""
     active: int
-    """Parameters that one token passes through, including KHA's."""
     kha: int
-    """Parameters of KHA, which the counts in the KHA paper do not include."""
     mechanisms: Mapping[str, int]
-    """``kha`` by mechanism, and ``filling`` for padding rows."""
     cache_per_layer: int
-    """Cached numbers per layer and token (Table 3)."""
     cache_bytes: int
-    """Cached bytes per token over all layers, in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Matrix-multiplication FLOPs of the forward pass of one sequence, over all layers.
+    """Matmul FLOPs of the forward pass for one sequence. The backward pass takes twice as many.
 
-    Backward takes twice as many. As in the paper, scores include the non-causal half.
+    As in the paper, ``scores`` are not halved for causal masks and ``kha`` is not folded. The
+    skippable FLOPs are the part of ``projections`` and ``scores`` that kernels could avoid by
+    skipping inactive heads.
     """
 
     projections: int
     scores: int
     mlp: int
-    """Dense MLPs, or routed and shared experts."""
     router: int
     kha: int
-    """Unfolded matrices."""
     logits: int
-    spared_projections: int = 0
-    """Part of ``projections`` that kernels could save by skipping a token's inactive heads."""
-    spared_scores: int = 0
-    """The same for ``scores``."""
+    skippable_projections: int = 0
+    skippable_scores: int = 0
 
     @property
     def attention(self) -> int:
-        """Eq. 10, without KHA."""
+        """FLOPs of attention without KHA (eq. 10)."""
         return self.projections + self.scores
 
     @property
     def layers(self) -> int:
-        """Eq. 11, without KHA."""
+        """FLOPs of all layers without KHA (eq. 11)."""
         return self.attention + self.mlp + self.router
 
     @property
     def forward(self) -> int:
-        """All FLOPs, including KHA and the output layer."""
         return self.layers + self.kha + self.logits
 
     @property
     def share_of_layers(self) -> float:
-        """KHA's FLOPs relative to the layers without it (0.55 % in the paper)."""
+        """FLOPs of KHA relative to ``layers`` (0.55 % in the paper)."""
         return self.kha / self.layers
 
     @property
     def share_of_attention(self) -> float:
-        """KHA's FLOPs relative to attention without it (1.17 % in the paper)."""
+        """FLOPs of KHA relative to ``attention`` (1.17 % in the paper)."""
         return self.kha / self.attention
 
 
-def counted(model: ModelConfig | None) -> ModelConfig:
-    """Return the model if it can be counted.
-
-    Raises:
-        ConfigError: it has no sizes, or parts that are not counted.
-    """
+def get_countable_model(model: ModelConfig | None) -> ModelConfig:
+    """Return ``model``, or raise ConfigError if it has components that cannot be counted."""
     if model is None:
-        raise ConfigError("Expected a model with sizes, got one without --num-layers.")
-    unknown = {
+        raise ConfigError("Cannot count the parameters of a model without --num-layers.")
+    unsupported = {
         "--mtp-num-layers": model.mtp_num_layers,
         "--hybrid-layer-pattern": model.hybrid_layer_pattern,
         "linear layers with biases": model.add_bias_linear,
     }
-    if found := [what for what, present in unknown.items() if present]:
+    if found := [what for what, present in unsupported.items() if present]:
         raise ConfigError(f"Cannot count a model with {', '.join(found)}.")
     return model
 
 
-def count(model: ModelConfig, kha: KHAConfig) -> Counts:
-    """Count parameters and cache of the whole model."""
-    whole, cache = parameters(model, kha, Layout()), attention_of(model, kha).cache
+def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
+    """Count the parameters and the KV cache size of a model."""
+    whole, cache = count_parameters(model, kha, Layout()), count_attention(model, kha).cache
     sizes = model.head_sizes
     own = {m.name: model.layers * m.parameters(sizes) for m in kha.mechanisms}
     if filling := whole.kha - sum(own.values()):
         own["filling"] = filling
     return Counts(
         total=whole.total,
-        active=active_parameters(model, kha),
+        active=count_active_parameters(model, kha),
         kha=whole.kha,
         mechanisms=own,
         cache_per_layer=cache,
@@ -271,13 +256,13 @@ def count(model: ModelConfig, kha: KHAConfig) -> Counts:
     )
 
 
-def flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
-    """Count the forward FLOPs of one sequence of ``length`` tokens.
+def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
+    """Compute the forward FLOPs for one sequence of ``length`` tokens.
 
-    Generalises the paper's equations 10 to 12, which are the case ``g = n``, ``D = d / n`` and a
+    This generalizes equations 10 to 12 of the paper, which assume MHA with head dim ``d / n`` and a
     dense MLP of width ``3 d``.
     """
-    attention = attention_of(model, kha)
+    attention = count_attention(model, kha)
     layers, hidden = model.layers, model.hidden_size
     matrices = 3 if model.swiglu else 2
     width = router = 0
@@ -289,8 +274,8 @@ def flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
         width += model.shared_width
         router += model.experts
     sizes = model.head_sizes
-    a_token = kha.flops(sizes) + 2 * hidden * filling_rows(model, kha)
-    spared = [
+    a_token = kha.flops(sizes) + 2 * hidden * count_padding_rows(model, kha)
+    skippable = [
         m.for_layer(layer).skippable_flops(sizes) for m in kha.mechanisms for layer in range(layers)
     ]
     return Flops(
@@ -300,16 +285,16 @@ def flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
         router=2 * length * hidden * router,
         kha=length * layers * (a_token + length * kha.pair_flops(sizes)),
         logits=2 * length * hidden * model.padded_vocab(1),
-        spared_projections=length * sum(projections for projections, _ in spared),
-        spared_scores=length**2 * sum(scores for _, scores in spared),
+        skippable_projections=length * sum(projections for projections, _ in skippable),
+        skippable_scores=length**2 * sum(scores for _, scores in skippable),
     )
 
 
-def as_printed(number: int, example: str) -> tuple[str, str]:
-    """Format a count with the digits of a printed one, and say how they were obtained.
+def format_like_paper(number: int, example: str) -> tuple[str, str]:
+    """Format a count with the same number of digits as ``example``, a count from the paper.
 
-    ``(14650674944, "14.6B")`` gives ``("14.6B", "cut")`` and ``(880275456, "880M")`` gives
-    ``("880M", "rounded")``: the paper does both. Other counts are rounded, with the relative error.
+    Also returns whether the count was ``rounded`` or ``cut``, because the paper does both. If
+    neither reproduces ``example``, the relative error is returned instead.
     """
     digits, unit = example[:-1], example[-1]
     scaled, step = Decimal(number) / _UNITS[unit], Decimal(digits)

@@ -1,4 +1,4 @@
-"""Describe a planned run (:class:`Setup`) and one of its ranks (:class:`Rank`)."""
+"""Inputs of the memory and communication estimates."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +8,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model_config import ModelConfig
-from kha_megatron.plan.counts import Parameters, parameters
+from kha_megatron.plan.counts import Parameters, count_parameters
 
 Precision = Literal["fp32", "bf16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -16,7 +16,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run without its layout."""
+    """Training setup, excluding the parallel layout."""
 
     model: ModelConfig
     kha: KHAConfig
@@ -26,14 +26,14 @@ class Setup:
     distributed_optimizer: bool = True
 
     @property
-    def width(self) -> int:
-        """Bytes of an activation, and of a weight that is not in FP8."""
+    def element_size(self) -> int:
+        """Size of activations and of non-FP8 weights in bytes."""
         return 4 if self.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of pipeline stage ``stage``, counted from 0."""
+    """One rank of a pipeline stage, whose index starts at 0."""
 
     setup: Setup
     layout: Layout
@@ -41,61 +41,56 @@ class Rank:
 
     @property
     def model(self) -> ModelConfig:
-        """The whole model."""
         return self.setup.model
 
     @property
-    def width(self) -> int:
-        """Bytes of an activation."""
-        return self.setup.width
+    def element_size(self) -> int:
+        return self.setup.element_size
 
     @property
-    def row(self) -> int:
-        """Bytes of one token between layers."""
-        return self.model.hidden_size * self.width
+    def token_bytes(self) -> int:
+        """Size of one token's hidden state in bytes."""
+        return self.model.hidden_size * self.element_size
 
     @cached_property
     def chunks(self) -> list[list[int]]:
-        """Layers of each virtual stage, counted from 0."""
+        """Layer indices of each virtual stage."""
         return self.layout.stage_layers(self.model.layers, self.stage)
 
     @cached_property
     def layers(self) -> list[int]:
-        """Layers of all virtual stages."""
         return [layer for chunk in self.chunks for layer in chunk]
 
     @cached_property
     def counts(self) -> Parameters:
-        """Parameters of the rank."""
-        return parameters(self.model, self.setup.kha, self.layout, self.stage)
+        return count_parameters(self.model, self.setup.kha, self.layout, self.stage)
 
     @cached_property
     def heads(self) -> HeadSizes:
-        """Heads of the rank."""
         return self.model.head_sizes.on_rank(self.layout.tp)
 
     @cached_property
     def microbatches(self) -> int:
-        """Forward passes of a step."""
+        """Number of microbatches per step."""
         return self.setup.batch.microbatches(self.layout.dp)
 
     @cached_property
     def tokens(self) -> float:
-        """Tokens of a microbatch inside tensor-parallel regions."""
+        """Number of local tokens per microbatch inside tensor-parallel regions."""
         batch = self.setup.batch
         return batch.seq_length * batch.micro_batch_size / self.layout.cp
 
     @property
-    def share(self) -> float:
-        """Tokens of a microbatch between those regions; sequence parallelism divides them."""
+    def sharded_tokens(self) -> float:
+        """Number of local tokens outside of these regions, where sequence parallelism applies."""
         return self.tokens / self.layout.tp if self.layout.sequence_parallel else self.tokens
 
     @property
     def forwards(self) -> int:
-        """Forward computations per pass: two with full recomputation."""
+        """Number of times that the forward pass is computed."""
         return 2 if self.setup.recompute == "full" else 1
 
     @property
     def is_last(self) -> bool:
-        """True if the rank has the output layer."""
+        """Whether the rank has the output layer."""
         return self.stage == self.layout.pp - 1

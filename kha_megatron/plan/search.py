@@ -1,7 +1,7 @@
-"""List the valid layouts of a run on a number of GPUs, with their estimated cost.
+"""Search for parallel layouts with low memory and communication.
 
-Layouts that fit into the GPU's memory come first, ordered by the pipeline's idle time (in steps of
-five percentage points, the accuracy of this estimate), bytes sent and memory.
+Layouts that fit into GPU memory are listed first. They are sorted by pipeline bubble (in steps of
+five percentage points, which is the accuracy of the estimate), communication volume and memory.
 """
 
 import itertools
@@ -15,47 +15,48 @@ from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import build_head_facts, check_layout
 from kha_megatron.model.run import Run
-from kha_megatron.plan.communication import Communication, communication
-from kha_megatron.plan.counts import Flops, counted, flops
-from kha_megatron.plan.memory import Memory, memory
+from kha_megatron.plan.communication import Communication, estimate_communication
+from kha_megatron.plan.counts import Flops, compute_flops, get_countable_model
+from kha_megatron.plan.memory import Memory, estimate_memory
 from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
 
-USABLE = 0.9
-"""Share of the GPU's memory that a layout may fill; see :mod:`kha_megatron.plan.memory`."""
+USABLE_MEMORY = 0.9
+"""Maximum fraction of GPU memory to use, since the estimate excludes e.g. the CUDA context."""
 
-NODE = 8
-"""GPUs joined by NVLink. Larger tensor- and context-parallel sizes must be requested."""
+GPUS_PER_NODE = 8
+"""Maximum tensor- and context-parallel size, unless a larger size is given explicitly."""
 
-MOST_GPUS = 131_072
+MAX_GPUS = 131_072
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
-"""Fields of :class:`Layout` that a caller may fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """A valid layout and its cost."""
+    """Result of :func:`plan_layouts`: a valid layout and its estimated cost.
+
+    Attributes:
+        microbatches: Number of microbatches per step.
+        stage: Pipeline stage with the highest memory usage, to which ``memory`` and ``kha_memory``
+            refer.
+        communication: Bytes sent by the pipeline stage that sends the most.
+        idle: Pipeline bubble as a fraction of the step time, averaged over pipeline stages.
+    """
 
     layout: Layout
     microbatches: int
-    """Microbatches of a replica in one step."""
     stage: int
-    """Pipeline rank with the largest memory, from 0."""
     memory: Memory
-    """Bytes of that rank without KHA."""
     kha_memory: Memory
     communication: Communication
-    """Bytes of the pipeline rank that sends most."""
     idle: float
-    """Mean idle share of a step over pipeline ranks."""
 
     @property
     def total_memory(self) -> float:
-        """Bytes including KHA."""
         return self.memory.total + self.kha_memory.total
 
 
-def setup_of(
+def build_setup(
     run: Run,
     *,
     seq_length: int | None = None,
@@ -64,15 +65,18 @@ def setup_of(
     precision: Precision | None = None,
     recompute: Recompute = "none",
 ) -> Setup:
-    """Return a run in the planner's terms. Arguments replace the run's values.
+    """Build the planner's setup from a run. The arguments override settings of the run.
 
     Raises:
-        ConfigError: the planner does not support the run.
+        ConfigError: If the planner does not support the model.
     """
-    model, batch = counted(run.model), run.batch
+    model, batch = get_countable_model(run.model), run.batch
     if model.attention_type != "gqa" or batch is None:
-        found = "no batch size" if batch is None else model.attention_type.upper()
-        raise ConfigError(f"Expected a run with grouped-query attention and a batch, got {found}.")
+        found = "without a batch size" if batch is None else f"with {model.attention_type.upper()}"
+        raise ConfigError(
+            f"Planning is not supported for a run {found}. It requires grouped-query attention and "
+            "a batch size."
+        )
     default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
     precision = precision or default
     return Setup(
@@ -92,21 +96,25 @@ def setup_of(
 def plan_layouts(
     setup: Setup, gpus: int, gpu_memory: float, fixed: Mapping[str, int | None]
 ) -> list[PlannedLayout]:
-    """Return all legal layouts on ``gpus`` GPUs with their cost, best first.
+    """Find all valid layouts for a number of GPUs and estimate their cost.
 
     Args:
-        gpu_memory: bytes of one GPU.
-        fixed: sizes of :data:`SIZES` that are given; None or absent leaves one open.
+        gpu_memory: Memory per GPU in bytes.
+        fixed: Required sizes by name (see :data:`SIZES`). Sizes that are missing or None are
+            searched.
+
+    Returns:
+        The layouts, sorted from best to worst.
 
     Raises:
-        ConfigError: no layout is legal, or a mechanism does not fit the run.
+        ConfigError: If there is no valid layout.
     """
     setup.kha.check(build_head_facts(setup.model, setup.batch))
-    if not 1 <= gpus <= MOST_GPUS:
-        raise ConfigError(f"Expected 1 to {MOST_GPUS} GPUs, got {gpus}.")
+    if not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(f"The number of GPUs must be between 1 and {MAX_GPUS}, got {gpus}.")
     given = {name: size for name, size in fixed.items() if size is not None}
     plans: list[PlannedLayout] = []
-    work = flops(setup.model, setup.kha, setup.batch.seq_length)
+    work = compute_flops(setup.model, setup.kha, setup.batch.seq_length)
     refusal: ConfigError | None = None
     for layout in _candidates(setup, gpus, given):
         try:
@@ -125,8 +133,8 @@ def plan_layouts(
     return sorted(plans, key=order)
 
 
-def arguments_of(layout: Layout, model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's arguments, by name, that request a layout."""
+def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
+    """Return the Megatron arguments for a layout by name."""
     sizes = [n for n in SIZES if model.num_experts or n not in ("ep", "etp")]
     whole = replace(layout, etp=layout.expert_tp)
     return {
@@ -138,24 +146,23 @@ def arguments_of(layout: Layout, model: ModelConfig) -> dict[str, Any]:
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
-    """Return True if the layout needs at most :data:`USABLE` of the memory."""
-    return plan.total_memory <= USABLE * gpu_memory
+    """Return whether the layout uses at most :data:`USABLE_MEMORY` of the GPU memory."""
+    return plan.total_memory <= USABLE_MEMORY * gpu_memory
 
 
 def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[Layout]:
-    """Yield layouts to check, small sizes first."""
     model = setup.model
 
     def sizes(name: str, open_to: list[int]) -> list[int]:
         return [fixed[name]] if name in fixed else open_to
 
     whole = divisors(gpus)
-    tensor = sizes("tp", [n for n in whole if n <= NODE])
+    tensor = sizes("tp", [n for n in whole if n <= GPUS_PER_NODE])
     pipeline = sizes("pp", [n for n in whole if n <= model.layers])
-    context = sizes("cp", [n for n in whole if n <= NODE])
+    context = sizes("cp", [n for n in whole if n <= GPUS_PER_NODE])
     experts = sizes("ep", [n for n in whole if n == 1 or not (model.experts or 1) % n])
     for tp, pp, cp, ep in itertools.product(tensor, pipeline, context, experts):
-        # a size that is 1 already is not split twice
+        # with tp == 1, there is only one expert-tensor-parallel size
         for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
             loss_as_layer = bool(model.layers % pp) and not (model.layers + 1) % pp
             deepest = max(1, (model.layers + loss_as_layer) // pp) if pp > 1 else 1
@@ -174,10 +181,10 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
 
 
 def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
-    # the second stage has most of what the first has but for the ends; later ones have fewer passes
+    # stages after the second one need less memory, because fewer microbatches are in flight
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     ranks = [Rank(setup, layout, stage) for stage in stages]
-    costs = [memory(rank) for rank in ranks]
+    costs = [estimate_memory(rank) for rank in ranks]
     worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
     microbatches = ranks[0].microbatches
     return PlannedLayout(
@@ -186,19 +193,17 @@ def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
         stage=ranks[worst].stage,
         memory=costs[worst][0],
         kha_memory=costs[worst][1],
-        communication=max(map(communication, ranks), key=lambda c: c.total),
-        idle=_idle(layout, setup.model.layers, microbatches, work),
+        communication=max(map(estimate_communication, ranks), key=lambda c: c.total),
+        idle=_estimate_bubble(layout, setup.model.layers, microbatches, work),
     )
 
 
-def _idle(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
-    """Return the pipeline's idle share after Narayanan et al. 2021, section 2.2.
-
-    The slowest stage sets the pace; with a large vocabulary that is the last one.
-    """
-    of_layer = (work.forward - work.logits) / layers
+def _estimate_bubble(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
+    """Estimate the pipeline bubble as a fraction of the step time (Narayanan et al. 2021, section
+    2.2). The step time depends on the slowest stage, e.g. the last one for large vocabularies."""
+    per_layer = (work.forward - work.logits) / layers
     stages = [
-        of_layer * sum(map(len, layout.stage_layers(layers, stage))) for stage in range(layout.pp)
+        per_layer * sum(map(len, layout.stage_layers(layers, stage))) for stage in range(layout.pp)
     ]
     stages[-1] += work.logits
     slowest, whole = max(stages), sum(stages)

@@ -16,7 +16,7 @@ from kha_megatron.cli.quickstart import SUMMARY_FILE, _next_steps, move_earlier_
 from kha_megatron.config import KHAConfig
 from kha_megatron.data import prepare
 from kha_megatron.errors import OutputError
-from kha_megatron.plan.counts import count
+from kha_megatron.plan.counts import count_model
 from kha_megatron.recipes import get_recipe
 from tests.checkpoint.saved import save
 from tests.cli.commands import parse
@@ -63,7 +63,7 @@ def _check(output, stdout, presets, mechanisms):
     assert bias == [4, 4]  # a buffer, no parameter
     assert summary["parameters"] == sum(sizes.values()) - sum(bias)
     run = get_recipe("quickstart").with_heads(KHAConfig.from_presets(presets)).run_for(SMALL)
-    assert summary["parameters"] == count(run.model, run.kha).total
+    assert summary["parameters"] == count_model(run.model, run.kha).total
     for picture in summary["files"]["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert f"knocks {mechanisms} in 2 of 2 layers" in Path(summary["files"]["log"]).read_text()

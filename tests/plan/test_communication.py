@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, TalkingHeads
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.plan.communication import communication
+from kha_megatron.plan.communication import estimate_communication
 from kha_megatron.plan.rank import Rank, Setup
 from tests.plan.built import EXPERTS, MIXED, built
 
@@ -109,7 +109,7 @@ def compare(ranks, world, layout, overrides, microbatches=1, step=False, kha=MIX
         setup = Setup(
             model=model, kha=kha, batch=batch, precision="fp32", distributed_optimizer=step
         )
-        planned.append(communication(Rank(setup, layout, stage)))
+        planned.append(estimate_communication(Rank(setup, layout, stage)))
     return total, planned
 
 

@@ -6,7 +6,13 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.model.model_config import ModelConfig
-from kha_megatron.plan.counts import as_printed, attention_of, count, flops, latent
+from kha_megatron.plan.counts import (
+    compute_flops,
+    count_attention,
+    count_latent_attention,
+    count_model,
+    format_like_paper,
+)
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
 from tests.plan.built import EXPERTS, MIXED, OTHERS
@@ -17,7 +23,7 @@ def test_the_papers_worked_example():
     length, d, n = 2048, 1024, 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
-        result = flops(recipe.run.model, KHAConfig.from_preset(preset), length)
+        result = compute_flops(recipe.run.model, KHAConfig.from_preset(preset), length)
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
@@ -26,7 +32,7 @@ def test_the_papers_worked_example():
 
 
 def counted(recipe):
-    return count(recipe.run.model, recipe.run.kha)
+    return count_model(recipe.run.model, recipe.run.kha)
 
 
 TABLE_3 = {"gqa8": 795, "gqa4": 880, "mha": 852, "mqa": 859, "gta": 868, "mla": 970}
@@ -53,7 +59,7 @@ def test_every_printed_count_is_ours():
         counts = counted(recipe)
         for name, own in (("total", counts.total), ("active", counts.active)):
             if name in recipe.paper:
-                digits, how = as_printed(own - counts.kha, recipe.paper[name])
+                digits, how = format_like_paper(own - counts.kha, recipe.paper[name])
                 mla = recipe.name.startswith("table3/mla")
                 assert digits == ("972M" if mla else recipe.paper[name]), (recipe.name, how)
                 checked += 1
@@ -89,7 +95,7 @@ def ran(kha, experts):
 def test_flops_are_what_torch_counts(kha, experts, ranks):
     """Head size 6 of 40 / 8, 4 of 8 heads, and a share for backward of twice forward."""
     forward, training, model, length, batch = ranks(ran, 1, kha, experts)[0]
-    ours = flops(model, kha, length)
+    ours = compute_flops(model, kha, length)
     assert forward == batch * ours.forward
     assert training == 3 * batch * ours.forward
 
@@ -131,17 +137,17 @@ def latent_parameters(query_rank):
 @pytest.mark.parametrize("query_rank", [None, 14])
 def test_latent_attention_is_megatrons(query_rank, ranks):
     normed = query_rank is not None
-    ours = latent(replace(LATENT, q_lora_rank=query_rank, qk_layernorm=normed))
+    ours = count_latent_attention(replace(LATENT, q_lora_rank=query_rank, qk_layernorm=normed))
     assert ours.weights + ours.norms == ranks(latent_parameters, 1, query_rank)[0]
 
 
 def test_tied_and_grouped_latent_by_their_definition():
-    tied = attention_of(replace(MODEL, kha_attention="gta"))
+    tied = count_attention(replace(MODEL, kha_attention="gta"))
     query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
-    groups = latent(replace(LATENT, kha_attention="gla", kha_latent_heads=2))
-    whole = latent(LATENT)
+    groups = count_latent_attention(replace(LATENT, kha_attention="gla", kha_latent_heads=2))
+    whole = count_latent_attention(LATENT)
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
     assert groups.cache == whole.cache == 14

@@ -15,8 +15,8 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.plan.counts import active_parameters, parameters
-from kha_megatron.plan.memory import knocking_activations, memory, passes_in_flight
+from kha_megatron.plan.counts import count_active_parameters, count_parameters
+from kha_megatron.plan.memory import count_in_flight, estimate_kha_activations, estimate_memory
 from kha_megatron.plan.rank import Rank, Setup
 from tests.model.test_rules import DENSE
 from tests.plan.built import EXPERTS, MIXED, OTHERS, built
@@ -97,13 +97,15 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
     optimizer_states = {}
     for found, model in answers:
         stage = found["stage"]
-        planned = parameters(model, MIXED, layout, stage)
+        planned = count_parameters(model, MIXED, layout, stage)
         assert (planned.dense, planned.experts, planned.kha) == (
             found["dense"],
             found["experts"],
             found["kha"],
         )
-        rest, of_kha = memory(Rank(Setup(model=model, kha=MIXED, batch=batch), layout, stage))
+        rest, of_kha = estimate_memory(
+            Rank(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
+        )
         assert rest.weights + of_kha.weights == found["weights"]
         unit = math.lcm(128, layout.dp * layout.cp, layout.expert_dp)
         padding = 4 * (64 * found["count"] + unit * found["buckets"])
@@ -123,7 +125,7 @@ def parameter_counts(layout, overrides):
     for kha in OTHERS:
         chunks, _, model, stage = built(layout, kha, **overrides)
         has = sum(p.numel() for chunk in chunks for p in chunk.parameters())
-        found.append((str(kha), has, parameters(model, kha, layout, stage).total))
+        found.append((str(kha), has, count_parameters(model, kha, layout, stage).total))
     return found
 
 
@@ -187,7 +189,7 @@ def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     layout = replace(layout, world_size=layout.tp)
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
         setup = Setup(model=model, kha=kha, batch=batch, precision="bf16")
-        assert found == knocking_activations(Rank(setup, layout, 0))
+        assert found == estimate_kha_activations(Rank(setup, layout, 0))
 
 
 SMALL = replace(DENSE, vocab_size=1000, swiglu=True, qk_layernorm=True, normalization="RMSNorm")
@@ -205,7 +207,7 @@ SMALL = replace(DENSE, vocab_size=1000, swiglu=True, qk_layernorm=True, normaliz
     ],
 )
 def test_passes_in_flight(pp, vpp, stage, microbatches, expected):
-    assert passes_in_flight(pp, vpp, microbatches, stage) == expected
+    assert count_in_flight(pp, vpp, microbatches, stage) == expected
 
 
 def activations(recompute="none", precision="bf16", batch=8, **sizes):
@@ -217,7 +219,7 @@ def activations(recompute="none", precision="bf16", batch=8, **sizes):
         recompute=recompute,
         precision=precision,
     )
-    rest, of_kha = memory(Rank(setup, layout, 0))
+    rest, of_kha = estimate_memory(Rank(setup, layout, 0))
     return rest.activations + of_kha.activations
 
 
@@ -236,6 +238,6 @@ def test_activations_fall_where_they_should():
 def test_active_parameters_count_the_chosen_experts():
     kha = KHAConfig()
     moe = replace(SMALL, num_experts=8, moe_ffn_hidden_size=40, moe_router_topk=3)
-    total, active = parameters(moe, kha, Layout()).total, active_parameters(moe, kha)
+    total, active = count_parameters(moe, kha, Layout()).total, count_active_parameters(moe, kha)
     assert total - active == 12 * 5 * 3 * 96 * 40
-    assert active_parameters(SMALL, kha) == parameters(SMALL, kha, Layout()).total
+    assert count_active_parameters(SMALL, kha) == count_parameters(SMALL, kha, Layout()).total
