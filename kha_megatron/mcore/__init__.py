@@ -1,5 +1,5 @@
-"""The Megatron-Core glue."""
+"""Integration with Megatron-Core."""
 
 from kha_megatron.mcore.compat import hide_incomplete_te
 
-hide_incomplete_te()  # before any module of this room imports Megatron
+hide_incomplete_te()  # must run before the first import of Megatron

@@ -1,9 +1,4 @@
-"""Add an auxiliary loss to the backward pass without adding it to the reported loss.
-
-Megatron passes the scale of the main loss to its auxiliary losses only in models with experts
-(``pipeline_parallel/schedules.py``). For every model it calls
-``config.experimental_attention_variant_loss_scale_func``, which is :class:`LossScale` here.
-"""
+"""Add the gradient of an auxiliary loss without changing the logged loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +7,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+# Megatron's schedules call this for every model, but MoEAuxLossAutoScaler for MoE models only.
 _SCALE_FUNCTION = "experimental_attention_variant_loss_scale_func"
 
 
 class LossScale:
-    """Scale of the gradient of an added loss; 1 outside of Megatron's schedules.
+    """Callback that stores the gradient scale of auxiliary losses, which defaults to 1.
 
-    A schedule calls it with the loss scale times CP ranks divided by microbatches, or for a loss
-    per token with the loss scale. ``others`` is called as well.
+    Megatron's schedules pass the loss scale, multiplied by CP size and divided by the number of
+    microbatches unless the loss is computed per token. ``others`` is an existing callback to chain.
     """
 
     def __init__(self, others: Callable[[Tensor], None] | None = None) -> None:
@@ -28,7 +24,7 @@ class LossScale:
 
     def __call__(self, scale: Tensor) -> None:
         if isinstance(self.value, Tensor):
-            self.value.copy_(scale)  # in place, because a CUDA graph reads this tensor
+            self.value.copy_(scale)  # in place, because CUDA graphs capture this tensor
         else:
             self.value = scale.detach().clone()
         if self.others is not None:
@@ -36,7 +32,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "LossScale":
-        """Return the model's instance, created if needed. ``config`` must not be a copy."""
+        """Return the instance registered in ``config``, or register a new one."""
         found = getattr(config, _SCALE_FUNCTION)
         if not isinstance(found, cls):
             found = cls(found)
@@ -57,5 +53,5 @@ class _Added(torch.autograd.Function):
 
 
 def with_loss(carrier: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
-    """Return ``carrier``, whose backward pass adds ``scale`` times that of ``loss`` (0-d)."""
+    """Return ``carrier`` and backpropagate the scalar ``loss``, times ``scale``, with it."""
     return _Added.apply(carrier, loss, scale)

@@ -1,7 +1,7 @@
-"""Self-attention with KHA (MHA, MQA, GQA), its base class, and a description of built models.
+"""Self-attention with KHA (MHA, MQA and GQA).
 
-Order in the layer: QKV projection, split, knock q, k and v, QK-norm, RoPE, core attention. The
-knock precedes QK-norm (paper section 4.5.2), so that KHA-Linear folds into the projection.
+KHA is applied between the split of the QKV projection and QK-norm (section 4.5.2 of the paper), so
+that linear matrices can be folded into the projection.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
@@ -27,7 +29,6 @@ from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, MechanismWeights
-from kha_megatron.mcore.own_projections import set_key_width
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model_config import ModelConfig
@@ -36,17 +37,10 @@ from kha_megatron.model.rules import build_head_facts, check_layout
 
 
 class KnockedAttention(Attention):
-    """Mixin for Megatron's attentions: knocks projections and calls head mechanisms.
+    """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
-    The modules are named like their tensors: ``knock_query``, ``knock_key``, ``knock_value``.
-    """
-
-    kind: AttentionKind | None = None
-    """Value of ``KHAConfig.attention``; None for kinds that Megatron's flags choose."""
-
-    first_projection = "linear_qkv"
-    """Module that reads the input, possibly with a fused norm."""
-
+    kind: AttentionKind | None = None  # KHAConfig.attention
+    first_projection = "linear_qkv"  # may contain the fused input norm
     kha: KHAConfig
 
     def _add_knocking(self, kha: KHAConfig) -> None:
@@ -74,8 +68,8 @@ class KnockedAttention(Attention):
                 setattr(self, tensor.name, kind(config, tensor, **common))
             self.input_projections += [tensor.name for tensor in tensors if tensor.reads_input]
             modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
-            of_layer = mechanism.for_layer(self.layer_number - 1)
-            self.mechanisms.append((of_layer, MechanismWeights(modules)))
+            mechanism = mechanism.for_layer(self.layer_number - 1)
+            self.mechanisms.append((mechanism, MechanismWeights(modules)))
             if "core" in mechanism.stages:
                 self.core_attention.set_mechanism(*self.mechanisms[-1])
         self.head_ranks = HeadRanks(
@@ -85,7 +79,7 @@ class KnockedAttention(Attention):
             is_training=lambda: self.training,
             adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
         )
-        self._carried: dict[str, Tensor] = {}  # from the input and each stage to later stages
+        self._carried: dict[str, Tensor] = {}  # activations that later stages read
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
         if self._acts_at("output"):
@@ -93,7 +87,6 @@ class KnockedAttention(Attention):
             self.projection_hooks.append(hook)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Call Megatron's forward with the mechanisms around its output projection."""
         for hook in self.projection_hooks:
             hook.follow(self)
         output, bias = super().forward(*args, **kwargs)
@@ -103,11 +96,10 @@ class KnockedAttention(Attention):
         return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
 
     def _read_input(self, hidden_states: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Start a forward pass: compute the mechanisms' projections of the input.
+        """Compute the mechanisms' input projections.
 
-        Args:
-            hidden_states: ``[s, b, h]``, the attention's input, after ``linear_qkv`` was called.
-            rows: output of the extra rows of ``linear_qkv``, ``[s, b, heads, features]``.
+        This method must be called after ``linear_qkv``, because ``normed_input`` captures the
+        output of the fused norm there. ``rows`` is the output of the extra rows of ``linear_qkv``.
         """
         self._carried = dict(rows)
         if self.input_projections:
@@ -115,7 +107,6 @@ class KnockedAttention(Attention):
             self._carried |= {name: getattr(self, name)(normed) for name in self.input_projections}
 
     def _apply_stage(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
-        """Apply the mechanisms of a stage to ``[s, b, heads, D]`` each."""
         return apply_stage(stage, self.mechanisms, tensors, self._carried, self.head_ranks)
 
     def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -127,51 +118,43 @@ class KnockedAttention(Attention):
         self, output: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if self._acts_at("dense"):
-            if bias is not None:  # Megatron would add it after the gate, but it is gated too
+            if bias is not None:  # the gate applies to the bias, too
                 output, bias = output + bias, None
             (output,) = self._apply_stage("dense", dense=output)
         self._carried = {}  # free the activations
         return output, bias
 
     def flash_decode_and_prefill(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call Megatron's core attention for dynamic batching.
-
-        Raises:
-            ConfigError: a mechanism replaces the core attention.
-        """
         for mechanism, _ in self.mechanisms:
             if "core" in mechanism.stages:
                 raise ConfigError(
-                    f"{mechanism} does not support dynamic batching, which uses fused attention "
-                    "kernels. Generate with static batching."
+                    f"{mechanism} does not support dynamic batching, which requires fused "
+                    "attention kernels. Please use static batching."
                 )
         return super().flash_decode_and_prefill(*args, **kwargs)
 
     def _copy_views(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Copy views if Megatron offloads the core attention.
-
-        It frees the whole storage of its inputs, which gates and knocks still read in backward.
-        """
+        """Copy views if ``offload_core_attention`` is set. Megatron then frees the storage of the
+        core attention's inputs, which the backward pass of gates and KHA still needs."""
         if not getattr(self, "offload_core_attention", False):
             return tensors
         return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
 
     def _knock(self, projection: Projection, x: Tensor) -> Tensor:
-        """Knock ``x`` ``[..., D]`` if the projection is knocked."""
         knocking = self.knockings.get(projection)
         return x if knocking is None else knocking(x)
 
 
 def _without_stock_gate(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
-    """Return the config without the output gate if Megatron applies it."""
+    """Remove the output gate from ``kha`` if Megatron implements it."""
     return kha.without_output_gate() if config.attention_output_gate else kha
 
 
 class KHASelfAttention(KnockedAttention, SelfAttention):
-    """``SelfAttention`` with KHA. Same inputs and outputs (``[s, b, h]``).
+    """Drop-in replacement for ``SelfAttention`` with KHA.
 
     Raises:
-        ConfigError: ``kha`` does not support ``config``.
+        ConfigError: If ``config`` does not support ``kha``.
     """
 
     def __init__(
@@ -188,7 +171,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         model = ModelConfig.from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
-            submodules = set_key_width(submodules, config, model.normed_dim)
+            submodules = _set_key_width(submodules, config, model.normed_dim)
         if not (layout.is_stock and len(layout.extra) == config.attention_output_gate):
             submodules = replace(submodules, linear_qkv=_with_rows(submodules.linear_qkv, layout))
         super().__init__(config, submodules, layer_number, *args, **kwargs)
@@ -204,11 +187,10 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Return query, key, value (and output gate), knocked between split and norm.
+        """Compute query, key and value with KHA, and the gate if ``output_gate`` is True.
 
-        Returns:
-            query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``, and the gate
-            ``[s, b, heads, D]`` if ``output_gate``; heads and groups of this rank.
+        Shapes are the same as in ``SelfAttention``: ``[s, b, heads, D]`` for query and gate,
+        ``[s, b, groups, D]`` for key and value.
         """
         parts = self._project(hidden_states)
         layout = self.split.layout
@@ -216,7 +198,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         for mechanism, _ in self.mechanisms:
             for p in mechanism.own_projections:
                 parts[p] = self._carried[f"{mechanism.name}_{p}"]
-                if p == "key":  # of one head
+                if p == "key":  # all heads share one key
                     parts[p] = parts[p].expand(-1, -1, parts["value"].shape[2], -1)
         query, key, value = self._apply_stage("qkv", **{p: parts[p] for p in PROJECTIONS})
         query = self._normed(self.q_layernorm, query)
@@ -228,12 +210,12 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
             return query, key, value
         assert layout.stock_gate is not None
         gate = parts[layout.stock_gate]
-        if self.head_ranks.listeners:  # Megatron applies this gate, so the mechanism is not called
+        if self.head_ranks.listeners:  # since Megatron applies this gate, report it here
             observe_gate("output", gate.sigmoid, self.head_ranks)
         return query, key, value, gate
 
     def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Project ``[s, b, h]`` and return the parts of :class:`QKVSplit`, knocked."""
+        """Call ``linear_qkv``, split the output (see :class:`QKVSplit`) and apply KHA."""
         mixed, folded = self.folding(hidden_states)
         parts = self.split(self.split.groups(mixed))
         for projection, knocking in self.knockings.items():
@@ -246,8 +228,31 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         return x if norm is None else norm(x)
 
 
+def _set_key_width(
+    submodules: SelfAttentionSubmodules, config: TransformerConfig, width: int
+) -> SelfAttentionSubmodules:
+    """Set the head dim of queries and keys in the core attention and QK-norms, e.g. for
+    collaborative heads. The softmax scale defaults to ``width ** -0.5``."""
+
+    def core(*, config: TransformerConfig, softmax_scale: float | None, **options: Any) -> Any:
+        scale = width**-0.5 if softmax_scale is None else softmax_scale
+        options |= {"k_channels": width, "v_channels": config.kv_channels}
+        return submodules.core_attention(config=config, softmax_scale=scale, **options)
+
+    def norm(build: Callable[..., Module]) -> Callable[..., Module]:
+        return lambda *, hidden_size, **options: build(hidden_size=width, **options)
+
+    norms = {
+        name: norm(found)
+        for name in ("q_layernorm", "k_layernorm")
+        if (found := getattr(submodules, name) or (TENorm if config.qk_layernorm else None))
+        not in (None, IdentityOp)
+    }
+    return replace(submodules, core_attention=core, **norms)
+
+
 def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
-    """Return a builder of ``linear_qkv`` with the rows of ``layout``; padding rows are zero."""
+    """Wrap a ``linear_qkv`` builder to use ``layout`` and to initialize padding rows with zeros."""
 
     def build_linear(
         inputs: int, outputs: int, *, init_method: Any, tp_group: Any, **options: Any
@@ -255,7 +260,7 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
         def initialize(weight: Tensor) -> None:
             init_method(weight)
             rows, first = len(weight), 0
-            if rows < layout.rows:  # Megatron initialises this rank's rows only
+            if rows < layout.rows:  # this rank's shard
                 first = get_pg_rank(tp_group) * rows
             for group in range(layout.groups):
                 before = group * layout.group_rows - first
@@ -280,15 +285,12 @@ _UNSUPPORTED: dict[str | None, dict[str, str]] = {
         "cache_mla_latents": "Remove --cache-mla-latents.",
     },
 }
-"""Options that an attention does not support, and the remedy."""
+"""Unsupported options of each attention kind, with the remedy."""
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
-    """Raise ConfigError if the attention does not support ``config``.
-
-    Args:
-        layers: number of layers of the model, if known to be ``config.num_layers``.
-    """
+    """Raise ConfigError if ``config`` does not support ``kha``. ``layers`` is the model's number of
+    layers, or 0 if unknown."""
     model = ModelConfig.from_config(config, kha)
     kha.check(replace(build_head_facts(model), layers=layers))
     check_layout(model, Layout.from_config(config))
@@ -296,12 +298,12 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     groups, heads = config.num_query_groups, config.num_attention_heads
     other_norm = config.qk_layernorm and config.normalization != "RMSNorm"
     mistakes = {
-        "fused_single_qkv_rope=True rotates q and k before KHA can knock on them. Remove "
+        "fused_single_qkv_rope is not supported, because KHA must be applied before RoPE. Remove "
         "fused_single_qkv_rope.": config.fused_single_qkv_rope,
-        f"qk_clip=True does not support {kha}, which changes the rows of the QKV projection. "
+        f"--qk-clip does not support {kha}, because the QKV weight has a different row layout. "
         "Remove --qk-clip.": config.qk_clip and not latent and (rows.extra or not rows.is_stock),
-        f"Expected one key for each of the {heads} query heads of multi-latent attention, got "
-        f"num_query_groups={groups}. Remove --num-query-groups.": latent and groups != heads,
+        f"num_query_groups ({groups}) must equal num_attention_heads ({heads}) with multi-latent "
+        "attention. Remove --num-query-groups.": latent and groups != heads,
         f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear.": (
             kha.own_projections and (config.add_bias_linear or config.add_qkv_bias)
         ),
@@ -316,13 +318,13 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
 
 
 def describe_model(models: list[Any], kha: KHAConfig) -> str:
-    """Return a line such as ``knocks value=mlp in 12 of 12 layers: 589,824 parameters added``.
+    """Summarize the KHA layers and added parameters of a model over all pipeline stages.
 
-    Counts the attention layers of all pipeline stages. Call it on every rank, with the virtual
-    pipeline stages of the rank.
+    The result is, for example, ``knocks value=mlp in 12 of 12 layers: 589,824 parameters added``.
+    This function must be called on all ranks. ``models`` are the rank's virtual pipeline stages.
 
     Raises:
-        ConfigError: on every rank, if an attention of any stage was not built as ``kha`` requests.
+        ConfigError: If an attention layer of any stage was not built with ``kha``.
     """
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]

@@ -1,8 +1,4 @@
-"""Load checkpoints of local layers into Transformer Engine's layers, and the reverse.
-
-Some norms have other names. Transformer Engine's modules also have FP8 state (``_extra_state``),
-without which Megatron refuses a checkpoint.
-"""
+"""Load checkpoints across the local and Transformer Engine implementations."""
 
 import functools
 from typing import Any
@@ -20,13 +16,10 @@ from kha_megatron.checkpoint.megatron import other_names
 
 
 def load_from_either(*, scales: bool) -> None:
-    """Let Megatron load checkpoints of either kind of layers.
+    """Patch ``dist_checkpointing.load`` to accept checkpoints of both transformer implementations.
 
-    A norm and its optimizer state are read under the name that the checkpoint has. Any other
-    missing tensor is still an error.
-
-    Args:
-        scales: read the FP8 state of modules. Only delayed scaling uses it.
+    The implementations name some norms differently. If ``scales`` is False, the FP8 state
+    (``_extra_state``) is not loaded, because only delayed scaling needs it.
     """
     load = dist_checkpointing.load
 
@@ -36,7 +29,6 @@ def load_from_either(*, scales: bool) -> None:
 
         def rename(entry: Any) -> Any:
             if isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state"):
-                # local layers save None
                 return entry if scales else LocalNonpersistentObject(None)
             if isinstance(entry, ShardedTensor) and entry.key not in stored:
                 entry.key = next(filter(stored.__contains__, other_names(entry.key)), entry.key)

@@ -1,28 +1,22 @@
 """Fold linear KHA matrices into the QKV weight during training.
 
-The folded weight ``W_eff = W T`` (for each head ``T^T W_h``) is computed from the weight and the
-matrices in every forward pass, inside the autograd graph, and ``linear_qkv`` is called with it.
-Autograd trains both. Parameters, checkpoints and the optimizer do not change, and a run may use
-folding for one microbatch and not for the next.
-
-**Cost** of one microbatch per unit of the head dim ``D``, in elements read and written, for ``t``
-tokens that this rank's GEMM sees and ``r`` heads with a linear matrix out of the ``n`` heads of
-``linear_qkv`` (both over all ranks):
+Every forward pass computes the folded weight ``W_eff = W T`` inside the autograd graph and calls
+``linear_qkv`` with it. Since parameters, optimizer and checkpoints do not change, each microbatch
+can be folded or not. The following memory traffic (elements per unit of the head dim) decides which
+is faster, for ``t`` tokens per GEMM, hidden size ``K``, and ``r`` of the ``n`` heads of
+``linear_qkv`` with a linear matrix:
 
 =====================================  ============  ===============
-operation                              direct        folded
+operation                              unfolded      folded
 =====================================  ============  ===============
 forward, and each of two gradients     ``2 t r``     ``2 K n``
 no gradient-accumulation fusion                      ``2 K n``
-stored for the backward pass           ``t r``       ``K n``
+saved for the backward pass            ``t r``       ``K n``
 =====================================  ============  ===============
 
-``fold="auto"`` folds if ``t r > K n`` (4/3 of that if folding turns fusion off).
-
-``W_eff`` has no ``main_grad``, so gradient-accumulation fusion is turned off in a ``linear_qkv``
-that may be folded: gradients that the fused GEMM does not add would be lost.
-
-Legend: ``s`` sequence, ``b`` microbatch, ``h`` and ``K`` hidden, ``D`` head dim.
+With ``fold="auto"``, a microbatch is folded if ``t r > K n``, or 4/3 of this if folding disables
+gradient-accumulation fusion. Fusion would lose the gradients, because ``W_eff`` has no
+``main_grad``.
 """
 
 from collections.abc import Mapping
@@ -52,10 +46,10 @@ _LINEARS = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParal
 
 
 class Folding:
-    """Fold the linear matrices of one attention into its ``linear_qkv``, where possible.
+    """Wrapper around an attention's ``linear_qkv`` that folds linear matrices if it is faster.
 
     Raises:
-        ConfigError: ``fold="always"``, but this layer cannot be folded.
+        ConfigError: If ``kha.fold`` is ``always`` but the layer does not support folding.
     """
 
     def __init__(
@@ -77,14 +71,7 @@ class Folding:
                     setattr(attention.linear_qkv, name, False)
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, frozenset[Projection]]:
-        """Call ``linear_qkv``, with folded weights if this microbatch is to be folded.
-
-        Args:
-            hidden_states: ``[s, b, h]``, the input of ``linear_qkv``.
-
-        Returns:
-            The output ``[s, b, rows of this rank]``, and the projections already knocked in it.
-        """
+        """Return the output of ``linear_qkv`` and the projections that were folded into it."""
         linear, folds = self.attention.linear_qkv, self.folds(hidden_states)
         if folds != self.was_folded and hasattr(linear, "is_first_microbatch"):
             linear.is_first_microbatch = True  # Transformer Engine caches the weight in FP8
@@ -92,7 +79,7 @@ class Folding:
         if not folds:
             return linear(hidden_states)[0], frozenset()
         for hook in linear._forward_pre_hooks.values():
-            # the hook that waits until the parameters of the module are gathered
+            # DDP's pre-hook waits for the all-gather of the parameters
             if hook.__module__ == "megatron.core.distributed.distributed_data_parallel":
                 hook(linear, (hidden_states,))
         matrices = [knocking()[0] for knocking in self.knockings.values()]
@@ -106,7 +93,7 @@ class Folding:
 
     @cached_property
     def owners(self) -> tuple[int | None, ...]:
-        """Index of the projection of each head in this rank's rows, or None."""
+        """Index of the matrix for each local head, or None if the head has no linear matrix."""
         ranks = self.attention.tp_group.size()
         each, rank = len(self.heads) // ranks, get_pg_rank(self.attention.tp_group)
         known: dict[str, int] = {projection: i for i, projection in enumerate(self.knockings)}
@@ -114,30 +101,29 @@ class Folding:
 
     @property
     def least_tokens(self) -> float:
-        """Number of tokens in a microbatch above which ``auto`` folds."""
+        """Number of tokens per microbatch above which folding is faster."""
         config = self.attention.config
         folded_heads = sum(head in self.knockings for head in self.heads)
         unfused = self.attention.training and config.gradient_accumulation_fusion
         return (1 + unfused / 3) * config.hidden_size * len(self.heads) / folded_heads
 
     def folds(self, hidden_states: Tensor) -> bool:
-        """Return whether a microbatch ``[s, b, h]`` is folded."""
         if self.choice == "never" or not self.knockings:
             return False
         linear: Any = self.attention.linear_qkv
         obstacle = self.obstacle
-        if type(linear) not in _LINEARS:  # the output of an adapter is knocked, too
-            obstacle = f"the QKV projection was replaced by a {type(linear).__name__}"
+        if type(linear) not in _LINEARS:  # KHA applies to an adapter's output, too
+            obstacle = f"linear_qkv is a {type(linear).__name__}"
         elif (
             isinstance(linear.weight, DTensor)
             or hasattr(linear.weight, "__fsdp_param__")
             or getattr(linear, "is_fsdp2", False)
         ):
-            obstacle = "folding is not tested with FSDP"
+            obstacle = "folding has not been tested with FSDP"
         if obstacle and self.choice == "always":
             raise _refusal(obstacle)
         if obstacle:
-            announce(f"KHA-Linear is applied to activations: {obstacle}", once="unfolded")
+            announce(f"KHA-Linear is not folded because {obstacle}", once="unfolded")
             return False
         tokens = hidden_states.shape[:-1].numel()
         if self.attention.config.sequence_parallel:
@@ -146,27 +132,26 @@ class Folding:
         if self.attention.training:
             way = "folded into the QKV weight" if folds else "applied to activations"
             announce(
-                f"KHA-Linear on {', '.join(self.knockings)} is {way} (microbatches have {tokens:,} "
-                f"tokens per rank; folding is faster above {self.least_tokens:,.0f})",
+                f"KHA-Linear on {', '.join(self.knockings)} is {way} ({tokens:,} tokens per "
+                f"microbatch; folding is faster above {self.least_tokens:,.0f})",
                 once=("folding", way),
             )
         return folds
 
     def _obstacle(self) -> str | None:
-        """Return why this layer can never be folded, if so."""
         config, ranks = self.attention.config, self.attention.tp_group.size()
         if config.fp8_param or config.fp4_param:
             return "--fp8-param-gather keeps the QKV weight quantized"
         if config.delay_wgrad_compute:
-            return "--delay-wgrad-compute writes the gradient of a weight outside of autograd"
+            return "--delay-wgrad-compute computes weight gradients outside of autograd"
         if config.cuda_graph_impl != "none":
-            return "folding is not tested with CUDA graphs"
+            return "folding has not been tested with CUDA graphs"
         if not self.heads:
-            return "gates have rows between the heads of queries, keys and values"
+            return "linear_qkv also contains rows of gates"
         if len(self.heads) % ranks:
-            return f"{len(self.heads)} heads of q, k and v cannot be divided over {ranks} TP ranks"
+            return f"{len(self.heads)} heads of linear_qkv are not divisible by TP size {ranks}"
         return None
 
 
 def _refusal(obstacle: str) -> ConfigError:
-    return ConfigError(f"--kha-fold always is not possible: {obstacle}. Use --kha-fold auto.")
+    return ConfigError(f"--kha-fold always is not supported: {obstacle}. Use --kha-fold auto.")

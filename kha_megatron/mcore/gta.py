@@ -1,11 +1,9 @@
 """Grouped-Tied Attention (GTA) with KHA (Zadouri et al. 2025, arXiv 2505.21487).
 
-A KV head is one tied state of ``D`` features. The state is the value, and its first half is the
-no-position half of the key. The rotary half of the key is one head of ``D / 2`` features that all
-groups share. KHA knocks the tied state once, so a cache holds ``G D + D / 2`` numbers per token.
-
-The rotary half comes first in keys, queries and the weights of their QK-norms, because Megatron's
-partial rotary embedding (``--rotary-percent 0.5``) rotates the first half.
+Each KV head has one tied state of ``D`` features, which serves as the value. Its first half is also
+the no-position half of the key, whereas the rotary half of ``D / 2`` features is shared by all
+groups. Since KHA is applied to the tied state, a KV cache needs ``G D + D / 2`` elements per token.
+In keys and queries, the rotary half comes first, as Megatron's ``--rotary-percent 0.5`` expects.
 """
 
 from dataclasses import replace
@@ -35,24 +33,22 @@ from kha_megatron.mcore.knocking import parameter_device
 
 
 class RotaryKeyProjection(MegatronModule):
-    """Projects ``[s, b, h]`` to the rotary half of all keys, ``[s, b, 1, D / 2]``.
+    """Projection of ``[s, b, h]`` to the shared rotary half of the keys, ``[s, b, 1, D / 2]``.
 
-    With sequence parallelism, the input is this rank's part of the sequence. The weight
-    ``[D / 2, h]`` is replicated on all tensor-parallel ranks. Autograd sums the partial gradients
-    of the ranks: of the key if ranks have the same tokens, else of the weight. Nothing else may
-    reduce them.
+    The weight ``[D / 2, h]`` is replicated on all TP ranks. Gradients are summed over the ranks
+    inside autograd and must not be reduced again by Megatron.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         super().__init__(config)
         self.tp_group = tp_group
-        self.tensor_model_parallel = False  # Megatron-FSDP reads it
+        self.tensor_model_parallel = False  # required by Megatron-FSDP
         shape = (config.kv_channels // 2, config.hidden_size)
         self.weight = torch.nn.Parameter(
             torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
         )
         if config.perform_initialization:
-            config.init_method(self.weight)  # with the random state that TP ranks share
+            config.init_method(self.weight)  # with the RNG state that TP ranks share
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
@@ -64,10 +60,9 @@ class RotaryKeyProjection(MegatronModule):
 
 
 class KHAGroupedTiedAttention(KHASelfAttention):
-    """Tie keys and values in ``SelfAttention``.
+    """Self-attention with tied keys and values. KHA on values applies to the tied state.
 
-    ``linear_qkv`` is ``[(H + G) * D, h]``: for each group its query heads, then its tied state.
-    ``linear_k_rope`` is ``[D / 2, h]``. ``knock_value`` has the matrices of the tied state.
+    For each group, ``linear_qkv`` ``[(H + G) * D, h]`` contains the query heads and the tied state.
     """
 
     kind = "gta"
@@ -85,13 +80,12 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         self.linear_k_rope = RotaryKeyProjection(config, self.tp_group)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call ``SelfAttention.forward``. ``rotary_pos_emb`` has ``D / 2`` features."""
         rotary = kwargs.get("rotary_pos_emb")
         rotary = rotary[0] if isinstance(rotary, tuple) else rotary
         rotated = 0 if rotary is None else rotary.shape[-1]
         if rotated != self.config.kv_channels // 2:
             raise ConfigError(
-                f"Expected {self.config.kv_channels // 2} rotary features with attention=gta, got "
+                f"attention=gta requires {self.config.kv_channels // 2} rotary features, but got "
                 f"{rotated}. Use --position-embedding-type rope --rotary-percent 0.5."
             )
         return super().forward(hidden_states, *args, **kwargs)
@@ -103,7 +97,6 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Return this rank's query ``[s, b, heads, D]``, key and value ``[s, b, groups, D]``."""
         parts = self._project(hidden_states)
         tied, rotary = parts["value"], self.linear_k_rope(hidden_states)
         rotary = rotary.expand(-1, -1, tied.shape[2], -1)
@@ -113,10 +106,9 @@ class KHAGroupedTiedAttention(KHASelfAttention):
 
 
 def separate_input_norm(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """Return a layer spec with a separate input norm, whose output two projections read.
+    """Return a layer spec whose input norm is not fused into ``linear_qkv``.
 
-    Transformer Engine fuses the norm with ``linear_qkv``. In checkpoints of both backends the norm
-    is ``input_layernorm``.
+    ``linear_k_rope`` reads the normalized input, too. The norm is saved as ``input_layernorm``.
     """
     attention = layer.self_attention
     renamed = dict(layer.sharded_state_dict_keys_map or {})

@@ -1,10 +1,4 @@
-"""Projections of the attention's normed input for head mechanisms.
-
-Without sequence parallelism, all TP ranks see the same tokens. The weight's gradient is then
-complete once that of the output is. With it, a rank sees its part of the sequence, and a copy on
-the weight sums the gradient over the ranks. The gradient of the output depends on its reader: see
-:class:`InputProjection`.
-"""
+"""Projections of the normalized layer input for head mechanisms, e.g. gates and routers."""
 
 from typing import Any
 
@@ -21,22 +15,21 @@ from kha_megatron.mcore.knocking import MechanismWeight
 
 
 class InputProjection(MechanismWeight):
-    """A parameter ``[features, hidden]`` or ``[heads, features, hidden]`` that reads the input.
+    """Input projection with weight ``[features, hidden]`` or ``[heads, features, hidden]``.
 
-    Maps this rank's tokens ``[s / tp or s, b, hidden]`` to, by ``HeadTensor.gradient`` and
-    ``per_head``:
+    With sequence parallelism, the gradient of the weight is all-reduced, because each TP rank has
+    only a part of the tokens. ``HeadTensor.per_head`` and ``gradient`` determine the output:
 
-    ==========  ================================  ==========================================
-    per head    ``[s, b, this rank's heads, f]``  every rank has its own
-    ``heads``   ``[s, b, 1, f]``                  heads of all ranks read it: partial gradients,
-                                                  summed here
-    ``whole``   ``[s, b, f]``                     every rank computes the same from it
-    ``tokens``  ``[s / tp or s, b, f]``           used for this rank's tokens only
-    ==========  ================================  ==========================================
+    ==========  ==========================  ===================================================
+    per head    ``[s, b, local heads, f]``  used by the local heads
+    ``heads``   ``[s, b, 1, f]``            used by all heads; gradients are summed over TP ranks
+    ``whole``   ``[s, b, f]``               used by computations that are the same on all ranks
+    ``tokens``  ``[s / tp, b, f]``          used for the local tokens
+    ==========  ==========================  ===================================================
     """
 
     def forward(self, hidden: Tensor | None = None) -> Tensor:
-        """Project ``hidden``; without it, return the weight."""
+        """Project ``hidden``, or return the weight if ``hidden`` is None."""
         if hidden is None:
             return super().forward()
         group, is_sharded = self.tp_group, self.config.sequence_parallel
@@ -51,26 +44,24 @@ class InputProjection(MechanismWeight):
         if self.tensor.gradient == "heads":
             return self._sum_over_heads(score).unsqueeze(-2)
         if self.tensor.gradient == "whole" and is_sharded:
-            # every rank has the whole gradient and keeps the part of its own tokens
+            # the gradient is complete on every rank, so backward only splits it
             score = gather_from_sequence_parallel_region(
                 score, tensor_parallel_output_grad=False, group=group
             )
         return score
 
     def _sum_over_heads(self, x: Tensor) -> Tensor:
-        """Return ``x`` of all tokens; its gradient is summed over the ranks."""
+        """Gather ``x`` over the sequence and sum its gradient over TP ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
 
 class NormedInput:
-    """Returns the normed input of an attention, also if Transformer Engine fuses the norm.
+    """Accessor for the attention's normalized input, even if the norm is fused.
 
-    Args:
-        attention: the attention module.
-        name: name of its first projection. A projection with a fused norm also returns the normed
-            input, which a hook removes from the result.
+    A Transformer Engine module with a fused norm is configured to return the normalized input, too.
+    A hook on the projection ``name`` then removes the additional result.
     """
 
     def __init__(self, attention: Module, name: str) -> None:
@@ -84,15 +75,14 @@ class NormedInput:
     def _take_normed(self, module: Any, inputs: Any, result: Any) -> Any:
         if module.return_layernorm_output_gathered:
             raise ConfigError(
-                f"Remove {self._name} from target_modules, or turn off sequence_parallel: the "
-                "adapter gathers the input that head mechanisms read."
+                f"Adapters on {self._name} are not supported with sequence_parallel, because they "
+                f"gather the normalized input. Remove {self._name} from target_modules."
             )
         (output, self._normed), bias = result
         if getattr(self._attention, self._name) is not module:
-            return result  # an adapter around the module reads the normed input, too
+            return result  # an adapter that wraps the module needs the normalized input, too
         return output, bias
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Return the normed input ``[s, b, h]``; ``hidden_states`` if no norm is fused."""
         normed, self._normed = self._normed, None
         return hidden_states if normed is None else normed

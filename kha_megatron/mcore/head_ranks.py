@@ -1,4 +1,4 @@
-"""Communication of head mechanisms over Megatron's ranks (``heads.ranks``)."""
+"""Collectives of head mechanisms over Megatron's process groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ from kha_megatron.mcore.settings import training_arguments
 
 
 class HeadRanks(Ranks):
-    """The tensor- and context-parallel ranks of one layer.
+    """Collectives over the tensor- and context-parallel ranks of one layer.
 
     Args:
-        config: the model's configuration, not a copy.
-        layer_number: global, from 1.
-        groups: process groups with ``tp`` and ``cp``.
-        is_training: returns whether the layer is in training mode.
-        adds_loss: whether a mechanism calls :meth:`add_loss`.
+        config: The model's config itself, because :class:`LossScale` is registered in it.
+        layer_number: Global layer number, counted from 1.
+        groups: Process group collection with ``tp`` and ``cp``.
+        is_training: Function that returns whether the layer is in training mode.
+        adds_loss: Whether a mechanism calls :meth:`add_loss`.
     """
 
     def __init__(
@@ -45,41 +45,32 @@ class HeadRanks(Ranks):
 
     @property
     def trains(self) -> bool:
-        """Whether the layer trains, except in the first forward pass of recomputation."""
+        """Whether the layer is training. False in the first forward pass with recomputation."""
         return self.is_training() and torch.is_grad_enabled()
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model, including those without attention."""
         return self.config.num_layers
 
     def iteration(self) -> int | None:
-        """Return the iteration of Megatron's training loop.
-
-        Raises:
-            ConfigError: training runs without this loop, or in a CUDA graph.
-        """
         arguments = vars(training_arguments())
         known = [arguments.get(name) for name in ("iteration", "curr_iteration")]
         known = [count for count in known if count is not None]
-        # a CUDA graph would keep the heads of the captured iteration
+        # a CUDA graph would replay the number of heads of the captured iteration
         if self.config.cuda_graph_impl != "none" or (self.trains and not known):
             raise ConfigError(
-                "moh.anneal needs Megatron's training loop, which counts iterations, and "
-                "--cuda-graph-impl none. Set one of them, or remove moh.anneal."
+                "moh.anneal requires the iteration count of Megatron's training loop and "
+                "--cuda-graph-impl none. Please remove moh.anneal."
             )
         return max(known, default=None)
 
     def all_heads(self, x: Tensor) -> Tensor:
-        """Gather ``[s, b, heads]`` of all ranks; backward returns the gradient of own heads."""
         return gather_from_tensor_model_parallel_region(x, group=self.tp)
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """Return this rank's part of ``[s, b, heads]``; backward gathers all parts."""
         return scatter_to_tensor_model_parallel_region(x, group=self.tp)
 
     def token_mean(self, x: Tensor) -> Tensor:
-        """Return the mean ``[n]`` of ``[s, b, n]`` over the tokens of all CP ranks."""
         mean = super().token_mean(x)
         if self.cp.size() > 1:
             torch.distributed.all_reduce(mean, group=self.cp)
@@ -87,14 +78,9 @@ class HeadRanks(Ranks):
         return mean
 
     def add_loss(self, carrier: Tensor, loss: Tensor) -> Tensor:
-        """Add the mean of a loss over microbatches and CP ranks.
-
-        All TP ranks add the same loss. It counts once, because its inputs have a ``whole`` gradient
-        (:mod:`kha_megatron.mcore.head_inputs`) or come from :meth:`all_heads`.
-        """
-        if self.config.calculate_per_token_loss:  # gradients are later divided by all tokens
+        if self.config.calculate_per_token_loss:  # gradients are divided by the tokens
             loss = loss * (carrier.numel() // carrier.shape[-1])
-        else:  # the schedule multiplies by the number of CP ranks
+        else:  # Megatron's schedules multiply the loss scale by the CP size
             loss = loss / self.cp.size()
         assert self.loss_scale is not None
         return with_loss(carrier, loss, self.loss_scale)

@@ -1,4 +1,4 @@
-"""Hook on a projection of a layer that stays when an adapter replaces the projection."""
+"""Hooks on projections that adapters, e.g. LoRA, may replace."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,14 +8,11 @@ from torch.nn import Module
 
 
 class ProjectionHook:
-    """Wrap the ``forward`` of a layer's submodule, also after an adapter replaces the submodule.
+    """Hook around the ``forward`` of a layer's submodule ``name``, e.g. ``linear_proj``.
 
-    Megatron does not capture a module with a forward pre-hook in a CUDA graph.
-
-    Args:
-        layer: calls :meth:`follow` before each forward pass.
-        name: name of the submodule, such as ``linear_proj``.
-        hook: maps the module's result; with ``before``, its positional inputs.
+    ``hook`` maps the submodule's outputs, or its positional inputs if ``before`` is True. The layer
+    calls :meth:`follow` before each forward pass, in case the submodule has been replaced. Note
+    that Megatron does not capture modules with a forward pre-hook in CUDA graphs.
     """
 
     def __init__(
@@ -26,12 +23,12 @@ class ProjectionHook:
         self.follow(layer)
 
     def follow(self, layer: Module) -> None:
-        """Move to the current submodule, if any. MLA deletes an absorbed projection."""
-        module: Any = getattr(layer, self._name, None)
+        """Move the hook to the layer's current submodule."""
+        module: Any = getattr(layer, self._name, None)  # absorbed projections of MLA are deleted
         if module is self._module or module is None:
             return
         if self._module is not None:
-            del self._module.forward  # restore the method of the class
+            del self._module.forward  # restores the class's method
         module.forward = partial(self._around, module.forward)
         self._module = module
 

@@ -1,9 +1,8 @@
-"""HybridModel with KHA: Megatron's hybrid stack with the two halves of GPT layers.
+"""Hybrid models (``--hybrid-layer-pattern``) with KHA.
 
-Each symbol of ``--hybrid-layer-pattern`` is one layer: ``*`` attention, ``-`` a dense MLP, ``E`` a
-mixture-of-experts MLP. Each is one half of the layer that a GPTModel with the same configuration
-has. Both backends, QK-norm, sequence parallelism and GPT checkpoints therefore work as in GPT
-models. Mamba (``M``) and gated delta net (``G``) layers are Megatron's own.
+Attention (``*``), dense MLP (``-``) and MoE (``E``) layers are built from the two halves of a GPT
+layer, so that they support the same options and checkpoints as GPT models. All other layer types,
+e.g. Mamba (``M``), are Megatron's own.
 """
 
 import copy
@@ -32,10 +31,10 @@ with megatron_imports():
 
 
 class KHAHybridStack(HybridStack):
-    """``HybridStack`` with KHA in its attention layers, for both backends.
+    """``HybridStack`` with KHA in its attention layers.
 
-    Takes the arguments of ``HybridStack`` except ``submodules``. ``kha`` is a configuration, or the
-    name of a spec (see ``kha_megatron.mcore.settings``).
+    ``submodules`` are built from ``config``. ``kha`` can also be the name of a spec, see
+    :mod:`kha_megatron.mcore.settings`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class KHAHybridStack(HybridStack):
             *args,
             layer_type_list=layer_type_list,
             pp_layer_offset=pp_layer_offset,
-            post_layer_norm=False,  # Megatron's is always Transformer Engine's
+            post_layer_norm=False,  # Megatron's final norm always requires Transformer Engine
             pg_collection=pg_collection,
             **kwargs,
         )
@@ -73,7 +72,6 @@ class KHAHybridStack(HybridStack):
 
 
 def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None:
-    """Raise ConfigError if this stage of a hybrid model cannot be built with KHA."""
     stages = config.virtual_pipeline_model_parallel_size
     latent = sorted({Symbols.MLA, Symbols.DS_ATTENTION} & set(layers))
     others = sorted(set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
@@ -83,7 +81,7 @@ def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None
         ),
         f"Hybrid models do not support attention={kha.attention}. Use a GPT model.": kha.attention,
         f"Hybrid models with KHA do not support latent attention ({' '.join(latent)}).": latent,
-        f"Layers {' '.join(others)} need --transformer-impl transformer_engine.": (
+        f"Hybrid layers {' '.join(others)} require --transformer-impl transformer_engine.": (
             others and config.transformer_impl != "transformer_engine"  # would be identity layers
         ),
     }
@@ -91,7 +89,7 @@ def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:
-    """Return the specs of a dense GPT layer, a MoE layer and the final norm."""
+    """Return a block spec with one dense and one MoE layer."""
     both = copy.copy(config)
     both.num_layers, both.moe_layer_freq = 2, [0, 1]
     both.pipeline_model_parallel_size, both.pipeline_model_parallel_layout = 1, None
@@ -104,27 +102,20 @@ def _submodules(
 ) -> HybridStackSubmodules:
     dense, moe = layers.layer_specs
     mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
-    ours = HybridStackSubmodules(
-        attention_layer=_part(
-            TransformerLayer, dense, "input_layernorm", "self_attention", "self_attn_bda"
-        ),
-        mlp_layer=_part(MLPLayer, dense, *mlp),
-        moe_layer=_part(MoETransformerLayer, moe, *mlp),
-    )
+    attention = ("input_layernorm", "self_attention", "self_attn_bda")
+    parts: dict[str, Any] = {
+        "attention_layer": _part(TransformerLayer, dense, *attention),
+        "mlp_layer": _part(MLPLayer, dense, *mlp),
+        "moe_layer": _part(MoETransformerLayer, moe, *mlp),
+    }
     if config.transformer_impl != "transformer_engine":
-        return ours
+        return HybridStackSubmodules(**parts)
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    return replace(
-        hybrid_stack_spec.submodules,
-        attention_layer=ours.attention_layer,
-        mlp_layer=ours.mlp_layer,
-        moe_layer=ours.moe_layer,
-        mtp_block_spec=None,
-    )
+    return replace(hybrid_stack_spec.submodules, mtp_block_spec=None, **parts)
 
 
 def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:
-    """Return a layer spec with some submodules of a GPT layer, and their checkpoint names."""
+    """Return a layer spec with the submodules ``names`` of a GPT layer."""
     part = {n: getattr(layer.submodules, n) for n in (*names, "sharded_state_dict_keys_map")}
     return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**part))

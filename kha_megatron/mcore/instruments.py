@@ -1,25 +1,20 @@
-"""Measure shared matrices, gates and heads during training, for TensorBoard and W&B.
+"""Log metrics of shared matrices, gates and heads to TensorBoard and W&B during training.
 
-==================================  ================================================================
-``kha-distance/P-M``                distance of matrix ``M`` of projection ``P`` from its start
-                                    (:func:`kha_megatron.heads.diagnostics.measure`)
-``kha-gate-openness/P``             mean of ``2 * sigmoid(x @ W_gate)``: 1 at the start, 0 if the
-                                    gate is shut, 2 if it is wide open
-``kha-gate-spread/P``               its standard deviation: 0 at the start
-``kha-attention-sink/head-H``       share of a head's attention that the first token gets, 0 to 1
-``kha-attention-sink/mean``         mean of all heads
-``kha-NAME``                        figures of a head mechanism (``Ranks.observe``), such as
-                                    ``kha-gate-score``, ``kha-gate-shut`` and ``kha-moh-load``
-==================================  ================================================================
+=============================  =====================================================================
+``kha-distance/P-M``           Distance of matrix ``M`` of projection ``P`` from its initialization
+                               (see :func:`kha_megatron.heads.diagnostics.measure`).
+``kha-gate-openness/P``        Mean of ``2 * sigmoid(x @ W_gate)``, which is 1 at initialization.
+``kha-gate-spread/P``          Standard deviation of the same, which is 0 at initialization.
+``kha-attention-sink/head-H``  Average attention weight of the first token.
+``kha-attention-sink/mean``    Mean over all heads.
+``kha-NAME``                   Metrics of head mechanisms, e.g. ``kha-gate-score``,
+                               ``kha-gate-shut`` and ``kha-moh-load``.
+=============================  =====================================================================
 
-Each name ends with ``/layer-L``, counted from 0 over all pipeline stages, as in checkpoints.
-
-All figures except distances are means over the tokens of the first microbatch of each data-parallel
-rank. Sinks are computed from the scores of ``heads.diagnostics.SINK_QUERIES`` tokens of its first
-sequence, because fused attention does not return weights. They are not measured with a window,
-learnt sinks, packed sequences or talking heads.
-
-Legend: ``s`` sequence, ``heads`` those of this rank, ``D`` features of a head.
+Each name ends with ``/layer-L``, the global layer index from 0. Except for distances, metrics are
+computed on the first microbatch of each data-parallel rank. Since fused attention does not return
+the attention weights, sinks are computed from a sample of queries of the first sequence. Sinks are
+not available for windowed attention, learnable sinks, packed sequences and talking heads.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +39,7 @@ from kha_megatron.mcore.gradients import wrap_grad_finalization
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.local_modules import token_positions
 
-_Model = Any
-"""A pipeline stage of a GPTModel or HybridModel, or a module of one."""
+_Model = Any  # a GPTModel or HybridModel, or one of its modules
 Write = Callable[[dict[str, float], int], None]
 
 _DISTANCE, _SINK = "kha-distance", "kha-attention-sink"
@@ -60,17 +54,15 @@ def watch_heads(
     iteration: Callable[[], int],
     write: Write,
 ) -> None:
-    """Measure every ``interval``-th iteration. Call it on every rank, before training.
+    """Register hooks that log the metrics of this module every ``interval`` iterations.
 
-    Does not change training. With CUDA graphs, only matrices are measured.
+    This function must be called on all ranks before training. With CUDA graphs, only the distances
+    of matrices are logged.
 
     Args:
-        models: the virtual pipeline stages of this rank, not yet wrapped for data parallelism.
-        iteration: returns the current iteration, from 1; the same on every rank.
-        write: called on every rank with the same values by name, and the iteration.
-
-    Raises:
-        ConfigError: a whole iteration is one CUDA graph.
+        models: The rank's virtual pipeline stages, before they are wrapped in DDP.
+        iteration: Function that returns the current iteration, counted from 1.
+        write: Called on all ranks with the metrics and the iteration.
     """
     if get_model_config(models[0]).cuda_graph_impl == "full_iteration":
         raise ConfigError("--kha-log-interval does not support --cuda-graph-impl full_iteration.")
@@ -86,7 +78,7 @@ def watch_heads(
 
 
 class _Instruments:
-    """Sums of this rank for each layer and name, and their means over all ranks."""
+    """Hooks that accumulate local sums for each metric and layer."""
 
     def __init__(
         self, models: Sequence[_Model], kha: KHAConfig, is_due: Callable[[], bool]
@@ -96,8 +88,7 @@ class _Instruments:
         self.is_due = is_due
         device = torch.cuda.current_device()
         self.nothing = torch.zeros((), dtype=torch.float64, device=device), 0.0
-        # sum and count of each name and layer
-        self.sums: dict[tuple[str, int], tuple[Tensor, float]] = {}
+        self.sums: dict[tuple[str, int], tuple[Tensor, float]] = {}  # sums and counts
         self.measured: set[tuple[int, str]] = set()
         self.attentions: dict[int, Any] = {
             layer.layer_number - 1: attention
@@ -124,14 +115,11 @@ class _Instruments:
             attention.head_ranks.listeners.append(add_figure)
         for projection, knocking in _knockings(attention):
             if "gate" in MATRICES[knocking.variant]:
-                # a hook after the forward pass: before it, parameters may not be gathered yet
+                # not a pre-hook, because parameters may not be gathered before the forward pass
                 knocking.register_forward_hook(partial(self._add_gate, layer, projection))
 
     def _is_first_call(self, module: _Model, layer: int, name: str) -> bool:
-        """Return whether a measured step calls this for the first time.
-
-        Later calls are other microbatches and recomputation.
-        """
+        """Return False for later microbatches of a step and for recomputation."""
         if not module.training or not self.is_due() or (layer, name) in self.measured:
             return False
         self.measured.add((layer, name))
@@ -151,9 +139,8 @@ class _Instruments:
         self._add(layer, f"{_SPREAD}/{projection}", squares, gate.numel())
 
     def _has_plain_scores(self, query: Tensor) -> bool:
-        """Return whether scores are plain causal ``q k``, and query is ``[s, b, heads, D]``."""
         return (
-            query.dim() == 4
+            query.dim() == 4  # packed sequences have 3 dimensions
             and self.config.window_size is None
             and self.config.softmax_type == "vanilla"
             and not any("core" in mechanism.stages for mechanism in self.kha.mechanisms)
@@ -161,7 +148,7 @@ class _Instruments:
 
     @torch.no_grad()
     def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
-        """Add sinks of one sequence from ``[s, heads, D]`` and ``[s, groups, D]`` of this rank."""
+        """Accumulate the sinks of one sequence ``[s, heads, D]`` with keys ``[s, groups, D]``."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
         held, at = token_positions(length, group), sink_queries(length, query.device)
@@ -169,7 +156,7 @@ class _Instruments:
             return
         is_here = (held == at.unsqueeze(-1)).to(query.dtype)
         queries = torch.einsum("ns,shd->nhd", is_here, query)
-        dist.all_reduce(queries, group=group)  # each comes from the rank that has its token
+        dist.all_reduce(queries, group=group)  # zeros except on the rank that has the token
         scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
         first, total = sink_terms(queries, key, scale or query.shape[-1] ** -0.5, at, held)
         dist.all_reduce(first, group=group)
@@ -177,7 +164,7 @@ class _Instruments:
         dist.all_gather(parts, total, group=group)
         shares = (first - torch.stack(parts).logsumexp(0)).exp().mean(-1).double()
         self._add(layer, f"{_SINK}/mean", shares.sum(), len(shares))
-        # every rank adds all heads, but counts its own only
+        # the names must be the same on all ranks, so other ranks' heads get a count of zero
         first_head = attention.tp_group.rank() * len(shares)
         for head in range(self.config.num_attention_heads):
             is_own = 0 <= head - first_head < len(shares)
@@ -196,7 +183,7 @@ class _Instruments:
 
     @torch.no_grad()
     def read(self) -> dict[str, float]:
-        """Return the means over all ranks and reset the sums."""
+        """Average the metrics over all ranks and reset the sums."""
         for layer, attention in self.attentions.items():
             for projection, knocking in _knockings(attention):
                 weight = knocking.weight.detach()
@@ -205,16 +192,16 @@ class _Instruments:
                 for matrix, distance in zip(MATRICES[knocking.variant], distances, strict=True):
                     self._add(layer, f"{_DISTANCE}/{projection}-{matrix}", distance, 1)
         self.measured.clear()
-        # ranks of one pipeline stage have the same names
+        # names differ only between pipeline stages
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()
         dist.all_gather_object(stages, list(self.sums), group=group)
         names = sorted({name for stage in stages for name in stage}, key=lambda key: key[::-1])
-        if not names:  # captured layers without matrices
+        if not names:  # layers without matrices in a CUDA graph
             return {}
         totals, counts = zip(*(self.sums.get(name, self.nothing) for name in names), strict=True)
         sums = torch.stack([torch.stack(totals), totals[0].new_tensor(counts)], dim=-1)
-        dist.all_reduce(sums)  # replicas add equal numbers, which leaves the mean
+        dist.all_reduce(sums)  # replicas add equal values, so means do not change
         self.sums.clear()
         means = {
             f"{name}/layer-{layer}": total / count
@@ -222,7 +209,7 @@ class _Instruments:
             if count != 0
         }
         for name in means:
-            if name.startswith(_SPREAD):  # so far a mean of squares
+            if name.startswith(_SPREAD):  # contains the mean of squares
                 variance = means[name] - means[name.replace(_SPREAD, _OPENNESS)] ** 2
                 means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
         return means

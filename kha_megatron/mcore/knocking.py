@@ -1,13 +1,9 @@
-"""Modules of head-shared parameters, with the tensor-parallel rule of their gradients.
+"""Modules that own the parameters of head mechanisms.
 
-A head-shared matrix is replicated on every TP rank, but a rank sees only its own heads, so its
-gradient is a partial sum. Without sequence parallelism, Megatron does not sum it and the replicas
-would diverge. ``copy_to_tensor_model_parallel_region`` on the weight (identity forward, all-reduce
-backward) sums it inside autograd, exactly once.
-
-Nothing else may reduce it: the parameter has no ``sequence_parallel`` attribute, and its path has
-no ``q_layernorm`` or ``k_layernorm``, which Megatron sums by name. It is not marked
-``tensor_model_parallel``, so the gradient norm counts it once.
+A matrix that all heads share is replicated on every TP rank, but its gradient is a partial sum over
+the local heads. ``copy_to_tensor_model_parallel_region`` on the weight all-reduces the gradient
+inside autograd. To avoid a second reduction by Megatron, the parameter must not have a
+``sequence_parallel`` attribute, nor ``q_layernorm`` or ``k_layernorm`` in its name.
 """
 
 import zlib
@@ -35,16 +31,15 @@ from kha_megatron.heads.knock import Variant
 
 
 class MechanismWeight(MegatronModule):
-    """One parameter of a head mechanism, described by a :class:`~kha_megatron.heads.HeadTensor`.
+    """Module for one parameter of a head mechanism.
 
-    ``weight`` has ``config.params_dtype`` and the tensor's shape, or this rank's heads of it if it
-    is sharded. Calling the module returns the weight with its gradient rule, and runs hooks that
-    wait for parameters.
+    Code that needs the weight must call the module, because ``forward`` sets up the gradient
+    reduction and runs hooks that wait for parameter all-gathers.
 
     Args:
-        layer_number: global, from 1, so that a random start does not depend on the layout.
-        init_seed: seed of a random start, together with layer and name.
-        tp_group: ranks over which the heads are sharded.
+        tensor: Description of the parameter. It is sharded over ``tp_group`` if it is per head.
+        layer_number: Global layer number, counted from 1.
+        init_seed: Seed of random initialization, combined with the layer number and tensor name.
     """
 
     def __init__(
@@ -61,7 +56,7 @@ class MechanismWeight(MegatronModule):
         name = tensor.name.removeprefix("knock_")
         self.seed = zlib.crc32(f"{init_seed}/{layer_number}/{name}".encode())
         ranks = tensor.ranks(tp_group.size())
-        # Megatron-FSDP sorts modules into sharded and replicated ones by this attribute
+        # Megatron-FSDP uses this attribute to tell sharded from replicated modules
         self.tensor_model_parallel = ranks > 1
         shape = (tensor.shape[0] // ranks, *tensor.shape[1:])
         self.weight = torch.nn.Parameter(
@@ -73,7 +68,7 @@ class MechanismWeight(MegatronModule):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial value, independent of the rank's random state."""
+        """Initialize the weight independently of the parallel layout and RNG state."""
         whole: Tensor = self.weight
         if self.tensor_model_parallel:
             whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
@@ -84,14 +79,14 @@ class MechanismWeight(MegatronModule):
                 self.weight.copy_(whole.chunk(self.tp_group.size())[get_pg_rank(self.tp_group)])
 
     def forward(self) -> Tensor:
-        """Return this rank's weight: ``[n, D, D]`` if shared by heads, else ``[heads, ...]``."""
+        """Return the local weight: ``[n, D, D]`` if heads share it, else ``[heads, ...]``."""
         if self.tensor_model_parallel:
             return self.weight
         rule = self.tensor.gradient
         weight: Tensor = self.weight
         if rule == "heads" or (rule == "tokens" and self.config.sequence_parallel):
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        if self.tensor.per_head:  # more ranks than heads: several share one
+        if self.tensor.per_head:  # several ranks may share a head
             ranks, heads = self.tp_group.size(), len(weight)
             first = get_pg_rank(self.tp_group) * heads // ranks
             weight = weight[first : first + max(1, heads // ranks)]
@@ -103,7 +98,6 @@ class MechanismWeight(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the parameter, sharded over TP ranks if it is per head, and over FSDP2's ranks."""
         if isinstance(self.weight, DTensor):
             return {f"{prefix}weight": self._rows(f"{prefix}weight", sharded_offsets)}
         if not self.tensor_model_parallel:
@@ -118,12 +112,10 @@ class MechanismWeight(MegatronModule):
         )
 
     def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
-        """Return FSDP2's shard in a form that loads under any layout.
-
-        Unequal shards are stored by rows, because Megatron stores equal shards only.
-        """
+        """Shard an FSDP2 parameter for a checkpoint. Uneven shards are split into rows, because
+        Megatron supports only equal shards."""
         weight: Any = self.weight
-        with torch.no_grad():  # the same tensor that the optimizer has
+        with torch.no_grad():  # must be the optimizer's tensor
             held = weight.to_local()
         mesh, rows = weight.device_mesh, len(weight)
         each, ranks, rank = -(-rows // mesh.size()), 1, 0
@@ -135,7 +127,7 @@ class MechanismWeight(MegatronModule):
         replica, count, owner = (0, copy, int(not len(held))), len(held), (rows - 1) // each
 
         def cut(key: str, part: Tensor, replica: Any, flattened_range: None) -> list[ShardedTensor]:
-            if owner + 1 < mesh.size():  # ranks without a row store a copy of the last one
+            if owner + 1 < mesh.size():  # ranks without rows save a copy of the last row
                 last = part[-1:].clone() if count else part.new_empty(1, *part.shape[1:])
                 torch.distributed.broadcast(last, group=mesh.get_group(), group_src=owner)
                 part = part if count else last
@@ -157,7 +149,7 @@ class MechanismWeight(MegatronModule):
         return ShardedTensorFactory(key, held, cut, joined, replica)
 
     def keep_at_next_load(self) -> None:
-        """Keep the current value at the next load of a checkpoint, which may lack the parameter."""
+        """Keep the current value when the next checkpoint is loaded, e.g. one without KHA."""
 
         def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             del self.sharded_state_dict
@@ -170,7 +162,7 @@ class MechanismWeight(MegatronModule):
 
 
 class MechanismWeights(Mapping[str, Tensor]):
-    """Parameters of one mechanism by tensor name. Each access calls the module (a collective)."""
+    """Mapping from tensor names to the weights of one mechanism. Each access calls the module."""
 
     def __init__(self, modules: Mapping[str, MechanismWeight]) -> None:
         self._modules = dict(modules)
@@ -186,11 +178,10 @@ class MechanismWeights(Mapping[str, Tensor]):
 
 
 class KnockingHeads(MechanismWeight):
-    """The shared matrices of one projected tensor of one layer (paper section 3.2).
+    """Shared matrices of a layer's query, key or value heads (section 3.2 of the paper).
 
-    ``weight`` is ``[n, D, D]``: the matrices of ``variant`` in the order of
-    ``heads.knock.MATRICES``, stacked so that their gradient takes one all-reduce. ``forward`` maps
-    ``[s, b, heads, D]`` to the same shape.
+    ``weight`` ``[n, D, D]`` stacks the matrices of ``variant`` (see ``heads.knock.MATRICES``), so
+    that the gradients need only one all-reduce.
     """
 
     def __init__(self, *args: Any, variant: Variant, **kwargs: Any) -> None:
@@ -198,16 +189,12 @@ class KnockingHeads(MechanismWeight):
         self.variant: Variant = variant
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        """Knock every head of ``x`` ``[..., D]``; without it, return the matrices."""
+        """Apply the matrices to every head of ``x`` ``[..., D]``, or return them if x is None."""
         weight = super().forward()
         return weight if x is None else fused_knock(x, weight, self.variant)
 
-    def extra_repr(self) -> str:
-        return f"{self.variant}, weight={tuple(self.weight.shape)}"
-
 
 def parameter_device(config: TransformerConfig) -> torch.device | int | str:
-    """Return the device of new parameters."""
     if config.init_model_with_meta_device:
         return "meta"
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

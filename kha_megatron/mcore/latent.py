@@ -1,15 +1,11 @@
 """Multi-latent attention (MLA) with KHA, and Grouped Latent Attention (GLA, Zadouri et al. 2025).
 
-KHA applies to values and to the no-position parts of queries and keys, directly after the
-up-projections. Rotary embedding, recomputation and packed sequences therefore see knocked tensors.
-The matrices are linear and fold into the up-projections at inference; the cache holds the latent.
+KHA is applied to values and to the no-position parts of queries and keys, directly after the
+up-projections. At inference, the linear matrices are folded into the up-projections, so that the
+cache still contains the latents.
 
-GLA splits MLA's latent into heads. Each latent head is normalised separately and serves its own
-group of query heads, so a tensor-parallel rank needs only the latent heads of its own queries.
-``kv_lora_rank`` is the width of all latent heads together.
-
-Shape legend: ``C`` all latent features, ``c`` latent heads, ``H`` query heads, ``rows`` key and
-value features of a head.
+GLA splits the latent into heads. Each latent head is normalized separately and used by one group of
+query heads. ``kv_lora_rank`` is the total size of all latent heads.
 """
 
 from dataclasses import replace
@@ -44,11 +40,10 @@ from kha_megatron.mcore.knocking import parameter_device
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """Project each latent head to the keys and values of its group of heads.
+    """GLA's replacement for ``linear_kv_up_proj``, with ``latent_heads`` latent heads.
 
-    The weight ``[H * rows / tp, C / c]`` has heads outermost and is sharded like MLA's
-    ``linear_kv_up_proj``. Maps the normalised latent ``[..., C]`` (with sequence parallelism: of
-    this rank's part of the sequence) to ``[..., H * rows / tp]`` and None.
+    The keys and values of each head are projected from the latent head of its group, so that the
+    weight is ``[output_size / tp, latent_features / latent_heads]``.
     """
 
     def __init__(
@@ -60,7 +55,6 @@ class LatentUpProjection(ColumnParallelLinear):
         self.mine = slice(rank * latent_heads // ranks, -(-(rank + 1) * latent_heads // ranks))
 
     def forward(self, latent: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Project the latent heads of this rank's queries."""
         if self.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, group=self.tp_group)
         else:
@@ -71,7 +65,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class LatentNorm(MegatronModule):
-    """RMSNorm of each latent head, ``[..., C]`` to the same, in float32. The weight is ``[C]``."""
+    """RMSNorm over each latent head, computed in float32."""
 
     def __init__(
         self,
@@ -96,7 +90,7 @@ class LatentNorm(MegatronModule):
 
 
 def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
-    """Return the submodules of MLA with those of GLA, for both backends."""
+    """Replace the key/value norm and up-projection of MLA with those of GLA."""
     up = submodules.linear_kv_up_proj
     norm = submodules.kv_layernorm
     if norm not in (None, IdentityOp) or "LayerNorm" in getattr(up, "__name__", ""):
@@ -114,14 +108,10 @@ _Hooked = tuple[Tensor, Tensor | None]
 
 
 class _KnockedLatentAttention(KnockedAttention):
-    """Add KHA to either of Megatron's MLA classes.
-
-    ``knock_query`` and ``knock_key`` are ``[1, qk_head_dim, qk_head_dim]``, ``knock_value`` is
-    ``[1, v_head_dim, v_head_dim]``.
-    """
+    """Base class for Megatron's MLA classes with KHA."""
 
     config: MLATransformerConfig
-    first_projection = "linear_qkv_down_proj"  # of the fused class; others have no fused norm
+    first_projection = "linear_qkv_down_proj"  # exists in the fused class only
 
     def __init__(
         self, config: MLATransformerConfig, *args: Any, kha: KHAConfig, **kwargs: Any
@@ -163,10 +153,10 @@ class _KnockedLatentAttention(KnockedAttention):
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the gradient of the rotary key over tensor-parallel ranks.
+        """Call Megatron's method and sum the gradient of the rotary key over TP ranks.
 
-        All heads share this key, so each rank's gradient is a partial sum. Megatron sums it only
-        with sequence parallelism. Otherwise the replicas of the down-projection would diverge.
+        All heads share this key, but Megatron sums its gradient only with sequence parallelism.
+        Without the sum, the replicas of the down-projection would diverge.
         """
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
@@ -177,17 +167,17 @@ class _KnockedLatentAttention(KnockedAttention):
             if self.config.sequence_parallel:
                 latent = scatter_to_sequence_parallel_region(latent, group=self.tp_group)
         if self.config.sequence_parallel:
-            return query, latent  # Megatron's gather of the key sums its gradient
+            return query, latent  # Megatron's all-gather of the key sums its gradient
         latent, key = latent.split([rank, position], dim=-1)
         key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
         return query, torch.cat([latent, key], dim=-1)
 
     def _count_query_norm_once(self) -> None:
-        """Average the gradient of a separate norm of the query latent over the ranks.
+        """Average the gradients of the query latent's norm over TP ranks.
 
-        Megatron sums gradients of parameters named ``q_layernorm``, because a QK-norm sees only the
-        heads of its rank. This norm sees the latent of all heads: without sequence parallelism, its
-        gradient is complete on every rank, and the sum would be ``tp`` times too large.
+        Megatron sums the gradients of all parameters named ``q_layernorm``. Without sequence
+        parallelism, this norm already has complete gradients, which the sum would multiply by
+        ``tp``.
         """
         norm = getattr(self, "q_layernorm", None)
         if norm is not None and not self.config.sequence_parallel:
@@ -195,10 +185,7 @@ class _KnockedLatentAttention(KnockedAttention):
                 parameter.average_gradients_across_tp_domain = True
 
     def prepare_for_absorption(self) -> None:
-        """Fold the matrices of keys and values into the up-projection that Megatron absorbs.
-
-        Megatron then splits and deletes this projection (only for inference with cached latents).
-        """
+        """Fold the matrices into the up-projection before Megatron absorbs and deletes it."""
         if not hasattr(self, "up_k_weight"):
             nope, rows = self.config.qk_head_dim, self.config.qk_head_dim + self.config.v_head_dim
             weight = self.linear_kv_up_proj.weight

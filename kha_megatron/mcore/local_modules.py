@@ -1,9 +1,4 @@
-"""Local norm and core attention that support sequence and context parallelism.
-
-With context parallelism, every rank gathers the keys and values of the whole sequence. This uses
-the memory that context parallelism would save. Megatron
-splits the sequence into ``2 * cp`` chunks, and rank ``i`` has chunks ``i`` and ``2 * cp - 1 - i``.
-"""
+"""Local norm and core attention that support sequence and context parallelism."""
 
 import copy
 from typing import Any
@@ -23,10 +18,9 @@ from kha_megatron.errors import ConfigError
 
 
 class TorchNorm(torch.nn.Module):
-    """``WrappedTorchNorm`` that sets ``sequence_parallel`` on its parameters.
+    """``WrappedTorchNorm`` with support for sequence parallelism.
 
-    Megatron sums the gradients of parameters with this attribute over sequence shards. It refuses
-    sequence parallelism with torch's norms because they do not set it.
+    Megatron all-reduces the gradients of parameters that have the attribute ``sequence_parallel``.
     """
 
     def __new__(
@@ -41,20 +35,18 @@ class TorchNorm(torch.nn.Module):
 
 
 def accept_sequence_parallelism() -> None:
-    """Use :class:`TorchNorm` as the final norm of blocks that are built from a layer spec."""
+    """Use :class:`TorchNorm` as the default final norm of transformer blocks."""
     if transformer_block.LayerNormImpl is WrappedTorchNorm:
         transformer_block.LayerNormImpl = TorchNorm
 
 
 class GatheredDotProductAttention(DotProductAttention):
-    """``DotProductAttention`` that gathers keys and values if ``context_parallel_size > 1``.
+    """``DotProductAttention`` that supports context parallelism by all-gathering keys and values.
 
-    On a CPU, plain causal attention uses torch's fused kernel.
-
-    Takes query ``[s / cp, b, heads, D]``, key and value ``[s / cp, b, groups, D]`` and the mask of
-    this rank's queries against the whole sequence ``[b or 1, 1, s / cp, s]`` (True hides), or None
-    for a causal mask. Returns ``[s / cp, b, heads * D]``. ``v_channels`` is the width of values
-    where it differs from that of keys (latent attention).
+    Note that the gathered tensors use the memory that context parallelism would save. On a CPU,
+    causal attention uses ``scaled_dot_product_attention``. ``v_channels`` is the head dim of values
+    if it differs from that of keys. The attention mask is ``[b or 1, 1, s / cp, s]`` (True means
+    masked), or None for a causal mask.
     """
 
     def __init__(
@@ -69,9 +61,9 @@ class GatheredDotProductAttention(DotProductAttention):
         single = config
         if config.context_parallel_size > 1:
             if config.window_size is not None:
-                raise ConfigError("window_size with context parallelism needs Transformer Engine.")
+                raise ConfigError("window_size with CP requires Transformer Engine.")
             single = copy.copy(config)
-            single.context_parallel_size = 1  # Megatron refuses others
+            single.context_parallel_size = 1  # Megatron supports only 1
             single.masked_softmax_fusion = False  # the fused kernel ignores our mask
         super().__init__(single, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
@@ -95,7 +87,7 @@ class GatheredDotProductAttention(DotProductAttention):
                 every = torch.arange(len(key), device=torch.cuda.current_device())
                 positions = self._positions(len(query), len(key))
                 attention_mask = (every > positions[:, None])[None, None]
-        options = [attention_mask, *kwargs.values()]  # a bias, packed sequences
+        options = [attention_mask, *kwargs.values()]  # mask, bias and packed sequences
         if self._is_plain(query, key, value) and all(option is None for option in options):
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             output = torch.nn.functional.scaled_dot_product_attention(
@@ -103,7 +95,7 @@ class GatheredDotProductAttention(DotProductAttention):
                 key,
                 value,
                 is_causal=True,
-                # the softmax undoes the division of --apply-query-key-layer-scaling
+                # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
                 scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1),
                 enable_gqa=query.shape[1] != key.shape[1],
             )
@@ -119,11 +111,10 @@ class GatheredDotProductAttention(DotProductAttention):
             and self.softmax_offset is None
             and not (self.training and self.attention_dropout.p)
             and query.shape[0] == key.shape[0]
-            and query.shape[-1] == value.shape[-1]  # torch has no fused kernel for others
+            and query.shape[-1] == value.shape[-1]  # otherwise torch has no fused kernel
         )
 
     def _gather(self, x: Tensor) -> Tensor:
-        # backward sums the gradients of all ranks' queries and returns each part to its owner
         ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
         chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
@@ -133,7 +124,11 @@ class GatheredDotProductAttention(DotProductAttention):
 
 
 def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return the positions of a context-parallel rank's tokens in a sequence of ``length``."""
+    """Return the positions of the local tokens in a sequence of ``length`` tokens.
+
+    Megatron splits a sequence into ``2 * cp`` chunks. Rank ``i`` has chunks ``i`` and
+    ``2 * cp - 1 - i``.
+    """
     positions = torch.arange(length, device=torch.cuda.current_device())
     rank, size = cp_group.rank(), cp_group.size()
     if size == 1:

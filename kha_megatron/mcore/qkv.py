@@ -1,11 +1,4 @@
-"""Split the output of ``linear_qkv`` (MHA, MQA, GQA, GTA).
-
-Megatron splits and normalises in one method, but KHA knocks between the two. The row layout is
-:class:`kha_megatron.model.qkv.QKVLayout`.
-
-Legend: ``s`` sequence, ``b`` microbatch, ``g`` KV heads of this rank, ``n`` rows of a group, ``D``
-features of a head of a part.
-"""
+"""Split the output of ``linear_qkv`` without applying QK-norm, which must come after KHA."""
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -16,7 +9,7 @@ from kha_megatron.model.qkv import QKVLayout
 
 
 class QKVSplit:
-    """Split the output of ``linear_qkv`` on a rank of ``tp_group``; ``layout`` is for all."""
+    """Callable that splits the local output of ``linear_qkv`` according to ``layout``."""
 
     def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
         self.layout, self.tp_group = layout, tp_group
@@ -26,9 +19,9 @@ class QKVSplit:
         self.wanted = layout.head_slices(rank, ranks)
 
     def groups(self, mixed: Tensor) -> Tensor:
-        """Return whole groups ``[s, b, g, n]`` from this rank's rows ``[s, b, rows / ranks]``.
+        """Reshape ``[s, b, rows / tp]`` to ``[s, b, groups, rows of a group]``.
 
-        Ranks that share a group gather all rows first; backward sums their gradients.
+        If several ranks share a group, the rows of all ranks are gathered.
         """
         if self.is_shared:
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
@@ -36,11 +29,7 @@ class QKVSplit:
         return mixed.unflatten(-1, (-1, self.layout.group_rows))
 
     def __call__(self, groups: Tensor) -> dict[str, Tensor]:
-        """Split groups into parts by the names of ``layout.parts``.
-
-        Parts of query heads are ``[s, b, heads of this rank, D]``. The others are ``[s, b, g, D]``,
-        which ranks that share a group all have.
-        """
+        """Split the groups into the parts ``[s, b, local heads or groups, D]`` of the layout."""
         layout = self.layout
         widths = [part.heads * part.features for part in layout.parts.values()]
         widths.insert(layout.parts_before_padding, layout.padding.stop - layout.padding.start)

@@ -1,10 +1,8 @@
-"""Layer specs with KHA, for Transformer Engine and local modules, dense and MoE, GPT and hybrid.
+"""Layer specs with KHA for GPT and hybrid models.
 
-Use one of:
-
-- a name in a stock Megatron script: ``--spec kha_megatron.mcore.specs kha_mlp``;
-- :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec` in a program that builds the model;
-- :func:`with_kha` to add KHA to an existing spec.
+Stock Megatron scripts select a spec by name, e.g. ``--spec kha_megatron.mcore.specs kha_mlp``. In
+Python, use :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec` to build a spec, or
+:func:`with_kha` to add KHA to an existing one.
 """
 
 from dataclasses import fields, is_dataclass, replace
@@ -55,7 +53,7 @@ _LOCAL: dict[type, type] = {
     WrappedTorchNorm: TorchNorm,
     DotProductAttention: GatheredDotProductAttention,
 }
-"""Local modules that refuse a parallelism, and their replacements."""
+"""Replacements for local modules that do not support sequence or context parallelism."""
 
 _LATENT: dict[type, type] = {
     MLASelfAttention: KHAMLASelfAttention,
@@ -64,16 +62,16 @@ _LATENT: dict[type, type] = {
 
 
 def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
-    """Return a copy of ``spec`` with KHA in its self-attention.
+    """Return a copy of ``spec`` with KHA in all self-attention layers.
 
-    Also replaces the local norm by one that supports sequence parallelism, and the local core
-    attention by one that supports context parallelism and latent attention.
+    Local norms and core attentions are replaced with modules that also support sequence and context
+    parallelism and latent attention.
 
     Raises:
-        ConfigError: ``spec`` has no attention to which ``kha`` can be added.
+        ConfigError: If ``spec`` contains no attention class that supports ``kha``.
     """
-    rewritten: dict[int, Any] = {}  # by id; an object that occurs twice is copied once
-    replaced: list[Any] = []  # keeps ids unique
+    rewritten: dict[int, Any] = {}  # by id, so that shared objects are copied only once
+    replaced: list[Any] = []  # kept alive so that ids stay unique
     found = False
 
     def rewrite(node: Any) -> Any:
@@ -107,12 +105,12 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     result = rewrite(spec)
     empty_stage = isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs
     if not found and not empty_stage:
-        raise ConfigError(f"The layer spec has no attention that supports KHA ({kha}).")
+        raise ConfigError(f"The layer spec has no attention module that supports KHA ({kha}).")
     return result
 
 
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
-    """Return the class that replaces an attention class, or None."""
+    """Return the KHA version of an attention class, or None if there is none."""
     if module is SelfAttention and kha.attention != "gla":
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None
@@ -121,19 +119,18 @@ def _knocked(module: Any, kha: KHAConfig) -> type | None:
 def kha_layer_spec(
     config: Any, kha: KHAConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Spec:
-    """Return ``GPTModel(transformer_layer_spec=...)`` with KHA for this pipeline stage.
+    """Build the ``transformer_layer_spec`` of a ``GPTModel`` with KHA.
 
-    Args:
-        config: a ``TransformerConfig``, or the ``GPTModelConfig`` of Megatron's training package.
-            ``transformer_impl`` chooses Transformer Engine or local modules, ``num_moe_experts``
-            and ``moe_layer_freq`` the MoE layers.
-        vp_stage: virtual pipeline stage, if any.
-        pp_rank: pipeline stage; None takes it from Megatron's ``parallel_state``.
+    ``config`` is a ``TransformerConfig``, or the ``GPTModelConfig`` of Megatron's training package.
+    By default, the pipeline stage is read from Megatron's ``parallel_state``.
+
+    Raises:
+        ConfigError: If ``config`` does not support ``kha``.
     """
     transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
     if transformer.heterogeneous_block_specs and any(m.adds_loss for m in kha.mechanisms):
-        raise ConfigError("heterogeneous_block_specs=True needs moh.balance=0.")
+        raise ConfigError("heterogeneous_block_specs requires moh.balance=0.")
     return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
 
 
@@ -148,9 +145,8 @@ def _stock_spec(
 
         return default_layer_spec(config, vp_stage)
     if transformer.heterogeneous_block_specs:
-        raise ConfigError("heterogeneous_block_specs=True needs `-m kha_megatron.training` and TE.")
-    # with a layer spec, Megatron would choose the final norm, which locally refuses sequence
-    # parallelism
+        raise ConfigError("heterogeneous_block_specs requires `-m kha_megatron.training` and TE.")
+    # a block spec, because it also selects the final norm (TorchNorm for local modules)
     return get_gpt_decoder_block_spec(
         transformer,
         use_transformer_engine=use_te,
@@ -162,24 +158,22 @@ def _stock_spec(
 
 
 class KHATransformerLayer(BaseTransformerLayer):
-    """Build the ``TransformerLayer`` with KHA that ``config`` needs at this layer number.
+    """Placeholder that builds the actual ``TransformerLayer`` when the config is known.
 
-    A stock script reads the object of ``--spec`` before it has a configuration. The object is
-    therefore the spec of one layer, and this class chooses the layer (local or Transformer Engine,
-    dense or MoE) when Megatron builds it.
+    Stock scripts import the ``--spec`` object before the config exists, so that only this class can
+    choose between local and Transformer Engine modules, and between dense and MoE layers.
     """
 
     def __new__(
         cls,
         config: TransformerConfig,
-        layer_number: int = 1,
+        layer_number: int = 1,  # in this pipeline stage
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         *,
         spec_name: str,
         **kwargs: Any,
     ) -> TransformerLayer:
-        """Build the layer ``layer_number`` (in this stage, from 1) of the spec ``spec_name``."""
         kha = named_config(spec_name).with_output_gate(config.attention_output_gate)
         pp_rank = get_pg_rank(pg_collection.pp) if pg_collection else None
         block = kha_layer_spec(config, kha, vp_stage, pp_rank)
@@ -203,8 +197,8 @@ class KHATransformerLayer(BaseTransformerLayer):
 
 
 def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
-    """Return ``HybridModel(hybrid_stack_spec=...)`` with KHA or the named spec."""
-    # the path is resolved later, so that a GPTModel does not import Megatron's hybrid layers
+    """Build the ``hybrid_stack_spec`` of a ``HybridModel``. ``kha`` can also be a spec name."""
+    # an import path, so that GPT models do not import Megatron's hybrid layers
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
     return ModuleSpec(module=stack, params={"kha": kha})
 
@@ -212,7 +206,7 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
 accept_sequence_parallelism()
 
 
-# `--spec MODULE NAME` needs module attributes
+# --spec MODULE NAME looks up attributes of the module
 for _name in (FROM_ENVIRONMENT, *PRESETS):
     globals()[_name] = ModuleSpec(module=KHATransformerLayer, params={"spec_name": _name})
     globals()[f"{_name}_hybrid"] = kha_hybrid_stack_spec(_name)

@@ -1,11 +1,10 @@
-"""Core attention of talking heads (arXiv 2003.02436), with tensor and context parallelism.
+"""Core attention of talking heads (arXiv 2003.02436) with tensor and context parallelism.
 
-Every head needs the logits of all others, but a TP rank has some of the heads. Each rank therefore
-takes all heads of its part of the queries (all-to-all) with all keys and values (all-gather), and
-returns the outputs to their heads (all-to-all). It holds ``H L^2 / tp`` logits.
+Since talking heads mix the logits of all heads, tensor parallelism shards the queries by sequence
+instead of by head. Two all-to-alls reshard the queries and the outputs, and keys and values are
+all-gathered. Each rank materializes ``H L^2 / tp`` logits.
 
-Shape legend: ``s`` query tokens, ``k`` keys, ``b`` microbatch, ``h`` this rank's heads, ``H`` all,
-``g`` this rank's KV heads, ``D`` features of a head.
+In shapes, ``h`` is the number of local heads, ``H`` of all heads, ``g`` of local KV heads.
 """
 
 from collections.abc import Mapping
@@ -31,10 +30,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 
 
 class TalkingAttention(GatheredDotProductAttention):
-    """``DotProductAttention`` of talking heads, for either backend.
-
-    :meth:`set_mechanism` passes the parameters.
-    """
+    """``DotProductAttention`` with talking heads."""
 
     talking: TalkingHeads
     matrices: Mapping[str, Tensor]
@@ -49,11 +45,11 @@ class TalkingAttention(GatheredDotProductAttention):
             if (found := getattr(config, option)) not in (None, False, "vanilla"):
                 raise ConfigError(f"Talking heads do not support {option}={found}. Remove it.")
         super().__init__(config, *args, **kwargs)
-        # --apply-query-key-layer-scaling: the mask's softmax undoes the division of the logits
+        # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
         self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
     def set_mechanism(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
-        """Set the mechanism and its ``[H, H]`` matrices by name."""
+        """Set the mechanism and its ``[H, H]`` matrices before the first forward pass."""
         self.talking, self.matrices = mechanism, matrices
 
     def forward(
@@ -65,18 +61,13 @@ class TalkingAttention(GatheredDotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the attention's output ``[s, b, h * D]``.
-
-        Args:
-            query: ``[s, b, h, D]``.
-            key: ``[k, b, g, D]``; likewise ``value``, whose ``D`` may differ.
-            attention_mask: ``[b or 1, 1, s or 1, k]``, True hides a key; None for a causal mask.
+        """Compute attention with the mask ``[b or 1, 1, s or 1, k]``, where True means masked.
 
         Raises:
-            ConfigError: packed sequences, or more tokens than ``talking.max_tokens``.
+            ConfigError: If the sequence is packed or exceeds ``talking.max_tokens``.
         """
         if kwargs.get("packed_seq_params") is not None:
-            raise ConfigError("Talking heads do not support packed sequences. Remove --sft.")
+            raise ConfigError("Talking heads do not support packed sequences (--sft).")
         if self.cp_group.size() > 1:
             key, value = self._gather(key), self._gather(value)
         if why := self.talking.too_long(len(key)):
@@ -96,11 +87,11 @@ class TalkingAttention(GatheredDotProductAttention):
         return self._shard_heads(output.permute(2, 0, 1, 3), len(query))
 
     def _mask(self, given: Tensor | None, causal: bool, queries: int, keys: int) -> Tensor | None:
-        """Return the mask ``[b or 1, 1, s / tp, k]`` of this rank's queries, or None."""
+        """Build the mask ``[b or 1, 1, s / tp, k]`` for the local part of the queries."""
         ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
         each = -(-queries // ranks)
         rows = torch.arange(each, device=torch.cuda.current_device()) + rank * each
-        rows = rows.clamp(max=queries - 1)  # repeats the last query as padding
+        rows = rows.clamp(max=queries - 1)  # padding
         if given is not None and given.shape[-2] == queries:  # includes the causal mask
             return given[..., rows, :]
         hidden = given
@@ -111,7 +102,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return hidden
 
     def _shard_queries(self, x: Tensor) -> Tensor:
-        """Map ``[s, b, h, D]`` of this rank's heads to ``[s / tp, b, H, D]`` of its queries."""
+        """All-to-all from ``[s, b, h, D]`` to ``[s / tp, b, H, D]``."""
         ranks = self.tp_group.size()
         if ranks == 1:
             return x
@@ -121,7 +112,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return x.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
 
     def _shard_heads(self, x: Tensor, queries: int) -> Tensor:
-        """Map ``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
+        """All-to-all from ``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
         if self.tp_group.size() == 1:
             return x.flatten(2)
         batch = x.shape[1]
@@ -129,15 +120,15 @@ class TalkingAttention(GatheredDotProductAttention):
         return x.unflatten(0, (-1, batch))[:queries]
 
     def _all_heads(self, x: Tensor) -> Tensor:
-        """Gather ``[k, b, g, D]`` over all ranks; backward sums the gradients."""
+        """All-gather the heads of ``[k, b, g, D]`` and reduce-scatter the gradients."""
         if self.tp_group.size() == 1:
             return x
         whole = all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group=self.tp_group)
         return whole.unflatten(-1, (-1, x.shape[-1]))
 
     def _dropout(self, weights: Tensor) -> Tensor:
-        """Apply dropout with the random state that differs between TP ranks."""
-        if self.config.sequence_parallel:  # Megatron uses that state for the whole layer
+        # use the RNG state that differs between TP ranks, which is the default with SP
+        if self.config.sequence_parallel:
             return self.attention_dropout(weights)
         with get_cuda_rng_tracker().fork():
             return self.attention_dropout(weights)

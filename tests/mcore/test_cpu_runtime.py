@@ -142,6 +142,6 @@ def test_installation_refuses_before_it_changes_anything_and_happens_once():
     )
     assert done.returncode == 0, done.stderr
     on_a_gpu_machine, too_late = done.stdout.splitlines()
-    assert "CUDA devices found. Use --device cuda" in on_a_gpu_machine
+    assert "CUDA is available. Use --device cuda" in on_a_gpu_machine
     assert "must be called before the first `import megatron`" in too_late
     assert done.stderr.count("Megatron-Core runs on the CPU with gloo") == 1

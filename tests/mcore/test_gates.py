@@ -145,6 +145,6 @@ def test_folding_needs_gates_with_rows_of_whole_heads(ranks):
     ]
     assert obstacles == [
         None,
-        "gates have rows between the heads of queries, keys and values",
+        "linear_qkv also contains rows of gates",
         None,
     ]

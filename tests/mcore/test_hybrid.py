@@ -198,7 +198,7 @@ def test_stacks_that_cannot_be_built_are_refused(ranks):
     assert "virtual_pipeline_model_parallel_size=2" in virtual
     assert "do not support attention=gta" in tied
     assert "do not support latent attention (D)" in latent
-    assert "Layers M need --transformer-impl transformer_engine" in mamba
+    assert "Hybrid layers M require --transformer-impl transformer_engine" in mamba
 
 
 def described(asked, built, pattern):

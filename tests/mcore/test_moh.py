@@ -72,7 +72,7 @@ def outside_of_megatrons_loop():
     with torch.no_grad():
         outputs = [x(hidden, None, **options)[0] for x in (layer, trained)]
     assert torch.equal(*outputs)
-    with pytest.raises(ConfigError, match=r"moh\.anneal needs Megatron's training loop"):
+    with pytest.raises(ConfigError, match=r"moh\.anneal requires"):
         layer(hidden, None, **options)
 
 

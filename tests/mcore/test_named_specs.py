@@ -182,18 +182,18 @@ def test_what_a_named_spec_cannot_honour_is_refused(ranks, tmp_path):
     broken = tmp_path / "kha.json"
     broken.write_text("{")
     cases = [
-        ("kha", None, {}, "KHA_CONFIG, which is not set"),
-        ("kha", '{"init_seed": 5}', {}, "has none of query, key, value"),
+        ("kha", None, {}, "requires KHA_CONFIG to set at least one of query"),
+        ("kha", '{"init_seed": 5}', {}, "requires KHA_CONFIG to set at least one of query"),
         ("kha", '{"value": "mlp", "seed": 5}', {}, "Unknown KHA setting seed"),
         ("kha", '{"value": "mpl"}', {}, "got 'mpl'"),
-        ("kha", "[1]", {}, "Expected a JSON object"),
-        ("kha", str(tmp_path / "none.json"), {}, "Expected a JSON object"),
-        ("kha", str(broken), {}, "Expected a JSON object"),
+        ("kha", "[1]", {}, "must be a JSON object"),
+        ("kha", str(tmp_path / "none.json"), {}, "must be a JSON object"),
+        ("kha", str(broken), {}, "must be a JSON object"),
         (
             "kha_mlp",
             '{"value": "gate"}',
             {},
-            "has value=mlp, but KHA_CONFIG has value=gate",
+            "value=gate in KHA_CONFIG conflicts with --spec kha_mlp",
         ),
         ("kha_mpl", None, {}, "kha_mpl"),
     ]

@@ -46,7 +46,7 @@ def refusal(kha, overrides):
             {"attention_output_gate": True, "kv_channels": 8},
             "attention_output_gate.*Remove",
         ),
-        (OUTPUT, {"qk_clip": True}, r"qk_clip.*gate\(output=element\).*Remove --qk-clip"),
+        (OUTPUT, {"qk_clip": True}, r"qk-clip.*gate\(output=element\).*Remove --qk-clip"),
         (
             KHAConfig(gate=Gate(query="head")),
             {"qk_layernorm": True},
@@ -65,7 +65,7 @@ def refusal(kha, overrides):
         (
             KHAConfig.from_preset("moh_50"),
             {"heterogeneous_block_specs": True},
-            "needs moh.balance=0",
+            "requires moh.balance=0",
         ),
         (
             KHAConfig(collaborative=CollaborativeHeads(dim=6)),

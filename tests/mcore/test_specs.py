@@ -44,7 +44,7 @@ def spec_without_attention():
     from kha_megatron.errors import ConfigError
     from kha_megatron.mcore.specs import with_kha
 
-    with pytest.raises(ConfigError, match="has no attention that supports KHA"):
+    with pytest.raises(ConfigError, match="has no attention module that supports KHA"):
         with_kha(ModuleSpec(module=TransformerLayer), KHAConfig(value="mlp"))
 
 

@@ -1,7 +1,7 @@
-"""Run Megatron-Core without a GPU, on CPU tensors and gloo.
+"""CPU runtime for Megatron-Core, to check results without a GPU.
 
-:func:`install` makes "cuda" mean the CPU for the whole process, so that all parallelisms run
-unchanged. It is for correctness, not speed. Call it once per process, before ``import megatron``::
+:func:`install` redirects CUDA devices to the CPU in the whole process, so that all parallelisms run
+with gloo. It must be called before Megatron is imported::
 
     from kha_megatron.mcore import cpu
 
@@ -23,10 +23,10 @@ MEGATRON_FLAGS: dict[str, str | None] = {
     "--no-bias-dropout-fusion": None,
     "--no-rope-fusion": None,
 }
-"""Megatron arguments that turn off CUDA-only kernels. None marks a flag without a value."""
+"""Megatron arguments for the CPU runtime. Flags without a value map to None."""
 
 ENVIRONMENT: dict[str, str] = {
-    "OMP_NUM_THREADS": "1",  # ranks share the cores; torch's default would oversubscribe them
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's argument check asks for it with TP or CP
+    "OMP_NUM_THREADS": "1",  # avoids oversubscription, because ranks share the cores
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # checked by Megatron with TP or CP
 }
-"""Environment of every rank, unless the user has set it."""
+"""Default environment variables of every rank."""

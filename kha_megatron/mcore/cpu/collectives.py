@@ -1,4 +1,4 @@
-"""Replace collectives that gloo lacks or that Megatron calls in a form that only NCCL supports."""
+"""Replacements for collectives that Megatron uses in ways that only NCCL supports."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def patch() -> None:
-    """Replace four collectives of ``torch.distributed`` and their coalescing in this process."""
+    """Replace collectives of ``torch.distributed`` in this process."""
     dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _with_listed_sizes(
         dist.all_to_all_single
     )
@@ -25,7 +25,7 @@ def patch() -> None:
 
 
 def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Run collectives at once instead of coalescing them by device, which gloo cannot do."""
+    """Run collectives immediately, because gloo does not support coalescing by device."""
 
     @contextmanager
     def manager(group=None, device=None, async_ops=False):
@@ -39,7 +39,7 @@ def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_listed_sizes(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Accept split sizes as tensors. Megatron converts only CUDA tensors to lists."""
+    """Convert split sizes to lists, as Megatron does for CUDA tensors only."""
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -55,8 +55,8 @@ def _with_listed_sizes(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-# Expert tensor parallelism gathers a different number of tokens from each rank. Gloo supports
-# equal sizes only in these two collectives, so use one broadcast or reduction for each rank.
+# With expert tensor parallelism, ranks have different numbers of tokens. Since gloo supports only
+# equal sizes in the following collectives, use one broadcast or reduction per rank.
 
 
 def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
         if _even(input_list):
             return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
         for rank, part in enumerate(input_list):
-            total = part.clone()  # other ranks' tensors are undefined after a reduction
+            total = part.clone()  # reduce also overwrites the inputs of other ranks
             dist.reduce(total, op=op, group=group, group_dst=rank)
             if rank == dist.get_rank(group):
                 output.copy_(total)
@@ -88,7 +88,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
 
 
 def _of_bytes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather bytes if coalesced. Gloo corrupts coalesced tensors of several dtypes."""
+    """Gather coalesced tensors as bytes, because gloo corrupts them if their dtypes differ."""
     coalescing = dist.distributed_c10d._world.pg_coalesce_state
 
     def as_bytes(tensor: Tensor) -> Tensor:

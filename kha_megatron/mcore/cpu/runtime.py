@@ -1,8 +1,6 @@
-"""Functions of torch that ``cpu.install()`` replaces.
+"""Patches of torch that redirect CUDA devices, streams and random generators to the CPU.
 
-Functions that take a device use the CPU instead of CUDA. A ``TorchFunctionMode`` would add a Python
-call to every operation. The "CUDA" random generator is the CPU generator. Streams and events run in
-order.
+Functions are patched one by one, because a ``TorchFunctionMode`` would slow down every operation.
 """
 
 import functools
@@ -24,43 +22,40 @@ from kha_megatron.mcore.cpu import collectives
 
 _CPU = torch.device("cpu")
 _HIDDEN = ("apex", "flash_attn", "transformer_engine")
-"""Packages that Megatron prefers if installed, and whose kernels need a GPU."""
+"""Packages that require a GPU and that Megatron uses if installed."""
 
-_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
-"""Functions ``torch.X_like`` that take a device; below, methods ``Tensor.new_X``."""
-_NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")  # torch.X_like
+_NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")  # Tensor.new_X
 
 _installed = False
 
 
 def is_installed() -> bool:
-    """Return whether this process runs on the CPU runtime."""
+    """Return whether the CPU runtime is installed in this process."""
     return _installed
 
 
 def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
-    """Make "cuda" mean the CPU in this process. Later calls do nothing.
-
-    Hides apex, flash-attn and Transformer Engine, so that Megatron uses its own modules.
+    """Redirect CUDA to the CPU and hide packages that require a GPU. Later calls are no-ops.
 
     Args:
-        despite_cuda: install on a machine with a CUDA device, too.
-        quiet: do not log the notice on rank 0.
+        despite_cuda: Whether to install on a machine with CUDA devices, too.
+        quiet: Whether to suppress the log message on rank 0.
 
     Raises:
-        ConfigError: a CUDA device is present, or Megatron was imported first (it binds CUDA names).
+        ConfigError: If a CUDA device is present, or Megatron has already been imported.
     """
     global _installed
     if _installed:
         return
     if torch.cuda.is_available() and not despite_cuda:
-        raise ConfigError("CUDA devices found. Use --device cuda, or install(despite_cuda=True).")
+        raise ConfigError("CUDA is available. Use --device cuda, or install(despite_cuda=True).")
     if "megatron.core" in sys.modules:
         raise ConfigError("cpu.install() must be called before the first `import megatron`.")
     if not quiet:
-        announce("Megatron-Core runs on the CPU with gloo. Use this to check results, not speed.")
+        announce("Megatron-Core runs on the CPU with gloo, which is slower than on a GPU.")
     modules: dict[str, Any] = sys.modules
-    modules.update(dict.fromkeys(_HIDDEN))  # None makes `import` raise ImportError
+    modules.update(dict.fromkeys(_HIDDEN))  # None makes an import fail
     for name, stand_in in _cuda_stand_ins().items():
         setattr(torch.cuda, name, stand_in)
     _rewrite_devices()
@@ -74,12 +69,12 @@ def _is_cuda(device: Any) -> bool:
         return device.type == "cuda"
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
-    return isinstance(device, int) and not isinstance(device, bool)  # torch reads 0 as cuda:0
+    return isinstance(device, int) and not isinstance(device, bool)  # 0 means cuda:0
 
 
 def _rewrite_devices() -> None:
-    """Make torch's functions that take a device use the CPU instead of CUDA."""
-    # read the list that torch has for `with torch.device(...)` before replacing its functions
+    """Patch all functions of torch that have a device argument."""
+    # this list must be read before the functions are replaced
     makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
     for name in makers | {f"{name}_like" for name in _LIKE}:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -98,7 +93,7 @@ def _rewrite_devices() -> None:
     def type_(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return kind(self, *args, **kwargs)
-        # Megatron's optimizers accept a parameter by comparing this string
+        # Megatron's optimizers check this string
         return kind(self).replace("torch.", "torch.cuda.", 1)
 
     def identity(name: str) -> Any:
@@ -122,7 +117,7 @@ def _on_cpu(function: Any) -> Any:
 
 
 class _Stream:
-    """Stream, event and context manager in one: CPU work runs in order."""
+    """No-op stream and event, since CPU operations run in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = time.time()
@@ -152,10 +147,8 @@ class _Stream:
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
-    """Return replacements of attributes of ``torch.cuda``.
-
-    All are distinct objects, because ``torch._dynamo`` keys a table on their identities.
-    """
+    """Return replacements for attributes of ``torch.cuda``. They must be distinct objects, because
+    ``torch._dynamo`` uses them as keys."""
 
     def nothing() -> Any:
         return lambda *args, **kwargs: None
@@ -169,7 +162,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         torch.random.set_rng_state(state)
 
-    # Megatron's RNG tracker calls these two by their home module
+    # Megatron's RNG tracker uses torch.cuda.random
     torch.cuda.random.get_rng_state = get_rng_state
     torch.cuda.random.set_rng_state = set_rng_state  # type: ignore[assignment]
     for name in ("range_push", "range_pop"):
@@ -179,13 +172,13 @@ def _cuda_stand_ins() -> dict[str, Any]:
     )
     return {
         "is_available": lambda: True,
-        # otherwise torch queues seeds for an initialization that never runs
+        # otherwise torch would defer manual_seed until CUDA is initialized
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": nothing(),
         "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (8, 0),  # without FP8
+        "get_device_capability": lambda device=None: (8, 0),  # no FP8
         "get_device_name": lambda device=None: "cpu",
         "Stream": stream_class("Stream"),
         "Event": stream_class("Event"),
@@ -208,13 +201,13 @@ def _cuda_stand_ins() -> dict[str, Any]:
 
 
 def _patch_torch() -> None:
-    # Megatron fuses small functions with torch.compile, which needs a compiler for the device
+    # torch.compile would need a compiler for the device
     def uncompiled(model: Any = None, **kwargs: Any) -> Any:
         return model if model is not None else (lambda f: f)
 
     torch.compile = uncompiled
 
-    # the CPU generator is the one that the tracker forks, so this warning does not apply
+    # the tracker forks the CPU generator, so that this warning does not apply
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -225,7 +218,7 @@ def _patch_torch() -> None:
 
 
 def _patch_device_mesh() -> None:
-    # FSDP compares the device type of a mesh with the parameters' device
+    # FSDP requires the mesh and the parameters to have the same device type
     mesh = dist.device_mesh.DeviceMesh
     initialise = mesh.__init__
 
@@ -237,7 +230,7 @@ def _patch_device_mesh() -> None:
 
 
 def _patch_data_loader() -> None:
-    # a new iterator draws its seed from the CPU generator, which is also the model's: restore it
+    # new iterators draw a seed from the CPU generator, which the model uses, too
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     initialise = iterator.__init__
 
